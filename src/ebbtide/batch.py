@@ -1,0 +1,122 @@
+"""One step's samples: what was asked, said and scored; and what of it goes to the trainer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from ebbtide.config.tree import Config, Rollout
+from ebbtide.policy.advantages import advantages
+from ebbtide.policy.pack import Trajectory
+from ebbtide.rollout.engine import Completion, Request, Sampling
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.scoring import Scored
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with its reward and advantage."""
+
+    prompt: Prompt
+    completion: Completion
+    scored: Scored
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All samples of a step, and those of them that carry a signal, as trajectories."""
+
+    samples: list[Sample]
+    trajectories: list[Trajectory]
+    flat_groups: int
+
+    def figures(self) -> dict[str, float]:
+        """What the step's rollouts look like, for metrics.jsonl."""
+        rewards = [sample.scored.value for sample in self.samples]
+        lengths = [len(sample.completion.tokens) for sample in self.samples]
+        count = len(self.samples)
+        parts: Counter[str] = Counter()
+        failures: Counter[str] = Counter()
+        for sample in self.samples:
+            parts.update(sample.scored.parts)
+            failures.update([sample.scored.failure] if sample.scored.failure else [])
+        return {
+            "reward": sum(rewards) / count,
+            "reward_std": torch.tensor(rewards).std(correction=0).item(),
+            **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
+            **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
+            "flat_groups": self.flat_groups,
+            "completion_tokens": sum(lengths) / count,
+            "finished": sum(sample.completion.finish == "stop" for sample in self.samples) / count,
+            "samples": count,
+            "samples_trained": len(self.trajectories),
+        }
+
+
+def sample_seed(*names: object) -> int:
+    """A seed for one sample, from the run's seed and the sample's place: independent of every other sample's."""
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
+
+
+def requests(prompts: Sequence[Prompt], samples: int, *names: object) -> list[Request]:
+    return [Request(prompt.tokens, [sample_seed(*names, place, i) for i in range(samples)]) for place, prompt in enumerate(prompts)]
+
+
+def training_sampling(rollout: Rollout) -> Sampling:
+    return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tuple(rollout.stop))
+
+
+def assemble(
+    config: Config,
+    prompts: Sequence[Prompt],  # [prompts]
+    groups: Sequence[Sequence[Completion]],  # [prompts][samples]
+    scored: Sequence[Scored],  # [prompts * samples]
+) -> Batch:
+    """Advantages for all samples; trajectories for those that are trained on."""
+    shape = len(prompts), config.rollout.samples
+    rewards = torch.tensor([score.value for score in scored], dtype=torch.float64).view(shape)
+    values = advantages(rewards, config.advantage.kind)  # [prompts, samples]
+    samples: list[Sample] = []
+    trajectories: list[Trajectory] = []
+    flat_groups = 0
+    scores = iter(scored)
+    for prompt, group, group_values in zip(prompts, groups, values.tolist(), strict=True):
+        flat = not any(group_values)
+        flat_groups += flat
+        for completion, value in zip(group, group_values, strict=True):
+            samples.append(Sample(prompt, completion, next(scores), value))
+            overlong = config.loss.mask_overlong and completion.finish == "length"
+            if not overlong and not (flat and config.advantage.drop_flat_groups):
+                trajectories.append(Trajectory(prompt.tokens, completion.tokens, completion.logprobs, value))
+    return Batch(samples, trajectories, flat_groups)
+
+
+def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -> Iterator[list[Trajectory]]:
+    """The step's updates: `epochs` passes, each shuffled and cut into `minibatches` of almost equal size."""
+    for epoch in range(config.train.epochs):
+        order = list(range(len(trajectories)))
+        if config.train.minibatches > 1:
+            generator = torch.Generator().manual_seed(sample_seed(config.seed, "minibatches", step, epoch))
+            order = torch.randperm(len(order), generator=generator).tolist()
+        for part in torch.tensor(order).tensor_split(config.train.minibatches):
+            if len(part):
+                yield [trajectories[index] for index in part.tolist()]
+
+
+def averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The figures of a step's updates as one: means, but the largest mismatch, the last learning rate, and counts added up."""
+    if not updates:
+        return {}
+    figures = {name: fmean(update[name] for update in updates) for name in updates[0]}
+    figures["mismatch_max"] = max(update["mismatch_max"] for update in updates)
+    figures["lr"] = updates[-1]["lr"]
+    figures["updates_skipped"] = sum(update["updates_skipped"] for update in updates)
+    figures["updates"] = len(updates)
+    return figures

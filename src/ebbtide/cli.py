@@ -1,0 +1,90 @@
+"""The `ebbtide` command, thin: it reads the config, runs, and turns errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ebbtide import __version__
+from ebbtide.config import load, recipes
+from ebbtide.config.document import explained
+from ebbtide.errors import UserError
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training in which GPU memory is a planned resource.\n\n"
+    "Start with `ebbtide train quickstart`: a tiny model learns a task in two minutes on a CPU.",
+    epilog="Any setting can be changed on the command line: ebbtide train quickstart train.steps=50 optimizer.lr=3e-4",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Source = Annotated[str, typer.Argument(metavar="RECIPE_OR_FILE", help="A recipe's name (see `ebbtide recipes`) or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, as in `train.steps=50`.", show_default=False)
+]
+
+
+@app.command()
+def train(source: Source, overrides: Overrides = None) -> None:
+    """Train a policy: generate, score, update, over and over. Writes to runs/NAME-001 unless run.folder says otherwise."""
+    config = load(source, overrides or [])
+    sys.path.insert(0, os.getcwd())  # where `task.python.object` of a user's own is looked for
+    Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
+    from ebbtide.loop import train as run_loop
+    from ebbtide.report.report import Report
+
+    with Report(config, source) as report:
+        try:
+            run_loop(config, report)
+        except KeyboardInterrupt:
+            report.terminal.stop()
+            report.end(f"stopped by you after step {report.steps_done} of {config.train.steps}")
+            raise typer.Exit(130) from None
+        report.terminal.stop()
+        report.end(f"done: {config.train.steps} steps")
+
+
+@app.command(name="recipes")
+def list_recipes() -> None:
+    """List the recipes that ship with Ebbtide."""
+    known = recipes()
+    width = max(map(len, known))
+    for name, description in known.items():
+        typer.echo(f"{name:<{width}}  {description}")
+
+
+@app.command(name="config")
+def show_config(source: Source, overrides: Overrides = None) -> None:
+    """Print the resolved config of a recipe or file, with the meaning of each field. It is valid YAML: save it and edit it."""
+    typer.echo(explained(load(source, overrides or [])), nl=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    pass
+
+
+def main() -> None:
+    """Errors that a user can mend: one paragraph, exit code 2, no traceback."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

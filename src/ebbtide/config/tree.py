@@ -1,0 +1,501 @@
+"""Every setting of Ebbtide: one strict tree, documented field by field. Imports no torch.
+
+The text under a field is its documentation everywhere: in `ebbtide config`, in docs/config.md and in error messages.
+A section that is `null` is off; a section that is present is on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    """Where the run writes."""
+
+    name: str = "run"
+    """Short name; without `run.folder` the run goes to `runs/NAME-001`, `runs/NAME-002`, ..."""
+
+    folder: str | None = None
+    """Exact folder to write to. It must be new or empty, unless `run.overwrite` is on."""
+
+    overwrite: bool = False
+    """Replace the run that already lies in `run.folder`."""
+
+    @model_validator(mode="after")
+    def _overwrite_what(self) -> Run:
+        if self.overwrite and self.folder is None:
+            raise ValueError("`run.overwrite` replaces the run in `run.folder`, which is not set: set both, or neither")
+        return self
+
+
+class Scratch(Section):
+    """A model built from nothing, with random weights."""
+
+    architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe"] = "qwen3"
+    """Model family, as transformers names it."""
+
+    layers: Count = 2
+    """Number of blocks."""
+
+    hidden: Count = 128
+    """Width of the residual stream."""
+
+    heads: Count = 4
+    """Query heads; each has `hidden / heads` channels unless `head_dim` is set."""
+
+    kv_heads: Count = 4
+    """Key and value heads (grouped-query attention when fewer than `heads`)."""
+
+    head_dim: Count | None = None
+    """Channels per head; `null` is `hidden / heads`."""
+
+    mlp: Count = 384
+    """Width of the MLP, or of each expert."""
+
+    experts: Count = 4
+    """Number of experts, for `qwen3_moe`."""
+
+    experts_per_token: Count = 2
+    """Experts that each token visits, for `qwen3_moe`."""
+
+    context: Count = 256
+    """Longest sequence that the model accepts, in tokens."""
+
+    tied: bool = True
+    """Input and output embeddings share one matrix."""
+
+    alphabet: str | None = None
+    """One token per character of this text; `null` is one token per byte, which reads any text."""
+
+    vocabulary: Count | None = None
+    """Rows of the embedding; `null` is the tokenizer's own size. More than that is for measuring with a real model's shape."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Scratch:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}, or set head_dim")
+        for name in ("experts", "experts_per_token"):
+            if name in self.model_fields_set and self.architecture != "qwen3_moe":
+                raise ValueError(
+                    f"`{name}` is for `architecture: qwen3_moe`, and the architecture is `{self.architecture}`: remove one of the two"
+                )
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token = {self.experts_per_token} exceeds experts = {self.experts}")
+        return self
+
+
+class Model(Section):
+    """The policy: exactly one of `path` and `scratch`."""
+
+    path: str | None = None
+    """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, or `package:NAME/FILE` for a file that an installed Python package carries."""
+
+    scratch: Scratch | None = None
+    """Build a model from nothing instead of loading one."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of another tokenizer; `null` is the model's own."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+
+    chat_template: bool = True
+    """Render problems with the tokenizer's chat template if it has one; off, or without one, the messages' texts are joined as they are."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.scratch is None):
+            both = "both are set" if self.path is not None else "neither is set"
+            raise ValueError(f"exactly one of `model.path` and `model.scratch` says which model to train; {both}")
+        return self
+
+
+class BuiltinTask(Section):
+    """A task that ships with Ebbtide."""
+
+    name: str
+    """`copy`, `reverse` or `add`."""
+
+    options: dict[str, Any] = {}
+    """The task's own options, such as `{digits: 4}`."""
+
+
+class GymTask(Section):
+    """A dataset of the package `reasoning-gym`."""
+
+    dataset: str
+    """Name of the dataset, such as `leg_counting`."""
+
+    options: dict[str, Any] = {}
+    """Passed to the dataset as they are, such as `{min_animals: 2}`."""
+
+
+class FileTask(Section):
+    """Problems from a JSONL or Parquet file."""
+
+    train: str
+    """Path of a `.jsonl` or `.parquet` file."""
+
+    held_out: str | None = None
+    """Path of the held-out problems; `null` sets the last `task.held_out` rows of `train` aside."""
+
+    prompt_field: str = "prompt"
+    """Field with the prompt: a text, or a list of messages with `role` and `content`."""
+
+    answer_field: str | None = "answer"
+    """Field with the expected answer; `null` where the scorer needs none."""
+
+    scorer: Literal["exact", "numeric", "regex", "math_verify"] = "exact"
+    """How an answer is judged: same text; same number; the answer is a pattern the completion must match; equal as mathematics (package `math-verify`)."""
+
+
+class PythonTask(Section):
+    """A task of your own, as a Python object."""
+
+    object: str
+    """`module:name` of a Task, or of a class or function that returns one."""
+
+    options: dict[str, Any] = {}
+    """Keyword arguments, where `object` is called to get the task."""
+
+
+class Scoring(Section):
+    """Completions are scored in worker processes; one that hangs or dies costs its sample, never the run."""
+
+    workers: Count = 2
+    """Number of processes."""
+
+    seconds: Positive = 10.0
+    """Time limit for one completion; beyond it the sample gets reward 0 and is counted."""
+
+
+class Task(Section):
+    """What the model practises: exactly one of `builtin`, `gym`, `file` and `python`."""
+
+    builtin: BuiltinTask | None = None
+    """A task that ships with Ebbtide."""
+
+    gym: GymTask | None = None
+    """A dataset of `reasoning-gym`."""
+
+    file: FileTask | None = None
+    """Problems from a JSONL or Parquet file."""
+
+    python: PythonTask | None = None
+    """A task of your own."""
+
+    system: str | None = None
+    """System message put before every problem."""
+
+    extract: str | None = None
+    """Regular expression with one group: only its last match in a completion is scored, and no match scores 0. `null` scores the whole completion."""
+
+    size: Count = 1000
+    """Training problems to make, for tasks that make them (`builtin`, `gym`)."""
+
+    held_out: Natural = 64
+    """Problems kept away from training, for `evaluate`."""
+
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with a prompt of more than `rollout.max_prompt_tokens`."""
+
+    scoring: Scoring = Scoring()
+    """The scorer's processes and limits."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Task:
+        named = [name for name in ("builtin", "gym", "file", "python") if getattr(self, name) is not None]
+        if len(named) != 1:
+            found = " and ".join(f"`task.{name}`" for name in named) or "none"
+            raise ValueError(
+                f"exactly one of `task.builtin`, `task.gym`, `task.file` and `task.python` says what to practise; set: {found}"
+            )
+        return self
+
+
+class Rollout(Section):
+    """How completions are sampled."""
+
+    prompts: Count = 32
+    """Problems per step."""
+
+    samples: Count = 8
+    """Completions per problem: the size of a group."""
+
+    max_prompt_tokens: Count = 512
+    """Longest prompt, in tokens."""
+
+    max_new_tokens: Count = 256
+    """Longest completion, in tokens."""
+
+    temperature: Positive = 1.0
+    """Divides the logits, in sampling and in training alike."""
+
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the smallest set of tokens with this much probability; 1 is all."""
+
+    top_k: Natural = 0
+    """Sample from this many likeliest tokens; 0 is all."""
+
+    stop: list[str] = []
+    """Texts that end a completion. What stands before the text is scored; the tokens up to and with it are trained on."""
+
+    batch: Count = 512
+    """Sequences that are generated at once."""
+
+
+class Advantage(Section):
+    """How rewards become advantages."""
+
+    kind: Literal["group_std", "group_mean", "rloo", "reinforce_pp"] = "group_std"
+    """`group_std`: minus the group's mean, over its standard deviation (GRPO); `group_mean`: minus the mean only (Dr. GRPO); `rloo`: minus the mean of the other samples; `reinforce_pp`: minus the batch's mean, over its standard deviation (REINFORCE++)."""
+
+    drop_flat_groups: bool = True
+    """Leave out groups in which every advantage is 0: they teach nothing and cost a forward and backward."""
+
+
+class Kl(Section):
+    """A penalty for leaving the reference policy."""
+
+    coefficient: Positive = 0.001
+    """Weight of the penalty in the loss."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimate, with d = log p - log p_ref: `k1` is d, `k2` is d^2 / 2 (on-policy, its gradient is that of the true reverse KL), `k3` is exp(-d) + d - 1. The gradient of `k1` is zero on average: use it to watch, not to hold."""
+
+
+class Correction(Section):
+    """Truncated importance sampling: weighs each token by p_trainer / p_rollout, cut at `cap`."""
+
+    cap: Positive = 2.0
+    """Largest weight."""
+
+
+class Loss(Section):
+    """The policy loss."""
+
+    kind: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """`grpo`: clipped ratio per token; `gspo`: clipped ratio per sequence; `cispo`: REINFORCE with a clipped, detached ratio as weight."""
+
+    clip_low: Positive | None = None
+    """The ratio counts down to 1 - clip_low; `null` is the usual one of the kind: 0.2 (grpo), 3e-4 (gspo), 1.0 (cispo)."""
+
+    clip_high: Positive | None = None
+    """The ratio counts up to 1 + clip_high; `null` is the usual one of the kind: 0.2 (grpo), 4e-4 (gspo), 0.28 (cispo). Larger than clip_low is the asymmetric clip."""
+
+    normalise: Literal["sequence", "token", "constant"] = "token"
+    """Weight of a token: 1 / (length of its sequence x sequences) (`sequence`, GRPO); 1 / tokens of the batch (`token`, DAPO); 1 / (sequences x rollout.max_new_tokens) (`constant`, Dr. GRPO). `gspo` is by sequence always."""
+
+    entropy: NotNegative = 0.0
+    """Weight of an entropy bonus."""
+
+    kl: Kl | None = None
+    """Present: a frozen copy of the starting policy holds the trained one back."""
+
+    correction: Correction | None = None
+    """Present: correct for the difference between the sampler's and the trainer's log-probs."""
+
+    mask_overlong: bool = False
+    """Leave completions out of the loss that hit `rollout.max_new_tokens`; they still count in their group's baseline."""
+
+    @model_validator(mode="after")
+    def _gspo_by_sequence(self) -> Loss:
+        if self.kind == "gspo" and "normalise" in self.model_fields_set and self.normalise != "sequence":
+            raise ValueError(
+                f"`loss.kind: gspo` is normalised by sequence; `loss.normalise: {self.normalise}` contradicts it: remove one of the two"
+            )
+        return self
+
+    @property
+    def normalisation(self) -> Literal["sequence", "token", "constant"]:
+        """The normalisation in force: GSPO's loss belongs to sequences."""
+        return "sequence" if self.kind == "gspo" else self.normalise
+
+
+class Optimizer(Section):
+    """AdamW, with fp32 master weights where the weights are 16-bit."""
+
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Decay of the two moments."""
+
+    eps: Positive = 1e-8
+    """Added to the denominator."""
+
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay; on matrices only, never on norms and biases."""
+
+    clip_norm: Positive | None = 1.0
+    """Largest norm of the whole gradient; `null` never clips."""
+
+    warmup_steps: Natural = 0
+    """Optimizer steps in which the learning rate rises from 0 in a line."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up."""
+
+    final_lr_fraction: Fraction = 0.0
+    """Where `linear` and `cosine` end, as a fraction of `lr`."""
+
+    @model_validator(mode="after")
+    def _an_end_needs_a_slope(self) -> Optimizer:
+        if self.schedule == "constant" and self.final_lr_fraction:
+            raise ValueError(f"`optimizer.final_lr_fraction: {self.final_lr_fraction}` needs `optimizer.schedule: linear` or `cosine`")
+        return self
+
+
+class Train(Section):
+    """How a batch of rollouts becomes updates."""
+
+    steps: Count = 100
+    """RL steps: generate, score, train."""
+
+    minibatches: Count = 1
+    """Optimizer steps per pass over the rollouts of one RL step."""
+
+    epochs: Count = 1
+    """Passes over the rollouts of one RL step."""
+
+    microbatch_tokens: Count = 16384
+    """Tokens per forward and backward; sequences are packed into it without padding."""
+
+    head_chunk_tokens: Count = 2048
+    """Tokens whose logits exist at once. [head_chunk_tokens, vocabulary] is the largest tensor of the output head."""
+
+
+class Evaluate(Section):
+    """Held-out problems, as a phase of the loop."""
+
+    every: Count = 20
+    """Steps between evaluations; there is one before the first step and one after the last."""
+
+    problems: Count = 64
+    """Held-out problems to use, at most `task.held_out`."""
+
+    samples: Count = 1
+    """Completions per problem."""
+
+    temperature: NotNegative = 0.0
+    """0 is greedy."""
+
+    k: list[Count] = [1]
+    """Values of k for which pass@k is reported, each at most `samples`."""
+
+    pass_reward: float = 1.0
+    """A completion with at least this reward passes."""
+
+    @model_validator(mode="after")
+    def _k_within_samples(self) -> Evaluate:
+        if not self.k or max(self.k) > self.samples:
+            raise ValueError(f"`evaluate.k: {self.k}` must name values from 1 to `evaluate.samples` = {self.samples}")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"greedy evaluation (`evaluate.temperature: 0`) gives {self.samples} equal completions: set a temperature, or `evaluate.samples: 1`"
+            )
+        return self
+
+
+class Wandb(Section):
+    """Weights & Biases (package `wandb`)."""
+
+    project: str
+    """Name of the project."""
+
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to the run folder only."""
+
+
+class Report(Section):
+    """What is shown and written beside metrics.jsonl."""
+
+    samples_every: Natural = 20
+    """Steps between looks at a few completions in the terminal; 0 shows them at the end only."""
+
+    rollouts: bool = True
+    """Write every completion to rollouts.jsonl."""
+
+    wandb: Wandb | None = None
+    """Present: log to Weights & Biases as well."""
+
+
+class Config(Section):
+    """One run, whole."""
+
+    seed: Natural = 0
+    """Fixes the run: problems, order, samples, initial weights."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is the GPU if there is one."""
+
+    run: Run = Run()
+    """Where the run writes."""
+
+    model: Model
+    """The policy."""
+
+    task: Task
+    """What it practises."""
+
+    rollout: Rollout = Rollout()
+    """How completions are sampled."""
+
+    advantage: Advantage = Advantage()
+    """How rewards become advantages."""
+
+    loss: Loss = Loss()
+    """The policy loss."""
+
+    optimizer: Optimizer = Optimizer()
+    """AdamW and its schedule."""
+
+    train: Train = Train()
+    """How a batch of rollouts becomes updates."""
+
+    evaluate: Evaluate | None = None
+    """Present: held-out problems are tried along the way."""
+
+    report: Report = Report()
+    """What is shown and written."""
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Config:
+        rollout, train = self.rollout, self.train
+        if rollout.samples == 1 and self.advantage.kind != "reinforce_pp":
+            raise ValueError(
+                f"`advantage.kind: {self.advantage.kind}` compares the samples of a group, and `rollout.samples: 1` makes groups of one: "
+                "set `rollout.samples` to 2 or more, or `advantage.kind: reinforce_pp`"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if longest > train.microbatch_tokens:
+            raise ValueError(
+                f"a sequence may have `rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens, which does not fit into "
+                f"`train.microbatch_tokens` = {train.microbatch_tokens}: raise it to {longest} or more"
+            )
+        if train.minibatches > rollout.prompts * rollout.samples:
+            raise ValueError(
+                f"`train.minibatches: {train.minibatches}` exceeds the {rollout.prompts * rollout.samples} sequences of a step (`rollout.prompts` x `rollout.samples`)"
+            )
+        if self.evaluate is not None and self.task.held_out == 0 and not (self.task.file and self.task.file.held_out):
+            raise ValueError("`evaluate` needs held-out problems and `task.held_out: 0` sets none aside: raise it, or set `evaluate: null`")
+        return self
+
+    @property
+    def on_policy(self) -> bool:
+        """One update per batch of rollouts: the trainer's own log-probs are the old ones, and no extra forward is needed."""
+        return self.train.minibatches == 1 and self.train.epochs == 1

@@ -1,0 +1,39 @@
+"""Held-out problems: mean reward and pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from ebbtide.batch import requests
+from ebbtide.config.tree import Config
+from ebbtide.rollout.engine import Engine, Progress, Sampling
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.scoring import ScoringPool
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Chance that at least one of k samples, drawn without return from `samples` of which `passed` passed, passes."""
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def evaluate(config: Config, engine: Engine, scoring: ScoringPool, prompts: Sequence[Prompt], progress: Progress) -> dict[str, float]:
+    """The same problems with the same seeds every time, so that a difference is the policy's."""
+    settings, rollout = config.evaluate, config.rollout
+    assert settings is not None  # the loop asks only when the config has the section
+    sampled = settings.temperature > 0
+    sampling = Sampling(
+        rollout.max_new_tokens,
+        settings.temperature,
+        rollout.top_p if sampled else 1.0,
+        rollout.top_k if sampled else 0,
+        tuple(rollout.stop),
+    )
+    groups = engine.generate(requests(prompts, settings.samples, config.seed, "evaluate"), sampling, progress)
+    scored = scoring.score([(prompt.problem, done.text) for prompt, group in zip(prompts, groups, strict=True) for done in group])
+    rewards = [score.value for score in scored]
+    cut = settings.samples
+    passed = [sum(reward >= settings.pass_reward for reward in rewards[i : i + cut]) for i in range(0, len(rewards), cut)]
+    figures = {f"evaluate/pass@{k}": fmean(pass_at_k(cut, count, k) for count in passed) for k in settings.k}
+    return {"evaluate/reward": fmean(rewards), **figures}

@@ -1,0 +1,1 @@
+"""The policy: loading models, packing, the chunked log-prob head, losses, the train step."""

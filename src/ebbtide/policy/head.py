@@ -1,0 +1,103 @@
+"""The output head in chunks: log-probs and entropies of chosen tokens without ever holding [tokens, vocabulary].
+
+Full fp32 logits of 32k tokens at a vocabulary of 152k are 19.9 GB. Here the logits of one chunk exist at a time, in the weights' type: in the
+forward to reduce each row to its log-sum-exp, its target's log-prob and its entropy; in the backward, computed again, to make that chunk's gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ebbtide.policy import rows
+
+
+def token_logprobs(
+    hidden: Tensor,  # [P, H]: the hidden state before each predicted token
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    targets: Tensor,  # [P]: the tokens predicted
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int = 2048,
+) -> tuple[Tensor, Tensor]:
+    """fp32 log-prob of each target [P] and entropy of each row [P] under softmax(scale * softcap(hidden @ weight.T + bias))."""
+    logprobs, entropies = _ChunkedHead.apply(hidden, weight, bias, targets, scale, softcap, chunk)  # type: ignore[no-untyped-call]
+    return logprobs, entropies
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        softcap: float | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        reduce, _ = _row_functions(hidden)
+        lses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        logprobs, entropies = torch.empty_like(lses), torch.empty_like(lses)
+        for part in _parts(hidden.shape[0], chunk):
+            logits = linear(hidden[part], weight, bias)  # [c, V]
+            lses[part], logprobs[part], entropies[part] = reduce(logits, targets[part], scale, softcap)
+        ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies)
+        ctx.options = scale, softcap, chunk
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropies = grads
+        hidden, weight, bias, targets, lses, entropies = ctx.saved_tensors
+        scale, softcap, chunk = ctx.options
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        _, gradient = _row_functions(hidden)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        # Summed over chunks in fp32 and rounded once: the same precision as one product over all tokens.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
+        for part in _parts(hidden.shape[0], chunk):
+            logits = linear(hidden[part], weight, bias)  # [c, V], overwritten by its own gradient
+            grad = gradient(logits, targets[part], lses[part], entropies[part], grad_logprobs[part], grad_entropies[part], scale, softcap)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad, hidden[part])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _parts(tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+
+
+def _row_functions(hidden: Tensor) -> tuple[Any, Any]:
+    """What reduces a chunk's rows, and what makes their gradient: one pass each over the logits on a GPU, plain torch elsewhere."""
+    if hidden.is_cuda:
+        from ebbtide.policy import row_kernels  # needs triton, which torch brings along on a GPU
+
+        return row_kernels.reduce, row_kernels.gradient
+    return rows.reduce, rows.gradient
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [V, H] in fp32 += left.T @ right, without rounding the product to 16 bits."""
+    if left.dtype == torch.float32:
+        total.addmm_(left.T, right)
+    elif left.is_cuda:
+        torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float().T, right.float())

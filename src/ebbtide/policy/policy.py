@@ -1,0 +1,149 @@
+"""The policy: log-probs of packed sequences, and gradients of the loss on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+from ebbtide.policy.attention import PACKED, attention
+from ebbtide.policy.head import token_logprobs
+from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
+from ebbtide.policy.losses.normalise import token_weights
+from ebbtide.policy.model import Loaded, decoder, head_shape, head_weight
+from ebbtide.policy.pack import MicroBatch, Trajectory, pack
+
+Progress = Callable[[int, int], None]  # (done, of)
+
+# Most that our packed log-probs may differ from the model's own forward, on average: rounding of each type, many times over.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+class Policy:
+    """A model, and what training asks of it. The reference policy is one as well, frozen."""
+
+    def __init__(self, loaded: Loaded, config: Config) -> None:
+        self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
+        self.device: torch.device = loaded.model.device
+        self._generate_attention = loaded.generate_attention
+
+    def frozen_copy(self) -> Policy:
+        """A reference policy: the weights as they are now, never to change."""
+        model = copy.deepcopy(self.model).requires_grad_(False)
+        return Policy(Loaded(model, self.tokenizer, self._generate_attention), self.config)
+
+    def _logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob [P] and entropy [P] of each completion token, at `temperature`."""
+        with attention(self.model, PACKED):
+            hidden = decoder(self.model)(
+                input_ids=batch.token_ids,
+                position_ids=batch.positions,
+                use_cache=False,
+                cu_seq_lens_q=batch.starts,
+                cu_seq_lens_k=batch.starts,
+                max_length_q=batch.longest,
+                max_length_k=batch.longest,
+            ).last_hidden_state[0]  # [T, H]
+        scale, softcap = head_shape(self.model.config)
+        weight, bias = head_weight(self.model)
+        return token_logprobs(
+            hidden[batch.predict],  # [P, H]: prompt positions go no further
+            weight,
+            bias,
+            batch.targets,
+            scale=scale / temperature,
+            softcap=softcap,
+            chunk=self.config.train.head_chunk_tokens,
+        )
+
+    @torch.no_grad()
+    def fill(self, name: Literal["old_logprobs", "reference_logprobs"], trajectories: Sequence[Trajectory], progress: Progress) -> None:
+        """Sets this policy's log-probs of each trajectory's completion, without gradient, as its `name`."""
+        batches = pack(trajectories, self.config.train.microbatch_tokens, self.device)
+        for done, batch in enumerate(batches):
+            logprobs, _ = self._logprobs(batch, self.config.rollout.temperature)
+            parts = torch.split(logprobs, batch.lengths)
+            for member, part in zip(batch.members, parts, strict=True):
+                setattr(trajectories[member], name, part)
+            progress(done + 1, len(batches))
+
+    def accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
+        """Adds the gradient of the loss on a minibatch, micro-batch by micro-batch; says what it saw."""
+        lengths = [len(trajectory.completion) for trajectory in minibatch]
+        weights = token_weights(lengths, self.config.loss.normalisation, self.config.rollout.max_new_tokens)
+        for trajectory, weight in zip(minibatch, weights, strict=True):
+            trajectory.weight = weight
+        batches = pack(minibatch, self.config.train.microbatch_tokens, self.device)
+        seen: list[dict[str, Tensor]] = []
+        for done, batch in enumerate(batches):
+            inputs = self._loss_inputs(batch, [minibatch[member] for member in batch.members])
+            loss, reported = policy_loss(self.config.loss, inputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            reported |= mismatch(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs, inputs.rollout_logprobs)
+            reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
+            seen.append(reported)
+            progress(done + 1, len(batches))
+        return _summary(seen, tokens=sum(lengths))
+
+    def _loss_inputs(self, batch: MicroBatch, members: Sequence[Trajectory]) -> LossInputs:
+        logprobs, entropies = self._logprobs(batch, self.config.rollout.temperature)
+
+        def per_token(values: list[float]) -> Tensor:  # [S] -> [P]
+            return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)[batch.sequence]
+
+        def together(parts: list[Tensor | None]) -> Tensor | None:  # S of [completion] -> [P]
+            known = [part for part in parts if part is not None]
+            return torch.cat(known).to(self.device) if known else None
+
+        rollout = [logprob for member in members for logprob in member.rollout_logprobs]
+        return LossInputs(
+            logprobs=logprobs,
+            entropies=entropies,
+            old_logprobs=together([member.old_logprobs for member in members]),
+            rollout_logprobs=torch.tensor(rollout, dtype=torch.float32).to(self.device, non_blocking=True),
+            reference_logprobs=together([member.reference_logprobs for member in members]),
+            advantages=per_token([member.advantage for member in members]),
+            weights=per_token([member.weight for member in members]),
+            sequence=batch.sequence,
+            sequences=len(members),
+        )
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model."""
+        rows = torch.arange(12) * 7919 % (len(self.tokenizer) - 1)  # tokens spread over the vocabulary
+        probes = [Trajectory([1], rows[:7].tolist(), []), Trajectory([2, 1], rows[7:].tolist(), [])]
+        (batch,) = pack(probes, budget=64, device=self.device)
+        try:
+            packed, _ = self._logprobs(batch, temperature=1.0)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{type(self.model).__name__} cannot be trained on packed sequences: {error}") from None
+        own = []
+        with attention(self.model, self._generate_attention):
+            for probe in (probes[member] for member in batch.members):
+                ids = torch.tensor([probe.prompt + probe.completion], device=self.device)
+                logits = self.model(ids, use_cache=False).logits[0, len(probe.prompt) - 1 : -1].float()
+                own.append(log_softmax(logits, -1).gather(-1, ids[0, len(probe.prompt) :, None])[:, 0])
+        difference = (packed - torch.cat(own)).abs().mean().item()
+        if not difference <= TOLERANCE[self.model.dtype]:
+            raise UserError(
+                f"{type(self.model).__name__}: log-probs of packed sequences differ from the model's own by {difference:.3g} on average, "
+                f"more than rounding: this architecture does something between its layers and its logits that is not supported"
+            )
+
+
+def _summary(seen: Sequence[dict[str, Tensor]], tokens: int) -> dict[str, float]:
+    """Micro-batches' sums as figures per token; one transfer from the device for all of them."""
+    names = list(seen[0])
+    table = torch.stack([torch.stack([reported[name].float() for name in names]) for reported in seen])  # [micro-batches, names]
+    sums, largest = table.sum(0).tolist(), table.max(0).values.tolist()
+    summary = {name: total / tokens for name, total in zip(names, sums, strict=True)}
+    summary["loss"] = sums[names.index("loss")]
+    summary["mismatch_max"] = largest[names.index("mismatch_max")]
+    return summary

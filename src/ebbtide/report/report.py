@@ -1,0 +1,112 @@
+"""Everything a run shows and writes, behind the few calls that the loop makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from ebbtide.batch import Sample
+from ebbtide.config.tree import Config
+from ebbtide.report.folder import RunFolder
+from ebbtide.report.sinks import Sink, sinks
+from ebbtide.report.terminal import Terminal
+from ebbtide.rollout.engine import Progress
+
+
+class Report:
+    """Use as a context manager: it opens the run folder, and closes everything however the run ends."""
+
+    def __init__(self, config: Config, source: str, terminal: Terminal | None = None) -> None:
+        self._config, self._source = config, source
+        self.terminal = terminal or Terminal(config.train.steps)
+        self.folder = RunFolder(config)
+        self._sinks: list[Sink] = []
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self.steps_done = 0
+
+    def __enter__(self) -> Report:
+        self.terminal.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.terminal.stop()
+        for sink in self._sinks:
+            sink.close()
+        self.folder.close()
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[Progress]:
+        """Something before the first step that may take seconds."""
+        with self.terminal.doing(what) as progress:
+            yield progress
+
+    phase = working
+
+    def begin(self, model: nn.Module, *, prompts: int, tests: int) -> None:
+        self._sinks = sinks(self._config, self.folder.path)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        first = next(model.parameters())
+        rollout = self._config.rollout
+        self.terminal.say(
+            f"{self._source}: {type(model).__name__}, {parameters:,} parameters in {str(first.dtype).removeprefix('torch.')} on {first.device}",
+            "bold",
+        )
+        self.terminal.say(
+            f"{prompts:,} problems ({tests} held out), {rollout.prompts} x {rollout.samples} samples a step, {self._config.loss.kind} for {self._config.train.steps} steps; writing to {self.folder.path}"
+        )
+
+    def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
+        if samples:
+            tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
+            metrics = {**metrics, "tokens": tokens, "tokens_per_second": tokens / metrics["seconds"]}
+        self.folder.write_metrics({"step": step, **metrics})
+        self.folder.write_rollouts([_line(step, sample) for sample in samples])
+        for sink in self._sinks:
+            sink.log(step, metrics)
+        self.terminal.step_line(step, metrics)
+        self._first, self._last = metrics | self._first, self._last | metrics
+        self.steps_done = step
+        every = self._config.report.samples_every
+        if samples and (step == self._config.train.steps or (every and step % every == 0)):
+            self.terminal.samples(_spread(samples, 3))
+
+    def end(self, outcome: str) -> None:
+        """The last words: what changed, where everything is, what to try next."""
+        say = self.terminal.say
+        say(f"\n{outcome}", "bold")
+        for name in ("reward", *(key for key in self._last if key.startswith("evaluate/"))):
+            if name in self._last:
+                say(f"  {name.replace('evaluate/', 'held-out ')}: {self._first[name]:.3f} -> {self._last[name]:.3f}")
+        say(f"\nwritten to {self.folder.path}:")
+        for entry in sorted(self.folder.path.iterdir()):
+            if not entry.name.startswith("."):
+                say(f"  {entry.name}{'/' if entry.is_dir() else ''}")
+        say("\nnext:")
+        say(f"  ebbtide train {self._source} seed=1                     the same with another seed")
+        say(f"  ebbtide config {self._source}                           every setting, with its meaning")
+        if any(entry.name == "tensorboard" for entry in self.folder.path.iterdir()):
+            say(f"  tensorboard --logdir {self.folder.path}")
+
+
+def _line(step: int, sample: Sample) -> dict[str, object]:
+    return {
+        "step": step,
+        "prompt": sample.prompt.text,
+        "completion": sample.completion.text,
+        "reward": sample.scored.value,
+        "parts": sample.scored.parts,
+        "advantage": sample.advantage,
+        "finish": sample.completion.finish,
+        "tokens": len(sample.completion.tokens),
+        "failure": sample.scored.failure,
+        "failure_message": sample.scored.message,
+    }
+
+
+def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """A few samples from the worst reward to the best."""
+    ordered = sorted(samples, key=lambda sample: sample.scored.value)
+    return [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(min(count, len(ordered)))]

@@ -1,0 +1,108 @@
+"""What a person sees: progress while something runs, one line per step, a few samples, and where everything went."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ebbtide.batch import Sample
+
+# (label, key, format): the step line, left to right.
+COLUMNS = (
+    ("", "seconds", "{:.2f} s"),
+    ("reward", "reward", "{:.3f}"),
+    ("loss", "loss", "{:+.4f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("kl", "kl", "{:.4f}"),
+    ("mismatch", "mismatch", "{:.1e}"),
+    ("grad", "grad_norm", "{:.3f}"),
+    ("lr", "lr", "{:.1e}"),
+    ("", "tokens_per_second", "{:,.0f} tok/s"),
+    ("peak", "peak_gib", "{:.2f} GiB"),
+)
+
+
+class Terminal:
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._steps = steps
+        self._step = 0
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+        )
+
+    def start(self) -> None:
+        if self.console.is_terminal:
+            self._bar.start()
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """A line with a bar while something runs; gone when it is done."""
+        where = f"step {self._step + 1}/{self._steps}  " if self._step < self._steps and self._step >= 0 else ""
+        task = self._bar.add_task(f"{where}{what}", total=None)
+        try:
+            yield lambda done, of: self._bar.update(task, completed=done, total=of)
+        finally:
+            self._bar.remove_task(task)
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style))
+
+    def step_line(self, step: int, metrics: dict[str, float]) -> None:
+        self._step = step
+        width = len(str(self._steps))
+        parts = [(f"step {step:>{width}}/{self._steps}", "bold")]
+        for label, key, form in COLUMNS:
+            if key in metrics:
+                parts += [
+                    ("  ", ""),
+                    (f"{label} " if label else "", "dim"),
+                    (form.format(metrics[key]), "green" if key == "reward" else ""),
+                ]
+        failed = sum(value for key, value in metrics.items() if key.startswith("score_failures/"))
+        if failed:
+            parts.append((f"  {failed:.0f} samples could not be scored", "red"))
+        if metrics.get("updates_skipped"):
+            parts.append((f"  {metrics['updates_skipped']:.0f} updates skipped: the gradient is not finite", "red"))
+        if metrics.get("samples_trained") == 0:
+            parts.append(("  no update: no group has a signal", "yellow"))
+        if step > 0:
+            self.console.print(Text.assemble(*parts))
+        tried = {key.removeprefix("evaluate/"): value for key, value in metrics.items() if key.startswith("evaluate/")}
+        if tried:
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in tried.items())
+            self.console.print(Text.assemble((f"held out, after step {step}  ", "bold cyan"), shown))
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        for name in ("prompt", "completion", "reward", "advantage"):
+            table.add_column(name, overflow="fold", justify="left" if name in ("prompt", "completion") else "right")
+        for sample in samples:
+            table.add_row(
+                Text(printable(sample.prompt.text, 60)),
+                Text(printable(sample.completion.text, 120)) if sample.completion.text else Text("(empty)", style="dim"),
+                f"{sample.scored.value:.2f}" + (f" ({sample.scored.failure})" if sample.scored.failure else ""),
+                f"{sample.advantage:+.2f}",
+            )
+        self.console.print(table)
+
+
+def printable(text: str, limit: int) -> str:
+    """Model text for a terminal: control characters (colours, cursor moves) shown, not obeyed; long text cut in the middle."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") else c for c in text)

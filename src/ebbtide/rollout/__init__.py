@@ -1,0 +1,1 @@
+"""Sampling completions: the engine's interface, prompts, and the engine on transformers' `generate`."""

@@ -1,0 +1,49 @@
+"""What a rollout engine is: prompts and seeds in; token ids, log-probs and finish reasons out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and a seed for each of its samples. A sample's randomness comes from its own seed alone, never from its neighbours."""
+
+    prompt: list[int]
+    seeds: list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample."""
+
+    tokens: list[int]
+    """The sampled tokens, with the end token or stop text that ended them."""
+    logprobs: list[float]
+    """Of each token, under the distribution it was sampled from (for greedy: under the model's own)."""
+    finish: Literal["stop", "length"]
+    text: str
+    """The tokens as text, without special tokens and without the stop text."""
+
+
+Progress = Callable[[int, int], None]  # (done, of)
+
+
+class Engine(Protocol):
+    def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
+        """For each request, one completion per seed."""
+        ...

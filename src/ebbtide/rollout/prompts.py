@@ -1,0 +1,56 @@
+"""From problems to token ids: the chat template, and the checks that a prompt fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+from ebbtide.rollout.engine import Progress
+from ebbtide.tasks.task import Problem
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem, as the model reads it."""
+
+    problem: Problem
+    text: str
+    tokens: list[int]
+
+
+def encode(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config, progress: Progress) -> list[Prompt]:
+    """Every problem as a prompt, checked before the first step: nothing is learnt of a bad one hours later."""
+    prompts, limit = [], config.rollout.max_prompt_tokens
+    templated = config.model.chat_template and bool(tokenizer.chat_template)
+    for number, problem in enumerate(problems):
+        text = _render(problem, tokenizer) if templated else "".join(message["content"] for message in problem.messages)
+        # A chat template writes its own special tokens; a plain text gets the tokenizer's usual ones.
+        tokens: list[int] = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        if not tokens:
+            raise UserError(f"problem {number} has an empty prompt: a model needs at least one token to go on from")
+        if config.model.scratch is not None and tokenizer.unk_token_id in tokens:
+            unknown = sorted({character for character in text if tokenizer.convert_tokens_to_ids(character) == tokenizer.unk_token_id})
+            raise UserError(f"problem {number} has characters that `model.scratch.alphabet` lacks: {''.join(unknown)!r}. Add them to it")
+        if len(tokens) <= limit:
+            prompts.append(Prompt(problem, text, tokens))
+        elif config.task.overlong_prompts == "error":
+            raise UserError(
+                f"problem {number} has a prompt of {len(tokens)} tokens, more than `rollout.max_prompt_tokens` = {limit} "
+                f"(it begins {text[:40]!r}): raise the limit, or set `task.overlong_prompts: drop`"
+            )
+        if number % 1000 == 999:
+            progress(number + 1, len(problems))
+    if problems and not prompts:
+        raise UserError(
+            f"all {len(problems)} prompts have more than `rollout.max_prompt_tokens` = {limit} tokens, and so were dropped: raise the limit"
+        )
+    return prompts
+
+
+def _render(problem: Problem, tokenizer: Tokenizer) -> str:
+    text: str = tokenizer.apply_chat_template(problem.messages, tokenize=False, add_generation_prompt=True)
+    return text

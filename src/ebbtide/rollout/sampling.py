@@ -1,0 +1,44 @@
+"""Chooses tokens: one uniform number per sample and position decides, by the inverse of the cumulative distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ebbtide.rollout.engine import Sampling
+
+
+def uniforms(seeds: Sequence[int], positions: int, device: torch.device) -> Tensor:
+    """[samples, positions] in [0, 1): row i depends on seeds[i] alone, and is the same on every device."""
+    rows = [torch.rand(positions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.stack(rows).to(device)
+
+
+def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """From fp32 logits [B, V] and one number per row [B]: the tokens [B] and their log-probs [B] under the distribution sampled from."""
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+    else:
+        logits = _truncated(logits / sampling.temperature, sampling)
+        # In float64 the sum over 152k tokens still resolves the rarest; in float32 it would drop them.
+        cumulative = logits.double().softmax(-1).cumsum(-1)  # [B, V]
+        target = uniform[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    return tokens, logprobs
+
+
+def _truncated(logits: Tensor, sampling: Sampling) -> Tensor:
+    """-inf for what top-k and top-p leave out."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        weakest = logits.topk(sampling.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < weakest, -math.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that is likelier
+        outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        logits = logits.masked_fill(outside, -math.inf)
+    return logits

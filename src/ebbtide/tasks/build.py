@@ -1,0 +1,91 @@
+"""The task that a config names."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from ebbtide.config.tree import PythonTask
+from ebbtide.config.tree import Task as TaskConfig
+from ebbtide.errors import UserError
+from ebbtide.tasks.builtin import build_builtin
+from ebbtide.tasks.files import Files
+from ebbtide.tasks.gym import Gym
+from ebbtide.tasks.task import Problem, Problems, Score, Task
+
+
+def build_task(config: TaskConfig, seed: int) -> Task:
+    """The configured task, with the system message and the extraction of answers laid around it."""
+    return _Framed(_source(config, seed), config.system, config.extract)
+
+
+def _source(config: TaskConfig, seed: int) -> Task:
+    if config.builtin is not None:
+        return build_builtin(config.builtin.name, config.builtin.options, size=config.size, held_out=config.held_out, seed=seed)
+    if config.gym is not None:
+        return Gym(config.gym.dataset, config.gym.options, size=config.size, held_out=config.held_out, seed=seed)
+    if config.file is not None:
+        return Files(config.file, held_out=config.held_out)
+    assert config.python is not None  # the config holds exactly one of the four
+    return _from_python(config.python)
+
+
+def _from_python(config: PythonTask) -> Task:
+    module_name, colon, name = config.object.partition(":")
+    if not colon or not module_name or not name:
+        raise UserError(f"`task.python.object` is `{config.object}` and should be `module:name`")
+    try:
+        found: Any = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"`task.python.object: {config.object}` cannot be imported: {error}") from None
+    if isinstance(found, type) or not _is_task(found):
+        if not callable(found):
+            raise UserError(f"`task.python.object: {config.object}` is {type(found).__name__}: it needs the methods `problems` and `score`")
+        try:
+            found = found(**config.options)
+        except TypeError as error:
+            raise UserError(f"`task.python.object: {config.object}` could not be called with `task.python.options`: {error}") from None
+    elif config.options:
+        raise UserError(f"`task.python.options` are for a class or function, and `{config.object}` is a ready task: remove them")
+    if not _is_task(found):
+        raise UserError(f"`task.python.object: {config.object}` gave {type(found).__name__}: it needs the methods `problems` and `score`")
+    task: Task = found
+    return task
+
+
+def _is_task(found: object) -> bool:
+    return callable(getattr(found, "problems", None)) and callable(getattr(found, "score", None))
+
+
+class _Framed:
+    """A task with a system message before its problems, and only the extracted answer of a completion scored."""
+
+    def __init__(self, task: Task, system: str | None, extract: str | None) -> None:
+        self._task, self._system = task, system
+        try:
+            self._extract = re.compile(extract, re.DOTALL) if extract is not None else None
+        except re.error as error:
+            raise UserError(f"`task.extract: {extract}` is not a regular expression: {error}") from None
+        if self._extract is not None and self._extract.groups != 1:
+            raise UserError(f"`task.extract: {extract}` must have exactly one group, around the answer; it has {self._extract.groups}")
+
+    def problems(self) -> Problems:
+        found = self._task.problems()
+        if not found.train:
+            raise UserError("the task has no problems to train on")
+        return Problems([self._framed(problem) for problem in found.train], [self._framed(problem) for problem in found.held_out])
+
+    def _framed(self, problem: Problem) -> Problem:
+        if self._system is None:
+            return problem
+        return Problem([{"role": "system", "content": self._system}, *problem.messages], problem.answer, problem.metadata)
+
+    def score(self, problem: Problem, completion: str) -> Score:
+        if self._extract is None:
+            return self._task.score(problem, completion)
+        answers = self._extract.findall(completion)
+        if not answers:
+            return Score(0.0, {"extracted": 0.0})
+        score = self._task.score(problem, answers[-1])
+        return Score(score.value, {**score.parts, "extracted": 1.0})

@@ -1,0 +1,106 @@
+"""Problems from JSONL and Parquet files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ebbtide.config.tree import FileTask
+from ebbtide.errors import UserError
+from ebbtide.tasks.scorers import scorer
+from ebbtide.tasks.task import Message, Problem, Problems, Score, ask
+
+
+class Files:
+    """Rows of a file as problems, scored by a scorer named in the config."""
+
+    def __init__(self, config: FileTask, *, held_out: int) -> None:
+        self.config, self.held_out = config, held_out
+        self._scorer = scorer(config.scorer)
+
+    def problems(self) -> Problems:
+        rows = self._problems(self.config.train)
+        if self.config.held_out is not None:
+            return Problems(train=rows, held_out=self._problems(self.config.held_out))
+        if self.held_out >= len(rows):
+            raise UserError(
+                f"`task.held_out: {self.held_out}` takes all {len(rows)} problems of {self.config.train}: lower it, or name a file in `task.file.held_out`"
+            )
+        cut = len(rows) - self.held_out
+        return Problems(train=rows[:cut], held_out=rows[cut:])
+
+    def score(self, problem: Problem, completion: str) -> Score:
+        value = self._scorer(completion, problem.answer)
+        return Score(value, {self.config.scorer: value})
+
+    def _problems(self, path: str) -> list[Problem]:
+        made = [self._problem(row, where) for row, where in _rows(path)]
+        if not made:
+            raise UserError(f"the dataset {path} has no problems in it: it needs one row per problem")
+        return made
+
+    def _problem(self, row: dict[str, Any], where: str) -> Problem:
+        for key, name in (("prompt_field", self.config.prompt_field), ("answer_field", self.config.answer_field)):
+            if name is not None and name not in row:
+                raise UserError(
+                    f"{where} has no field `{name}`, which `task.file.{key}` names; its fields are: {', '.join(map(str, row)) or 'none'}"
+                )
+        answer = row[self.config.answer_field] if self.config.answer_field else None
+        rest = {key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)}
+        return Problem(_messages(row[self.config.prompt_field], f"{where}, field `{self.config.prompt_field}`"), answer, rest)
+
+
+def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row of the file, and where it stands for error messages."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"the dataset {path} does not exist: `task.file.train` and `task.file.held_out` name .jsonl or .parquet files")
+    if file.suffix == ".parquet":
+        yield from _parquet(file)
+    elif file.suffix in (".jsonl", ".ndjson"):
+        yield from _jsonl(file)
+    else:
+        raise UserError(f"the dataset {path} must end in .jsonl or .parquet")
+
+
+def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number},"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where} must be a JSON object with fields, and is {type(row).__name__}")
+            yield row, where
+
+
+def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"reading {file} needs the package pyarrow: pip install 'ebbtide[parquet]'") from None
+    try:
+        rows = parquet.read_table(file).to_pylist()
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{file} is not a readable Parquet file: {error}") from None
+    for number, row in enumerate(rows):
+        yield row, f"{file}, row {number},"
+
+
+def _messages(prompt: Any, where: str) -> list[Message]:
+    if isinstance(prompt, str):
+        return ask(prompt)
+    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        return [{"role": message["role"], "content": message["content"]} for message in prompt]
+    raise UserError(f"{where} must be a text or a list of messages with `role` and `content`")
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

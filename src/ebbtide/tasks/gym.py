@@ -1,0 +1,44 @@
+"""Every dataset of the package `reasoning-gym`, by its name."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from typing import Any
+
+from ebbtide.errors import UserError
+from ebbtide.tasks.task import Problem, Problems, Score, ask
+
+
+class Gym:
+    """A reasoning-gym dataset: its questions as problems, its own verifier as the score."""
+
+    def __init__(self, dataset: str, options: dict[str, Any], *, size: int, held_out: int, seed: int) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError:
+            raise UserError("`task.gym` needs the package reasoning-gym: pip install 'ebbtide[gym]'") from None
+        if dataset not in DATASETS:
+            near = difflib.get_close_matches(dataset, DATASETS, n=3) or sorted(DATASETS)[:8]
+            raise UserError(f"`task.gym.dataset` is `{dataset}`; reasoning-gym has {len(DATASETS)} datasets, near this: {', '.join(near)}")
+        self.size, self.held_out = size, held_out
+        # The dataset seeds item i with seed + i: an explicit seed, spread so that neighbouring run seeds share no problems.
+        dataset_seed = random.Random(seed).randrange(2**31)
+        try:
+            self._dataset = reasoning_gym.create_dataset(dataset, **{"seed": dataset_seed, "size": size + held_out, **options})
+        except (TypeError, ValueError, AssertionError) as error:
+            raise UserError(f"`task.gym.options` {options}: reasoning-gym's `{dataset}` refused them: {error}") from None
+
+    def problems(self) -> Problems:
+        made = []
+        for item in self._dataset:
+            metadata = dict(item["metadata"])
+            made.append(Problem(ask(item["question"]), item["answer"], {"question": item["question"], "entry": metadata}))
+        held_out = min(self.held_out, len(made))
+        return Problems(train=made[held_out:], held_out=made[:held_out])
+
+    def score(self, problem: Problem, completion: str) -> Score:
+        entry = {"question": problem.metadata["question"], "answer": problem.answer, "metadata": problem.metadata["entry"]}
+        value = float(self._dataset.score_answer(answer=completion.strip(), entry=entry))
+        return Score(value, {"verifier": value})

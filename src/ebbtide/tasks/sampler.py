@@ -1,0 +1,33 @@
+"""Which problems come next: every problem once per epoch, in an order that the seed fixes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Sampler(Generic[Item]):
+    """Shuffled epochs over `items`. Its state is two numbers: the epoch, and the position in it."""
+
+    def __init__(self, items: Sequence[Item], seed: int) -> None:
+        self._items, self._seed = items, seed
+        self.epoch, self.position = 0, 0
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self._items)))
+        random.Random(f"{self._seed}/{self.epoch}").shuffle(order)
+        return order
+
+    def take(self, count: int) -> list[Item]:
+        taken = []
+        for _ in range(count):
+            if self.position == len(self._order):
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._shuffled()
+            taken.append(self._items[self._order[self.position]])
+            self.position += 1
+        return taken

@@ -1,0 +1,53 @@
+"""Scorers by name, for problems that come from files: each says how right a completion is, from 0 to 1."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ebbtide.errors import UserError
+
+Scorer = Callable[[str, Any], float]
+
+
+def exact(completion: str, answer: Any) -> float:
+    """The same text, but for white space around it."""
+    return float(completion.strip() == str(answer).strip())
+
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def numeric(completion: str, answer: Any) -> float:
+    """The last number of the completion equals the answer, to one part in a million."""
+    found = _NUMBER.findall(completion)
+    if not found:
+        return 0.0
+    said = float(found[-1].replace(",", ""))
+    return float(math.isclose(said, float(str(answer).replace(",", "")), rel_tol=1e-6, abs_tol=1e-9))
+
+
+def regex(completion: str, answer: Any) -> float:
+    """The answer is a pattern, and it matches the whole completion."""
+    return float(re.fullmatch(str(answer), completion.strip(), re.DOTALL) is not None)
+
+
+def math_verify(completion: str, answer: Any) -> float:
+    """Equal as mathematics: `1/2` and `\\frac{1}{2}` and `0.5`. It uses signals, so it runs in a process's main thread only."""
+    from math_verify import parse, verify  # optional dependency, checked by `scorer`
+
+    return float(verify(parse(f"${answer}$"), parse(completion)))
+
+
+SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, "regex": regex, "math_verify": math_verify}
+
+
+def scorer(name: str) -> Scorer:
+    if name == "math_verify":
+        try:
+            import math_verify  # noqa: F401
+        except ImportError:
+            raise UserError("`task.file.scorer: math_verify` needs the package math-verify: pip install 'ebbtide[math]'") from None
+    return SCORERS[name]

@@ -1,0 +1,153 @@
+"""Scores completions in worker processes, each under a time limit.
+
+A scorer is code that nobody here has read, run on text that a model wrote. So each completion is scored in a process of its own kind: one that
+hangs is killed, one that dies is replaced, and what raises or returns no finite number is counted. Each costs its sample (reward 0), never the run.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Literal
+
+from ebbtide.config.tree import Task as TaskConfig
+from ebbtide.errors import UserError
+from ebbtide.tasks.build import build_task
+from ebbtide.tasks.task import Problem, Task
+
+Failure = Literal["timeout", "crash", "error", "not_finite"]
+START_SECONDS = 120.0  # a worker imports the task's packages; on a loaded machine that takes many times its usual second
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A completion's reward; `failure` says why it is 0 where its scorer did not give one."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+    message: str = ""
+
+
+def score_one(task: Task, problem: Problem, completion: str) -> Scored:
+    """Scores in this process; whatever the scorer raises becomes a failure of this sample."""
+    try:
+        score = task.score(problem, completion)
+        value, parts = float(score.value), {str(name): float(part) for name, part in score.parts.items()}
+    except Exception as error:  # noqa: BLE001 (a scorer is foreign code: what it raises is a fact about this sample, kept and counted)
+        return Scored(0.0, failure="error", message=f"{type(error).__name__}: {error}")
+    if not math.isfinite(value) or not all(math.isfinite(part) for part in parts.values()):
+        return Scored(0.0, failure="not_finite", message=f"the score is {score}")
+    return Scored(value, parts)
+
+
+def _work(pipe: Connection, config: TaskConfig, seed: int) -> None:
+    """A worker's life: build the task, say so, then score until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # a scorer's prints are not the run's output
+    task = build_task(config, seed)
+    pipe.send("ready")
+    while True:
+        try:
+            problem, completion = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(score_one(task, problem, completion))
+
+
+class _Worker:
+    """One process, the completion it works on, and when that must be done."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork of a process with CUDA or threads in it is not safe
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, config, seed), daemon=True, name="ebbtide-scorer")
+        self.process.start()
+        theirs.close()
+        self.ready = False
+        self.item: int | None = None
+        self.deadline = time.monotonic() + START_SECONDS
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+class ScoringPool:
+    """Worker processes that score completions; use as a context manager."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._config, self._seed = config, seed
+        self._workers = [_Worker(config, seed) for _ in range(config.scoring.workers)]
+
+    def __enter__(self) -> ScoringPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.stop()
+
+    def score(self, work: Sequence[tuple[Problem, str]], progress: Callable[[int, int], None] = lambda done, of: None) -> list[Scored]:
+        """One Scored for each (problem, completion), in order."""
+        results: list[Scored | None] = [None] * len(work)
+        waiting = deque(range(len(work)))
+        done = 0
+        while done < len(work):
+            for worker in self._workers:
+                if worker.ready and worker.item is None and waiting:
+                    self._hand_out(worker, waiting.popleft(), work)
+            for worker in self._due():
+                result = self._collect(worker)
+                if result is not None:
+                    index, scored = result
+                    results[index] = scored
+                    done += 1
+                    progress(done, len(work))
+        return [result for result in results if result is not None]
+
+    def _hand_out(self, worker: _Worker, index: int, work: Sequence[tuple[Problem, str]]) -> None:
+        worker.item = index
+        worker.deadline = time.monotonic() + self._config.scoring.seconds
+        # A worker that died between two completions: `_collect` finds its pipe at the end and replaces it.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            worker.pipe.send(work[index])
+
+    def _due(self) -> list[_Worker]:
+        """Waits until a worker has answered, died or run out of time."""
+        busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
+        soonest = min(worker.deadline for worker in busy)
+        answered = wait([worker.pipe for worker in busy], timeout=max(0.0, soonest - time.monotonic()))
+        now = time.monotonic()
+        return [worker for worker in busy if worker.pipe in answered or worker.deadline <= now]
+
+    def _collect(self, worker: _Worker) -> tuple[int, Scored] | None:
+        """What a due worker has to say of its completion; None if it only became ready."""
+        index = worker.item
+        try:
+            said = worker.pipe.recv() if worker.pipe.poll() else None
+        except (EOFError, ConnectionResetError):
+            said = Scored(0.0, failure="crash", message="the scorer's process died")
+        if said is None:
+            limit = self._config.scoring.seconds if worker.ready else START_SECONDS
+            said = Scored(0.0, failure="timeout", message=f"no score within {limit:g} s (`task.scoring.seconds`)")
+        if said == "ready":
+            worker.ready = True
+            return None
+        if not worker.ready:
+            raise UserError(f"a scoring process could not build the task: {said.message}. Its error stands above")
+        if said.failure in ("timeout", "crash"):
+            worker.stop()
+            self._workers[self._workers.index(worker)] = _Worker(self._config, self._seed)
+        worker.item = None
+        assert index is not None  # a ready worker that is due has a completion
+        return index, said
