@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import Any, Literal, get_args, get_origin
 
@@ -34,7 +35,7 @@ def _explained(section: BaseModel, indent: str) -> list[str]:
             lines += [f"{indent}{name}:", *_explained(value, indent + "  "), ""]
         else:
             shown = section.model_dump(mode="json", include={name})[name]
-            lines.append(indent + yaml.safe_dump({name: shown}, default_flow_style=None, allow_unicode=True, width=10**6).rstrip())
+            lines.append(f"{indent}{name}: {json.dumps(shown, ensure_ascii=False)}")
     return lines
 
 

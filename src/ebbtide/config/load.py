@@ -56,7 +56,9 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = [_explain(dict(problem)) for problem in error.errors()]
+        # Unknown keys first: a misspelt section is also a missing one, and the spelling is what to mend.
+        ordered = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        problems = [_explain(dict(problem)) for problem in ordered]
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
         raise UserError(f"the config from {where} is not valid:\n{lines}") from None
 

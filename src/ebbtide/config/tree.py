@@ -64,11 +64,11 @@ class Scratch(Section):
     mlp: Count = 384
     """Width of the MLP, or of each expert."""
 
-    experts: Count = 4
-    """Number of experts, for `qwen3_moe`."""
+    experts: Count | None = None
+    """Number of experts; `qwen3_moe` needs it, the others have none."""
 
-    experts_per_token: Count = 2
-    """Experts that each token visits, for `qwen3_moe`."""
+    experts_per_token: Count | None = None
+    """Experts that each token visits; `qwen3_moe` needs it, the others have none."""
 
     context: Count = 256
     """Longest sequence that the model accepts, in tokens."""
@@ -88,13 +88,11 @@ class Scratch(Section):
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
         if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}, or set head_dim")
-        for name in ("experts", "experts_per_token"):
-            if name in self.model_fields_set and self.architecture != "qwen3_moe":
-                raise ValueError(
-                    f"`{name}` is for `architecture: qwen3_moe`, and the architecture is `{self.architecture}`: remove one of the two"
-                )
-        if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token = {self.experts_per_token} exceeds experts = {self.experts}")
+        if self.architecture != "qwen3_moe":
+            if (self.experts, self.experts_per_token) != (None, None):
+                raise ValueError(f"`architecture: {self.architecture}` has no `experts` and no `experts_per_token`: remove them")
+        elif self.experts is None or self.experts_per_token is None or self.experts_per_token > self.experts:
+            raise ValueError("`architecture: qwen3_moe` needs `experts`, and `experts_per_token` of at most that many")
         return self
 
 
@@ -297,8 +295,8 @@ class Loss(Section):
     clip_high: Positive | None = None
     """The ratio counts up to 1 + clip_high; `null` is the usual one of the kind: 0.2 (grpo), 4e-4 (gspo), 0.28 (cispo). Larger than clip_low is the asymmetric clip."""
 
-    normalise: Literal["sequence", "token", "constant"] = "token"
-    """Weight of a token: 1 / (length of its sequence x sequences) (`sequence`, GRPO); 1 / tokens of the batch (`token`, DAPO); 1 / (sequences x rollout.max_new_tokens) (`constant`, Dr. GRPO). `gspo` is by sequence always."""
+    normalise: Literal["sequence", "token", "constant"] | None = None
+    """Weight of a token: 1 / (length of its sequence x sequences) (`sequence`, GRPO); 1 / tokens of the batch (`token`, DAPO); 1 / (sequences x rollout.max_new_tokens) (`constant`, Dr. GRPO). `null` is `token`, and `sequence` for `gspo`, which has no other."""
 
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
@@ -314,7 +312,7 @@ class Loss(Section):
 
     @model_validator(mode="after")
     def _gspo_by_sequence(self) -> Loss:
-        if self.kind == "gspo" and "normalise" in self.model_fields_set and self.normalise != "sequence":
+        if self.kind == "gspo" and self.normalise not in (None, "sequence"):
             raise ValueError(
                 f"`loss.kind: gspo` is normalised by sequence; `loss.normalise: {self.normalise}` contradicts it: remove one of the two"
             )
@@ -322,8 +320,8 @@ class Loss(Section):
 
     @property
     def normalisation(self) -> Literal["sequence", "token", "constant"]:
-        """The normalisation in force: GSPO's loss belongs to sequences."""
-        return "sequence" if self.kind == "gspo" else self.normalise
+        """The normalisation in force."""
+        return self.normalise or ("sequence" if self.kind == "gspo" else "token")
 
 
 class Optimizer(Section):

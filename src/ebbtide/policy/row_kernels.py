@@ -14,29 +14,29 @@ from triton.language.extra import libdevice
 BLOCK = 4096  # columns that a program holds at once
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _shape(x, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _shape(x, scale, softcap, capped: tl.constexpr):
     slope = scale
-    if CAPPED:
+    if capped:
         curve = libdevice.tanh(x / softcap)
         slope = scale * (1 - curve * curve)
         x = curve * softcap
     return x * scale, slope
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce(logits, targets, lses, logprobs, entropies, columns, stride, scale, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _reduce(logits, targets, lses, logprobs, entropies, columns, stride, scale, softcap, capped: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     # Per lane: the largest x so far, the sum of exp(x - largest), and the sum of exp(x - largest) * x. Merged once at the end.
-    largest = tl.full([BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    largest = tl.full([block], -float("inf"), tl.float32)
+    total = tl.zeros([block], tl.float32)
+    weighted = tl.zeros([block], tl.float32)
+    for first in range(0, columns, block):
+        column = first + tl.arange(0, block)
         inside = column < columns
         x = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
-        x, _ = _shape(x, scale, softcap, CAPPED)
+        x, _ = _shape(x, scale, softcap, capped)
         new = tl.where(inside, tl.maximum(largest, x), largest)
         shrink = tl.where(largest == new, 1.0, tl.exp(largest - new))
         grown = tl.where(inside, tl.exp(x - new), 0.0)
@@ -49,13 +49,13 @@ def _reduce(logits, targets, lses, logprobs, entropies, columns, stride, scale, 
     lse = top + tl.log(sum_all)
     mean = tl.sum(weighted * share, 0) / sum_all
     chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
-    chosen, _ = _shape(chosen, scale, softcap, CAPPED)
+    chosen, _ = _shape(chosen, scale, softcap, capped)
     tl.store(lses + row, lse)
     tl.store(logprobs + row, chosen - lse)
     tl.store(entropies + row, lse - mean)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _gradient(
     logits,
     targets,
@@ -67,14 +67,14 @@ def _gradient(
     stride,
     scale,
     softcap,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # noqa: N803
+    capped: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
     place = logits + row * stride + column
-    x, slope = _shape(tl.load(place, mask=inside, other=0.0).to(tl.float32), scale, softcap, CAPPED)
+    x, slope = _shape(tl.load(place, mask=inside, other=0.0).to(tl.float32), scale, softcap, capped)
     logprob = x - tl.load(lses + row)
     grad_logprob = tl.load(grad_logprobs + row)
     by_p = tl.load(grad_entropies + row) * (logprob + tl.load(entropies + row)) + grad_logprob

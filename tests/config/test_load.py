@@ -1,0 +1,145 @@
+"""Reading configs: what is valid loads, what is not says which key, which value, and what to write instead."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from ebbtide.config import Config, load, recipes
+from ebbtide.config.document import explained, reference, resolved
+from ebbtide.errors import UserError
+
+
+def refused(*arguments: str, source: str = "quickstart") -> str:
+    with pytest.raises(UserError) as caught:
+        load(source, arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_loads_and_has_a_line_of_its_own(name: str) -> None:
+    assert isinstance(load(name), Config)
+    assert len(recipes()[name]) > 20
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("loss.kind=gspo",),
+        ("loss.kl.coefficient=0.1", "loss.correction={}"),
+        ("evaluate=null", "rollout.stop=['a', '\\n']"),
+        ("model.scratch.architecture=qwen3_moe", "model.scratch.experts=4", "model.scratch.experts_per_token=2"),
+    ],
+)
+@pytest.mark.parametrize("text", [resolved, explained])
+def test_what_is_written_reads_back_as_the_same_config(tmp_path, overrides, text) -> None:
+    config = load("quickstart", overrides)
+    file = tmp_path / "config.yaml"
+    file.write_text(text(config))
+    assert load(str(file)) == config
+
+
+def test_override_values_are_yaml() -> None:
+    config = load("quickstart", ["optimizer.lr=1e-6", "optimizer.betas=[0.5, 0.6]", "evaluate=null", "task.system=hello there"])
+    assert (config.optimizer.lr, config.optimizer.betas, config.evaluate, config.task.system) == (1e-6, [0.5, 0.6], None, "hello there")
+
+
+def test_scientific_numbers_in_files_are_numbers(tmp_path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml.safe_dump(load("quickstart").model_dump(mode="json")).replace("lr: 0.001", "lr: 3e-4"))
+    assert load(str(file)).optimizer.lr == 3e-4
+
+
+def test_override_opens_a_section_that_was_off() -> None:
+    assert load("quickstart", ["loss.kl.coefficient=0.5"]).loss.kl.coefficient == 0.5
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    assert "unknown key `optimizer.learning_rte`" in refused("optimizer.learning_rte=1")
+    assert "`train.microbatch_tokens`" in refused("train.micro_batch_tokens=1")
+    assert "Did you mean `rollout.temperature`?" in refused("train.temperature=1")
+    assert "Valid keys here: cap" in refused("loss.correction.zzz=1")
+
+
+def test_wrong_type_names_key_value_and_meaning() -> None:
+    text = refused("train.steps=many")
+    assert "`train.steps`" in text
+    assert "'many'" in text
+    assert "integer" in text
+    assert "RL steps" in text
+
+
+def test_strict_types_are_not_coerced() -> None:
+    assert "`train.steps`" in refused("train.steps='5'")
+    assert "`report.rollouts`" in refused("report.rollouts=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needles"),
+    [
+        (["model.path=x"], ["`model.path`", "`model.scratch`", "both"]),
+        (["model.scratch=null"], ["`model.path`", "`model.scratch`", "neither"]),
+        (["task.gym.dataset=x"], ["`task.builtin`", "`task.gym`"]),
+        (["rollout.samples=1"], ["`rollout.samples: 1`", "`advantage.kind: group_std`", "reinforce_pp"]),
+        (["rollout.max_new_tokens=9999"], ["`train.microbatch_tokens`", "10015"]),
+        (["evaluate.k=[1, 9]"], ["`evaluate.k: [1, 9]`", "`evaluate.samples`"]),
+        (["evaluate.temperature=0"], ["`evaluate.temperature: 0`", "`evaluate.samples: 1`"]),
+        (["loss.kind=gspo", "loss.normalise=token"], ["`loss.kind: gspo`", "`loss.normalise: token`"]),
+        (["run.overwrite=true"], ["`run.overwrite`", "`run.folder`"]),
+        (["optimizer.final_lr_fraction=0.1"], ["`optimizer.final_lr_fraction: 0.1`", "`optimizer.schedule"]),
+        (["task.held_out=0"], ["`task.held_out: 0`", "`evaluate: null`"]),
+        (["train.minibatches=100000"], ["`train.minibatches: 100000`", "512 sequences"]),
+        (["model.scratch.experts=4"], ["`architecture: qwen3`", "`experts`"]),
+        (["model.scratch.kv_heads=3"], ["heads = 4", "kv_heads = 3"]),
+        (["loss.kind=ppo"], ["`loss.kind`", "'ppo'", "'grpo'"]),
+        (["optimizer.lr=-1"], ["`optimizer.lr`", "-1", "greater than 0"]),
+    ],
+)
+def test_contradictions_name_both_sides(overrides, needles) -> None:
+    text = refused(*overrides)
+    for needle in needles:
+        assert needle in text, text
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    text = refused("train.stepz=1", "optimizer.lr=fast")
+    assert "train.stepz" in text
+    assert "optimizer.lr" in text
+
+
+def test_overrides_that_are_not() -> None:
+    assert "`train.steps` is not an override" in refused("train.steps")
+    assert "not a section" in refused("train.steps.deep=1")
+
+
+def test_sources_that_are_not(tmp_path) -> None:
+    assert "Did you mean `quickstart`?" in refused(source="quikstart")
+    file = tmp_path / "bad.yaml"
+    file.write_text("a: [1")
+    assert "not valid YAML" in refused(source=str(file))
+    file.write_text("- 1\n")
+    assert "`key: value`" in refused(source=str(file))
+    file.write_text("seed: 1\nseed: 2\n")
+    assert "twice" in refused(source=str(file))
+    file.write_text("run: 3\n")
+    assert "`run`" in refused(source=str(file))
+
+
+def test_missing_section_says_what_it_is(tmp_path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("seed: 1\n")
+    assert "`model` is missing: The policy." in refused(source=str(file))
+
+
+def test_importing_config_and_tasks_imports_no_torch() -> None:
+    code = "import sys, ebbtide.cli, ebbtide.config, ebbtide.tasks.scoring; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_docs_are_not_stale() -> None:
+    from pathlib import Path
+
+    page = Path(__file__).parents[2] / "docs" / "config.md"
+    assert page.read_text() == reference(), "run `make docs`"

@@ -1,0 +1,56 @@
+"""Small things that many tests stand on."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
+
+import copy
+from typing import Any
+
+import pytest
+
+from ebbtide.config.tree import Config
+
+TINY: dict[str, Any] = {
+    "device": "cpu",
+    "model": {"scratch": {"hidden": 32, "heads": 4, "kv_heads": 2, "mlp": 48, "context": 64, "alphabet": "0123456789="}},
+    "task": {"builtin": {"name": "copy", "options": {"digits": 3}}, "size": 40, "held_out": 8, "scoring": {"workers": 1}},
+    "rollout": {"prompts": 4, "samples": 4, "max_prompt_tokens": 8, "max_new_tokens": 6},
+    "train": {"steps": 2, "microbatch_tokens": 64, "head_chunk_tokens": 5},
+    "optimizer": {"lr": 1e-3},
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with dotted keys set: {"train.steps": 3}."""
+    tree = copy.deepcopy(base)
+    for dotted, value in changes.items():
+        *above, last = dotted.split(".")
+        place = tree
+        for key in above:
+            if not isinstance(place.get(key), dict):
+                place[key] = {}
+            place = place[key]
+        place[last] = value
+    return tree
+
+
+@pytest.fixture
+def tiny():
+    """tiny({"train.steps": 3}): the config of a run that takes a second."""
+
+    def make(changes: dict[str, Any] | None = None) -> Config:
+        return Config.model_validate(merged(TINY, changes or {}))
+
+    return make
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")
+
+
+def family(name: str) -> dict[str, Any]:
+    """Changes to TINY that make its model one of this family."""
+    sparse = {"model.scratch.experts": 4, "model.scratch.experts_per_token": 2} if name == "qwen3_moe" else {}
+    return {"model.scratch.architecture": name, **sparse}

@@ -1,0 +1,167 @@
+"""The whole train step against the losses written down again: one padded sequence at a time, full logits, plain autograd.
+
+The reference below shares no code with the product. It would catch a wrong mask, a wrong normaliser, a leaked prompt token, a sequence cut by a
+micro-batch, and a metric that is not what its name says.
+"""
+
+import math
+
+import pytest
+import torch
+
+from ebbtide.policy.model import load_model
+from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.policy import Policy
+
+CASES = {
+    "grpo": {},
+    "grpo, asymmetric": {"loss.clip_low": 0.1, "loss.clip_high": 0.3},
+    "grpo, by sequence": {"loss.normalise": "sequence"},
+    "grpo, constant": {"loss.normalise": "constant"},
+    "gspo": {"loss.kind": "gspo", "loss.clip_low": 0.05, "loss.clip_high": 0.1},
+    "cispo": {"loss.kind": "cispo", "loss.clip_low": 0.3, "loss.clip_high": 0.1},
+    "entropy": {"loss.entropy": 0.3},
+    "k1": {"loss.kl": {"coefficient": 0.5, "estimator": "k1"}},
+    "k2": {"loss.kl": {"coefficient": 0.5, "estimator": "k2"}},
+    "k3": {"loss.kl": {"coefficient": 0.5, "estimator": "k3"}},
+    "correction": {"loss.correction": {"cap": 1.05}},
+    "temperature": {"rollout.temperature": 0.7},
+    "all": {
+        "loss.normalise": "sequence",
+        "loss.entropy": 0.1,
+        "loss.kl": {"coefficient": 0.2, "estimator": "k3"},
+        "loss.correction": {"cap": 1.1},
+        "rollout.temperature": 1.3,
+    },
+}
+
+
+def rollouts(vocabulary: int, noise: float = 0.3) -> list[Trajectory]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for prompt, completion, advantage in [(3, 5, 1.0), (1, 1, -0.5), (6, 6, 0.7), (2, 4, -1.2), (4, 2, 0.0)]:
+        trajectory = Trajectory(
+            torch.randint(vocabulary, (prompt,), generator=generator).tolist(),
+            torch.randint(vocabulary, (completion,), generator=generator).tolist(),
+            (-2.4 + noise * torch.randn(completion, generator=generator)).tolist(),
+            advantage,
+        )
+        trajectory.old_logprobs = -2.4 + noise * torch.randn(completion, generator=generator)
+        trajectory.reference_logprobs = -2.4 + noise * torch.randn(completion, generator=generator)
+        made.append(trajectory)
+    return made
+
+
+def reference_loss(model, config, items: list[Trajectory], on_policy: bool) -> torch.Tensor:
+    loss_config, total = config.loss, torch.zeros(())
+    kind = loss_config.kind
+    low, high = loss_config.clip_low or 0.2, loss_config.clip_high or 0.2
+    all_tokens = sum(len(item.completion) for item in items)
+    for item in items:
+        ids = torch.tensor([item.prompt + item.completion])
+        logits = model(ids, use_cache=False).logits[0].float() / config.rollout.temperature
+        per_token = []
+        steps = []
+        for t, token in enumerate(item.completion):
+            row = torch.log_softmax(logits[len(item.prompt) - 1 + t], 0)
+            steps.append((row[token], -(row.exp() * row).sum()))
+        old = [step[0].detach() for step in steps] if on_policy else list(item.old_logprobs)
+        sequence_ratio = torch.exp(sum(step[0] - before for step, before in zip(steps, old, strict=True)) / len(steps))
+        for t, (logprob, entropy) in enumerate(steps):
+            ratio = sequence_ratio if kind == "gspo" else torch.exp(logprob - old[t])
+            advantage = item.advantage
+            if kind == "cispo":
+                value = -min(max(ratio.item(), 1 - low), 1 + high) * advantage * logprob
+            else:
+                value = -torch.min(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
+            if loss_config.correction is not None:
+                value = value * min(math.exp(old[t].item() - item.rollout_logprobs[t]), loss_config.correction.cap)
+            value = value - loss_config.entropy * entropy
+            if loss_config.kl is not None:
+                d = logprob - item.reference_logprobs[t]
+                estimates = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}
+                value = value + loss_config.kl.coefficient * estimates[loss_config.kl.estimator]
+            per_token.append(value)
+        how = "sequence" if kind == "gspo" else loss_config.normalise or "token"
+        if how == "sequence":
+            total = total + sum(per_token) / len(per_token) / len(items)
+        elif how == "token":
+            total = total + sum(per_token) / all_tokens
+        else:
+            total = total + sum(per_token) / config.rollout.max_new_tokens / len(items)
+    return total
+
+
+@pytest.fixture(scope="module")
+def spread_model():
+    """A tiny model whose distributions are not flat, and a copy of it for the reference."""
+    from conftest import TINY
+    from ebbtide.config.tree import Config
+
+    loaded = load_model(Config.model_validate(TINY))
+    torch.manual_seed(5)
+    for parameter in loaded.model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return loaded
+
+
+@pytest.mark.parametrize("budget", [64, 16], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_the_formula(tiny, spread_model, case, on_policy, budget) -> None:
+    config = tiny({**CASES[case], "train.microbatch_tokens": budget})
+    policy = Policy(spread_model, config)
+    items = rollouts(len(spread_model.tokenizer))
+    wanted = reference_loss(spread_model.model, config, items, on_policy)
+    wanted.backward()
+    wanted_grads = {name: parameter.grad.clone() for name, parameter in policy.model.named_parameters()}
+    policy.model.zero_grad()
+    if on_policy:
+        for item in items:
+            item.old_logprobs = None
+    if config.loss.kl is None:
+        for item in items:
+            item.reference_logprobs = None
+    figures = policy.accumulate(items, lambda done, of: None)
+    assert figures["loss"] == pytest.approx(wanted.item(), abs=2e-6)
+    for name, parameter in policy.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted_grads[name], rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+    policy.model.zero_grad()
+
+
+def test_cases_are_clipped_and_differ(tiny, spread_model) -> None:
+    """The cases above would prove little if nothing were ever clipped, or two of them were the same loss."""
+    values = {}
+    for case, changes in CASES.items():
+        config = tiny(changes)
+        items = rollouts(len(spread_model.tokenizer))
+        if config.loss.kl is None:
+            for item in items:
+                item.reference_logprobs = None
+        figures = Policy(spread_model, config).accumulate(items, lambda done, of: None)
+        assert figures["clipped"] > 0
+        values[case] = round(figures["loss"], 7)
+    spread_model.model.zero_grad()
+    assert len(set(values.values())) == len(values), values
+
+
+def test_prompt_tokens_do_not_count(tiny, spread_model) -> None:
+    """Log-probs are asked for completion tokens alone: the micro-batch predicts exactly those."""
+    items = rollouts(len(spread_model.tokenizer))
+    policy = Policy(spread_model, tiny())
+    policy.fill("old_logprobs", items, lambda done, of: None)
+    assert [len(item.old_logprobs) for item in items] == [len(item.completion) for item in items]
+
+
+def test_figures_are_means_over_completion_tokens(tiny, spread_model) -> None:
+    items = rollouts(len(spread_model.tokenizer))
+    policy = Policy(spread_model, tiny({"train.microbatch_tokens": 16}))
+    policy.fill("old_logprobs", items, lambda done, of: None)
+    figures = policy.accumulate(items, lambda done, of: None)
+    spread_model.model.zero_grad()
+    differences = [ours.item() - theirs for item in items for ours, theirs in zip(item.old_logprobs, item.rollout_logprobs, strict=True)]
+    assert figures["mismatch"] == pytest.approx(sum(map(abs, differences)) / len(differences), rel=1e-5)
+    assert figures["mismatch_max"] == pytest.approx(max(map(abs, differences)), rel=1e-5)
+    kl = sum(math.exp(d) - 1 - d for d in differences) / len(differences)
+    assert figures["mismatch_kl"] == pytest.approx(kl, rel=1e-4)
+    assert 0 < figures["entropy"] < math.log(len(spread_model.tokenizer))

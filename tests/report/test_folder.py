@@ -1,0 +1,90 @@
+"""The run folder: numbered, locked, never overwritten unasked; and the terminal's manners with model text."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from ebbtide.config import load
+from ebbtide.errors import UserError
+from ebbtide.report.folder import RunFolder
+from ebbtide.report.terminal import Terminal, printable
+
+
+def folder(tmp_path, *overrides: str) -> RunFolder:
+    return RunFolder(load("quickstart", [f"run.folder={tmp_path / 'run'}", *overrides]))
+
+
+def test_lines_are_whole_and_config_reads_back(tmp_path) -> None:
+    run = folder(tmp_path)
+    run.write_metrics({"step": 1, "reward": 0.5})
+    run.write_rollouts([{"completion": "é\n\x1b"}, {"completion": ""}])
+    assert [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "reward": 0.5}]
+    assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
+    assert load(str(run.path / "config.yaml")).train == load("quickstart").train
+    run.close()
+    assert sorted(entry.name for entry in run.path.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl"]
+
+
+def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path) -> None:
+    run = folder(tmp_path)
+    for overrides in ((), ("run.overwrite=true",)):
+        with pytest.raises(UserError, match="in use by a run that is still going"):
+            folder(tmp_path, *overrides)
+    run.close()
+
+
+def test_a_finished_run_is_kept_unless_told(tmp_path) -> None:
+    run = folder(tmp_path)
+    run.write_metrics({"step": 1})
+    run.close()
+    with pytest.raises(UserError, match=r"not empty.*run.overwrite=true"):
+        folder(tmp_path)
+    assert "step" in (run.path / "metrics.jsonl").read_text()
+    folder(tmp_path, "run.overwrite=true").close()
+    assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+def test_overwrite_removes_runs_only(tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds no run"):
+        folder(tmp_path, "run.overwrite=true")
+    assert (tmp_path / "run" / "thesis.tex").exists()
+
+
+def test_a_place_that_cannot_be_written(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be made.*run.folder"):
+        RunFolder(load("quickstart", [f"run.folder={tmp_path / 'file' / 'run'}"]))
+
+
+def test_numbered_folders(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [RunFolder(load("quickstart")) for _ in range(3)]
+    assert [str(run.path) for run in runs] == [f"runs/quickstart-00{i}" for i in (1, 2, 3)]
+
+
+def test_model_text_is_shown_not_obeyed() -> None:
+    assert printable("a\x1b[31mred\x07\u202e", 100) == "a\\x1b[31mred\\x07\\u202e"
+    assert printable("é好", 100) == "é好"
+    assert len(printable("x" * 500, 60)) < 70
+
+
+def test_markup_in_model_text_is_text() -> None:
+    out = io.StringIO()
+    Terminal(3, Console(file=out)).say("[bold]not bold[/bold] [link=x]y")
+    assert out.getvalue().strip() == "[bold]not bold[/bold] [link=x]y"
+
+
+def test_step_line_leaves_out_what_there_is_not() -> None:
+    out = io.StringIO()
+    terminal = Terminal(10, Console(file=out, width=200))
+    terminal.step_line(3, {"seconds": 1.234, "reward": 0.5, "samples_trained": 0, "score_failures/timeout": 2, "updates_skipped": 1})
+    line = out.getvalue()
+    assert "step  3/10  1.23 s  reward 0.500" in line
+    assert "2 samples could not be scored" in line
+    assert "no update: no group has a signal" in line
+    assert "1 updates skipped" in line
+    assert "loss" not in line

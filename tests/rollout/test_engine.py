@@ -1,0 +1,108 @@
+"""The engine on `generate`: greedy is transformers' greedy, log-probs are a full forward's, and samples are independent."""
+
+import pytest
+import torch
+
+from conftest import FAMILIES, family
+from ebbtide.policy.model import load_model
+from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.rollout.huggingface import HuggingFaceEngine
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4]]
+
+
+def quiet(done: int, of: int) -> None:
+    assert 0 <= done <= of
+
+
+def loaded_model(tiny, changes=None):
+    loaded = load_model(tiny(changes))
+    torch.manual_seed(2)
+    for parameter in loaded.model.parameters():
+        parameter.data += 0.15 * torch.randn_like(parameter)
+    return loaded
+
+
+def forward_logprobs(model, prompt, tokens, temperature=1.0):
+    logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].float() / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_is_the_greedy_of_transformers(tiny, name) -> None:
+    loaded = loaded_model(tiny, family(name))
+    engine = HuggingFaceEngine(loaded, batch=3)
+    groups = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], Sampling(7, temperature=0), quiet)
+    for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
+        wanted = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[0, len(prompt) :].tolist()
+        assert completion.tokens == wanted
+        with torch.no_grad():
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs), forward_logprobs(loaded.model, prompt, completion.tokens), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_sampled_logprobs_are_those_of_the_tempered_model(tiny) -> None:
+    loaded = loaded_model(tiny)
+    engine = HuggingFaceEngine(loaded, batch=16)
+    groups = engine.generate([Request(prompt, [1, 2, 3]) for prompt in PROMPTS], Sampling(6, temperature=0.8), quiet)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            with torch.no_grad():
+                wanted = forward_logprobs(loaded.model, prompt, completion.tokens, 0.8)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(tiny) -> None:
+    loaded = loaded_model(tiny)
+    sampling = Sampling(8, temperature=1.0)
+    crowd = [Request(prompt, [10 * i, 10 * i + 1]) for i, prompt in enumerate(PROMPTS)]
+    for batch in (1, 3, 100):
+        together = HuggingFaceEngine(loaded, batch).generate(crowd, sampling, quiet)
+        alone = [HuggingFaceEngine(loaded, 100).generate([request], sampling, quiet)[0] for request in crowd]
+        assert [[c.tokens for c in group] for group in together] == [[c.tokens for c in group] for group in alone]
+    assert together[2][0].tokens != together[2][1].tokens
+
+
+def test_end_tokens_and_lengths(tiny) -> None:
+    loaded = loaded_model(tiny)
+    engine = HuggingFaceEngine(loaded, batch=100)
+    (group,) = engine.generate([Request([3, 4], list(range(60)))], Sampling(8, temperature=2.0), quiet)
+    end = loaded.tokenizer.eos_token_id
+    assert {completion.finish for completion in group} == {"stop", "length"}
+    for completion in group:
+        assert len(completion.tokens) == len(completion.logprobs) <= 8
+        assert (completion.tokens[-1] == end) == (completion.finish == "stop")
+        assert end not in completion.tokens[:-1]
+        assert (len(completion.tokens) == 8) or completion.finish == "stop"
+
+
+def test_stop_texts_end_a_completion_and_are_cut_from_its_text(tiny) -> None:
+    loaded = loaded_model(tiny)
+    engine = HuggingFaceEngine(loaded, batch=100)
+    requests = [Request([3, 4], list(range(40)))]
+    (free,) = engine.generate(requests, Sampling(8, temperature=2.0), quiet)
+    (held,) = engine.generate(requests, Sampling(8, temperature=2.0, stop=("7", "12")), quiet)
+    stopped = 0
+    for before, after in zip(free, held, strict=True):
+        places = [place for place in (before.text.find("7"), before.text.find("12")) if place >= 0]
+        if places:
+            stopped += 1
+            assert after.finish == "stop"
+            assert after.text == before.text[: min(places)]
+            assert after.tokens == before.tokens[: len(after.tokens)]
+            assert loaded.tokenizer.decode(after.tokens, skip_special_tokens=True).endswith(("7", "12"))
+        else:
+            assert after == before
+    assert 0 < stopped < 40
+
+
+def test_habits_of_the_models_own_generation_config_are_left_out(tiny) -> None:
+    loaded = loaded_model(tiny)
+    engine = HuggingFaceEngine(loaded, batch=8)
+    plain = engine.generate([Request([3, 4], [1, 2])], Sampling(8), quiet)
+    loaded.model.generation_config.repetition_penalty = 5.0
+    loaded.model.generation_config.temperature = 0.1
+    assert engine.generate([Request([3, 4], [1, 2])], Sampling(8), quiet) == plain
+    assert loaded.model.generation_config.repetition_penalty == 5.0

@@ -1,0 +1,60 @@
+"""Prompts: the chat template, and the errors before the first step."""
+
+import pytest
+
+from ebbtide.errors import UserError
+from ebbtide.policy.tokenizer import scratch_tokenizer
+from ebbtide.rollout.prompts import encode
+from ebbtide.tasks.task import Problem, ask
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def quiet(done: int, of: int) -> None: ...
+
+
+def test_bytes_read_any_text() -> None:
+    tokenizer = scratch_tokenizer(None)
+    for text in ("plain", "é好\n\t", "", " two  spaces "):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_alphabets_are_one_token_a_character() -> None:
+    tokenizer = scratch_tokenizer("abc\n ")
+    ids = tokenizer("a b\nc")["input_ids"]
+    assert len(ids) == 5
+    assert tokenizer.decode(ids) == "a b\nc"
+    with pytest.raises(UserError, match="each of its characters once"):
+        scratch_tokenizer("aa")
+
+
+def test_template_or_plain_text(tiny) -> None:
+    tokenizer = scratch_tokenizer(None)
+    problem = Problem([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
+    changes = {"model.scratch.alphabet": None, "rollout.max_prompt_tokens": 60, "train.microbatch_tokens": 70}
+    (plain,) = encode([problem], tokenizer, tiny(changes), quiet)
+    assert plain.text == "su"
+    tokenizer.chat_template = TEMPLATE
+    (chat,) = encode([problem], tokenizer, tiny(changes), quiet)
+    assert chat.text == "<system>s<user>u<assistant>"
+    assert tokenizer.decode(chat.tokens) == chat.text
+    (off,) = encode([problem], tokenizer, tiny({**changes, "model.chat_template": False}), quiet)
+    assert off.text == "su"
+
+
+def test_overlong_prompts(tiny) -> None:
+    tokenizer = scratch_tokenizer("0123456789=")
+    problems = [Problem(ask("1")), Problem(ask("123456789"))]
+    with pytest.raises(UserError, match=r"problem 1 has a prompt of 9 tokens.*`rollout.max_prompt_tokens` = 8"):
+        encode(problems, tokenizer, tiny(), quiet)
+    assert [prompt.text for prompt in encode(problems, tokenizer, tiny({"task.overlong_prompts": "drop"}), quiet)] == ["1"]
+    with pytest.raises(UserError, match="all 1 prompts"):
+        encode(problems[1:], tokenizer, tiny({"task.overlong_prompts": "drop"}), quiet)
+
+
+def test_unknown_characters_and_empty_prompts(tiny) -> None:
+    tokenizer = scratch_tokenizer("0123456789=")
+    with pytest.raises(UserError, match="'xy'"):
+        encode([Problem(ask("1x2y"))], tokenizer, tiny(), quiet)
+    with pytest.raises(UserError, match="empty prompt"):
+        encode([Problem(ask(""))], tokenizer, tiny(), quiet)

@@ -1,0 +1,36 @@
+"""A task whose scorer does what its completion says: hang, die, raise, return nonsense. Imported by scoring's worker processes."""
+
+import os
+import signal
+import threading
+
+from ebbtide.tasks.task import Problem, Problems, Score, ask
+
+
+class Misbehaving:
+    def problems(self) -> Problems:
+        return Problems([Problem(ask("p"), i) for i in range(4)], [])
+
+    def score(self, problem: Problem, completion: str) -> Score:
+        match completion:
+            case "hang":
+                threading.Event().wait()
+            case "exit":
+                os._exit(3)
+            case "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "raise":
+                raise RuntimeError("no idea")
+            case "nan":
+                return Score(float("nan"))
+            case "nan part":
+                return Score(1.0, {"part": float("inf")})
+            case "print":
+                print("a scorer's chatter")
+            case "nothing":
+                return None  # type: ignore[return-value]
+        return Score(0.5, {"whole": 0.5})
+
+
+ready_made = Misbehaving()
+not_a_task = 3

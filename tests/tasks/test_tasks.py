@@ -1,0 +1,192 @@
+"""Tasks: built-in, reasoning-gym, files, Python objects; and the frame around them."""
+
+import json
+
+import pytest
+
+from ebbtide.config.tree import Task
+from ebbtide.errors import UserError
+from ebbtide.tasks.build import build_task
+from ebbtide.tasks.sampler import Sampler
+from ebbtide.tasks.scorers import scorer
+
+
+def build(seed: int = 0, **options):
+    return build_task(Task.model_validate(options), seed)
+
+
+def text(problem) -> str:
+    return problem.messages[-1]["content"]
+
+
+@pytest.mark.parametrize(("name", "answer"), [("copy", "{0}"), ("reverse", "{1}")])
+def test_digits(name, answer) -> None:
+    task = build(builtin={"name": name, "options": {"digits": 3}}, size=50, held_out=10)
+    problems = task.problems()
+    assert (len(problems.train), len(problems.held_out)) == (50, 10)
+    assert len({text(problem) for problem in problems.train + problems.held_out}) == 60
+    problem = problems.train[0]
+    digits = text(problem).removesuffix("=")
+    assert problem.answer == answer.format(digits, digits[::-1])
+    assert task.score(problem, problem.answer).value == 1.0
+    assert task.score(problem, problem.answer[:2]).value == pytest.approx(2 / 3)
+    assert task.score(problem, problem.answer + "0").value == pytest.approx(3 / 4)
+    assert task.score(problem, "").value == 0.0
+    assert task.score(problem, "abc").value == 0.0
+
+
+def test_add() -> None:
+    task = build(builtin={"name": "add", "options": {"below": 10, "shots": 2}}, held_out=20)
+    problems = task.problems()
+    assert len(problems.train) + len(problems.held_out) + 2 == 55
+    for problem in problems.train + problems.held_out:
+        *examples, asked = text(problem).split("\n")
+        assert len(examples) == 2
+        a, b = asked.removesuffix("=").split("+")
+        assert int(a) + int(b) == int(problem.answer)
+        assert asked not in [f"{line.split('=')[0]}=" for line in examples]
+    problem = problems.train[0]
+    assert task.score(problem, f"{problem.answer}\n").value == 1.0
+    assert task.score(problem, f"{problem.answer}1").value == 0.0
+    assert task.score(problem, "\n").value == 0.0
+
+
+def test_the_seed_decides_the_problems() -> None:
+    def made(seed: int):
+        return build(seed, builtin={"name": "copy"}).problems()
+
+    assert made(0) == made(0)
+    assert made(0) != made(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        ({"builtin": {"name": "cpoy"}}, "`task.builtin.name` is `cpoy`"),
+        ({"builtin": {"name": "copy", "options": {"digit": 3}}}, "`task.builtin.options.digit`"),
+        ({"builtin": {"name": "copy", "options": {"digits": "x"}}}, "`task.builtin.options.digits` is 'x'"),
+        ({"builtin": {"name": "copy", "options": {"digits": 1}}}, "10 problems"),
+        ({"builtin": {"name": "add"}, "held_out": 55}, "leave none to train on"),
+        ({"gym": {"dataset": "leg_countin"}}, "leg_counting"),
+        ({"gym": {"dataset": "leg_counting", "options": {"nope": 1}}}, "`task.gym.options`"),
+        ({"python": {"object": "nowhere"}}, "`module:name`"),
+        ({"python": {"object": "nowhere:thing"}}, "cannot be imported"),
+        ({"python": {"object": "misbehaving:not_a_task"}}, "`problems` and `score`"),
+        ({"python": {"object": "misbehaving:Misbehaving", "options": {"x": 1}}}, "`task.python.options`"),
+        ({"python": {"object": "misbehaving:ready_made", "options": {"x": 1}}}, "remove them"),
+        ({"builtin": {"name": "copy"}, "extract": "("}, "not a regular expression"),
+        ({"builtin": {"name": "copy"}, "extract": "abc"}, "exactly one group"),
+    ],
+)
+def test_bad_tasks_say_why(options, needle) -> None:
+    with pytest.raises(UserError) as caught:
+        build(**options)
+    assert needle in str(caught.value)
+
+
+@pytest.mark.parametrize("dataset", ["leg_counting", "basic_arithmetic", "simple_equations"])
+def test_reasoning_gym(dataset) -> None:
+    task = build(gym={"dataset": dataset}, size=12, held_out=4)
+    problems = task.problems()
+    assert (len(problems.train), len(problems.held_out)) == (12, 4)
+    for problem in problems.train:
+        assert task.score(problem, f" {problem.answer}\n").value == 1.0
+    assert task.score(problems.train[0], "certainly not").value < 0.5
+    assert build(1, gym={"dataset": dataset}, size=12, held_out=4).problems() != problems
+
+
+def test_reasoning_gym_with_extraction_gives_no_credit_for_wrapping() -> None:
+    task = build(gym={"dataset": "basic_arithmetic"}, size=3, held_out=1, extract="<answer>(.*?)</answer>")
+    problem = task.problems().train[0]
+    assert task.score(problem, f"so <answer>{problem.answer}</answer>").value == 1.0
+    assert task.score(problem, f"The answer is {problem.answer}").value == 0.0
+    assert task.score(problem, f"<answer>0.123</answer> no, <answer>{problem.answer}</answer>").value == 1.0
+
+
+def rows(count: int):
+    return [{"prompt": f"{i}+1=", "answer": i + 1, "level": "easy"} for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files(tmp_path, kind) -> None:
+    path = tmp_path / f"data.{kind}"
+    write(path, rows(10))
+    task = build(file={"train": str(path), "scorer": "numeric"}, held_out=3)
+    problems = task.problems()
+    assert [text(problem) for problem in problems.train] == [f"{i}+1=" for i in range(7)]
+    assert [problem.answer for problem in problems.held_out] == [8, 9, 10]
+    assert problems.train[0].metadata == {"level": "easy"}
+    assert task.score(problems.train[0], "it is 1").value == 1.0
+
+
+def write(path, lines) -> None:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+    else:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    write(tmp_path / "a.jsonl", [{"q": conversation}])
+    write(tmp_path / "b.jsonl", [{"q": "text"}])
+    files = {"train": str(tmp_path / "a.jsonl"), "held_out": str(tmp_path / "b.jsonl"), "prompt_field": "q", "answer_field": None}
+    problems = build(file=files, system="be brief").problems()
+    assert problems.train[0].messages == [{"role": "system", "content": "be brief"}, *conversation]
+    assert [message["content"] for message in problems.held_out[0].messages] == ["be brief", "text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "needle"),
+    [
+        ("a.jsonl", "", "no problems in it"),
+        ("a.jsonl", '{"question": "x", "answer": 1}\n', "no field `prompt`"),
+        ("a.jsonl", '{"prompt": "x"}\n', "no field `answer`"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n{"prompt"\n', "line 2, is not JSON"),
+        ("a.jsonl", "[1]\n", "line 1, must be a JSON object"),
+        ("a.jsonl", '{"prompt": 3, "answer": 1}\n', "must be a text or a list of messages"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n', "takes all 1 problems"),
+        ("a.csv", "prompt,answer\n", "must end in .jsonl or .parquet"),
+        ("a.parquet", "not parquet", "not a readable Parquet file"),
+        (None, "", "does not exist"),
+    ],
+)
+def test_bad_files_say_where_and_why(tmp_path, name, content, needle) -> None:
+    path = tmp_path / (name or "missing.jsonl")
+    if name:
+        path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        build(file={"train": str(path)}, held_out=1).problems()
+    assert needle in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "answer", "value"),
+    [
+        ("exact", " 42\n", 42, 1.0),
+        ("exact", "42.", 42, 0.0),
+        ("numeric", "first 3, then 1,200.50", "1200.5", 1.0),
+        ("numeric", "3 then 4", 3, 0.0),
+        ("numeric", "none", 3, 0.0),
+        ("numeric", "-.5e1", -5, 1.0),
+        ("regex", "cat", "c.t", 1.0),
+        ("regex", "cats", "c.t", 0.0),
+        ("math_verify", "so $\\frac{1}{2}$", "0.5", 1.0),
+        ("math_verify", "so $\\frac{1}{3}$", "0.5", 0.0),
+    ],
+)
+def test_scorers(name, completion, answer, value) -> None:
+    assert scorer(name)(completion, answer) == value
+
+
+def test_sampler_visits_everything_once_an_epoch_in_the_seeds_order() -> None:
+    first, again, other = (Sampler(list(range(10)), seed) for seed in (0, 0, 1))
+    epochs = [first.take(10), first.take(10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert again.take(3) + again.take(17) == epochs[0] + epochs[1]
+    assert other.take(10) != epochs[0]

