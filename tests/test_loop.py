@@ -9,7 +9,8 @@ from conftest import family
 from ebbtide.loop import train
 from ebbtide.report.report import Report
 
-MEASURED = ("seconds", "tokens_per_second", "peak_gib")  # what a clock or the allocator says, not the seed
+# What a clock or the allocator says, not the seed.
+MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "host_gib", "moved_gib")
 
 EVERYTHING = {
     "train.minibatches": 2,
@@ -48,6 +49,28 @@ def test_one_seed_gives_one_run_to_the_bit(tiny, tmp_path, changes) -> None:
     assert all(torch.equal(first[2][key], again[2][key]) for key in first[2])
     other = run(tiny, tmp_path / "c", {**changes, "seed": 1})
     assert other[0] != first[0]
+
+
+PLANS = {
+    "lean": {"memory.preset": "lean"},
+    "optimizer away": {"memory.away": {"generate": ["moments", "master", "grads"], "logprob": ["moments", "master"]}},
+    "reference in and out": {"memory.away": {"generate": ["reference"], "train": ["reference", "moments"], "evaluate": ["master"]}},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_plan_changes_a_bit(tiny, tmp_path, plan, dtype) -> None:
+    """Moving never changes a result: weights, metrics and rollouts of any plan are those of moving nothing."""
+    changes = {**EVERYTHING, "model.dtype": dtype, "train.steps": 3}
+    kept = run(tiny, tmp_path / "keep", changes)
+    moved = run(tiny, tmp_path / "moved", {**changes, **PLANS[plan]})
+    assert moved[0] == kept[0]
+    assert moved[1] == kept[1]
+    assert all(torch.equal(kept[2][key], moved[2][key]) for key in kept[2])
+    figures = [json.loads(line) for line in (tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["moved_gib"] > 0 for line in figures[1:])
+    assert all(json.loads(line)["moved_gib"] == 0 for line in (tmp_path / "keep" / "metrics.jsonl").read_text().splitlines())
 
 
 def test_metrics_hold_what_the_step_line_shows(tiny, tmp_path) -> None:

@@ -5,6 +5,7 @@ It holds no memory logic and no display: the meter measures each phase, the repo
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -15,11 +16,15 @@ from ebbtide.batch import assemble, averaged, minibatches, requests, training_sa
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
-from ebbtide.memory.meter import Meter
+from ebbtide.memory.arena import check_host_budget
+from ebbtide.memory.plan import build_plan
+from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.schedule import learning_rate
-from ebbtide.policy.model import load_model
+from ebbtide.policy.footprint import host_needs
+from ebbtide.policy.model import load_model, pick_device
 from ebbtide.policy.policy import Policy
+from ebbtide.policy.reference import freeze_reference
 from ebbtide.report.report import Report
 from ebbtide.rollout.huggingface import HuggingFaceEngine
 from ebbtide.rollout.prompts import encode
@@ -28,36 +33,50 @@ from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.scoring import ScoringPool
 
 
+def seed_everything(seed: int, deterministic: bool) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a check for bugs that writes every new tensor once more
+
+
 def train(config: Config, report: Report) -> Policy:
     """One whole run: what it learnt is in the policy that comes back, what happened is in the report."""
-    random.seed(config.seed)
-    numpy.random.seed(config.seed)
-    torch.manual_seed(config.seed)
+    seed_everything(config.seed, config.deterministic)
 
+    residency = Residency(build_plan(config.memory), pick_device(config.device))
+    check_host_budget(host_needs(config, residency.plan), config.memory.host_budget_gib)
+    meter = residency.meter
     with report.working("making problems"):
         problems = build_task(config.task, config.seed).problems()
     with report.working("loading the model"):
         loaded = load_model(config)
         policy = Policy(loaded, config)
         policy.verify()
-        reference = policy.frozen_copy() if config.loss.kl is not None else None
-        optimizer = AdamW(policy.model.named_parameters(), config.optimizer)
+        residency.hold("weights", list(policy.model.parameters()))
+        optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
+        reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
         engine = HuggingFaceEngine(loaded, config.rollout.batch)
+    with report.working("pinning host memory"):
+        residency.pin()
     with report.working("encoding prompts") as progress:
         prompts = encode(problems.train, policy.tokenizer, config, progress)
         held_out = problems.held_out[: config.evaluate.problems] if config.evaluate else []
         tests = encode(held_out, policy.tokenizer, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
-    report.begin(policy.model, prompts=len(prompts), tests=len(tests))
+    report.begin(policy.model, meter, prompts=len(prompts), tests=len(tests))
 
-    sampler, meter = Sampler(prompts, config.seed), Meter(policy.device)
+    sampler = Sampler(prompts, config.seed)
     updates_per_step = config.train.epochs * config.train.minibatches
 
     with ScoringPool(config.task, config.seed) as scoring:
 
         def examined() -> dict[str, float]:
-            with meter.phase("evaluate"), report.phase("evaluate") as progress:
+            with residency.phase("evaluate"), report.phase("evaluate") as progress:
                 return evaluate(config, engine, scoring, tests, progress)
 
         if config.evaluate:
@@ -67,27 +86,28 @@ def train(config: Config, report: Report) -> Policy:
             started = time.perf_counter()
             asked = sampler.take(config.rollout.prompts)
 
-            with meter.phase("generate"), report.phase("generate") as progress:
+            with residency.phase("generate"), report.phase("generate") as progress:
                 wanted = requests(asked, config.rollout.samples, config.seed, step)
                 groups = engine.generate(wanted, training_sampling(config.rollout), progress)
 
-            with meter.phase("score"), report.phase("score") as progress:
+            with residency.phase("score"), report.phase("score") as progress:
                 scored = scoring.score(
                     [(prompt.problem, done.text) for prompt, group in zip(asked, groups, strict=True) for done in group], progress
                 )
             batch = assemble(config, asked, groups, scored)
 
-            with meter.phase("logprob"), report.phase("logprob") as progress:
+            with residency.phase("logprob"), report.phase("logprob") as progress:
                 if not config.on_policy:
                     policy.fill("old_logprobs", batch.trajectories, progress)
                 if reference is not None:
-                    reference.fill("reference_logprobs", batch.trajectories, progress)
+                    residency.need("reference")
+                    policy.fill("reference_logprobs", batch.trajectories, progress, weights=reference)
 
             updates: list[dict[str, float]] = []
             for number, minibatch in enumerate(minibatches(config, batch.trajectories, step)):
-                with meter.phase("train"), report.phase("train") as progress:
+                with residency.phase("train"), report.phase("train") as progress:
                     figures = policy.accumulate(minibatch, progress)
-                with meter.phase("step"), report.phase("step"):
+                with residency.phase("step"), report.phase("step"):
                     done, of = (step - 1) * updates_per_step + number, config.train.steps * updates_per_step
                     figures |= optimizer.step(learning_rate(config.optimizer, done, of))
                 updates.append(figures)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.config.tree import Optimizer
+from ebbtide.config.tree import Memory, Optimizer
+from ebbtide.memory.plan import build_plan
+from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.schedule import learning_rate
 
@@ -19,6 +21,10 @@ def parameters(dtype=torch.float32) -> dict[str, nn.Parameter]:
         "frozen": nn.Parameter(torch.randn(4).to(dtype), requires_grad=False),
         "unused": nn.Parameter(torch.randn(2, 2).to(dtype)),
     }
+
+
+def optimizer_for(named, config: Optimizer) -> AdamW:
+    return AdamW(named, config, Residency(build_plan(Memory()), torch.device("cpu")))
 
 
 def in_double(weights, gradients, config, lrs):
@@ -52,7 +58,7 @@ def test_twenty_steps_equal_the_formula(dtype, clip) -> None:
     wanted, norms = in_double(weights, gradients, config, lrs)
     before = {name: weights[name].detach().clone() for name in ("frozen", "unused")}
     addresses = {name: weight.data_ptr() for name, weight in weights.items()}
-    optimizer = AdamW(weights.items(), config)
+    optimizer = optimizer_for(weights.items(), config)
     for grads, lr, norm in zip(gradients, lrs, norms, strict=True):
         for name, grad in grads.items():
             weights[name].grad = grad.clone()
@@ -69,7 +75,7 @@ def test_twenty_steps_equal_the_formula(dtype, clip) -> None:
 
 def test_small_steps_are_not_lost_in_bfloat16() -> None:
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = AdamW([("w", weight)], Optimizer(lr=1e-4, clip_norm=None))
+    optimizer = optimizer_for([("w", weight)], Optimizer(lr=1e-4, clip_norm=None))
     for _ in range(100):
         weight.grad = torch.ones_like(weight)
         optimizer.step(1e-4)
@@ -79,7 +85,7 @@ def test_small_steps_are_not_lost_in_bfloat16() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad) -> None:
     weights = parameters()
-    optimizer = AdamW(weights.items(), Optimizer())
+    optimizer = optimizer_for(weights.items(), Optimizer())
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     weights["matrix"].grad = torch.full_like(weights["matrix"], bad)
     weights["norm"].grad = torch.ones_like(weights["norm"])

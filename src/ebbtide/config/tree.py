@@ -377,6 +377,44 @@ class Train(Section):
     """Tokens whose logits exist at once. [head_chunk_tokens, vocabulary] is the largest tensor of the output head."""
 
 
+Movable = Literal["grads", "master", "moments", "reference"]
+
+
+class Away(Section):
+    """What leaves the device in each phase; a row given here replaces the preset's."""
+
+    generate: list[Movable] | None = None
+    """While completions are sampled."""
+
+    score: list[Movable] | None = None
+    """While completions are scored."""
+
+    logprob: list[Movable] | None = None
+    """While old and reference log-probs are computed. Moving the optimizer (`[moments, master]`) here pays only where this phase lacks the room."""
+
+    train: list[Movable] | None = None
+    """During forward and backward."""
+
+    step: list[Movable] | None = None
+    """During the optimizer's step."""
+
+    evaluate: list[Movable] | None = None
+    """While held-out problems are tried."""
+
+
+class Memory(Section):
+    """What lives on the device in each phase; the rest waits in pinned host memory."""
+
+    preset: Literal["keep", "lean"] = "keep"
+    """`keep` moves nothing; `lean` sends away, in every phase, all that the phase does not need."""
+
+    away: Away = Away()
+    """Holdings that leave in a phase: `grads`, `master`, `moments` (the optimizer's state), `reference`. One that does not exist in a run is passed over."""
+
+    host_budget_gib: Positive | None = None
+    """Most host memory to pin, checked before the model loads; `null` is 80% of what is free."""
+
+
 class Evaluate(Section):
     """Held-out problems, as a phase of the loop."""
 
@@ -441,6 +479,9 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the GPU if there is one."""
 
+    deterministic: bool = False
+    """Same seed, same bits on a GPU as well, by deterministic kernels only: somewhat slower. On a CPU it is so anyway."""
+
     run: Run = Run()
     """Where the run writes."""
 
@@ -464,6 +505,9 @@ class Config(Section):
 
     train: Train = Train()
     """How a batch of rollouts becomes updates."""
+
+    memory: Memory = Memory()
+    """What lives on the device in each phase."""
 
     evaluate: Evaluate | None = None
     """Present: held-out problems are tried along the way."""

@@ -1,48 +1,127 @@
-"""Measures each phase: seconds, and the peak of device memory (on a CPU: of the process)."""
+"""Measures each phase: seconds, peak and reserved memory, bytes by holding, bytes moved, and the seconds that compute waited for moves."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 
-Phase = Literal["generate", "score", "logprob", "train", "step", "evaluate"]
+from ebbtide.memory.mover import Mover, Tally
+from ebbtide.memory.plan import HOLDINGS, PHASES, Name, Phase
+
 GIB = 2**30
+
+
+@dataclass
+class Row:
+    """What one phase measured since it was last read. Bytes on the device, unless they say otherwise."""
+
+    seconds: float = 0.0
+    peak: int = 0
+    """Of the allocator; on a CPU, of the process."""
+    reserved: int = 0
+    holdings: dict[Name, int] = field(default_factory=dict)
+    host: int = 0
+    """Pinned host memory."""
+    moved: Tally = field(default_factory=Tally)
+
+    @property
+    def other(self) -> int:
+        """What is not a holding: activations, KV cache, workspaces. With the holdings it adds up to the peak."""
+        return self.peak - sum(self.holdings.values())
+
+    def absorb(self, later: Row) -> None:
+        """The same phase again: seconds and moves add up, memory takes the larger peak's figures."""
+        self.seconds += later.seconds
+        if later.peak >= self.peak:
+            self.peak, self.reserved, self.holdings, self.host = later.peak, later.reserved, later.holdings, later.host
+        for name, value in vars(later.moved).items():
+            setattr(self.moved, name, getattr(self.moved, name) + value)
 
 
 class Meter:
     """`with meter.phase("generate"):` around each phase; `take()` gives and clears what was measured."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds: dict[Phase, float] = {}
-        self.peaks: dict[Phase, int] = {}
+    def __init__(
+        self, device: torch.device, mover: Mover, holdings: Callable[[], Mapping[Name, tuple[str, int]]], host_bytes: Callable[[], int]
+    ) -> None:
+        self._device, self._mover, self._where, self._host_bytes = device, mover, holdings, host_bytes
+        self._rows: dict[Phase, Row] = {}
+        self.run: dict[Phase, Row] = {}
+        """The whole run so far: for the table at its end."""
 
     @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, phase: Phase, enter: Callable[[], None]) -> Iterator[None]:
+        """`enter` makes the phase's moves: they count in its seconds, and the peak is of what comes after them."""
         on_gpu = self._device.type == "cuda"
+        start = time.perf_counter()
+        enter()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
-        start = time.perf_counter()
+        before = self._on_device()
         try:
             yield
         finally:
             if on_gpu:
                 torch.cuda.current_stream(self._device).synchronize()  # the phase's own compute, not moves beside it
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _process_peak()
-            self.peaks[name] = max(self.peaks.get(name, 0), peak)
+            row = Row(
+                seconds=time.perf_counter() - start,
+                peak=torch.cuda.max_memory_allocated(self._device) if on_gpu else _process_peak(),
+                reserved=torch.cuda.max_memory_reserved(self._device) if on_gpu else _process_peak(),
+                holdings={name: max(size, before.get(name, 0)) for name, size in self._on_device().items()},
+                host=self._host_bytes(),
+                moved=self._mover.take(),
+            )
+            for rows in (self._rows, self.run):
+                rows.setdefault(phase, Row()).absorb(row)
+
+    def _on_device(self) -> dict[Name, int]:
+        return {name: size if where == "device" else 0 for name, (where, size) in self._where().items()}
 
     def take(self) -> dict[str, float]:
-        figures = {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-        figures |= {f"peak_gib/{name}": peak / GIB for name, peak in self.peaks.items()}
-        figures["peak_gib"] = max(self.peaks.values(), default=0) / GIB
-        self.seconds, self.peaks = {}, {}
+        """The figures since the last call, for metrics.jsonl."""
+        figures: dict[str, float] = {}
+        for phase, row in self._rows.items():
+            figures[f"seconds/{phase}"] = row.seconds
+            figures[f"peak_gib/{phase}"] = row.peak / GIB
+            figures[f"reserved_gib/{phase}"] = row.reserved / GIB
+            figures |= {f"device_gib/{phase}/{name}": size / GIB for name, size in row.holdings.items()}
+            figures[f"device_gib/{phase}/other"] = row.other / GIB
+            figures[f"moved_gib/{phase}"] = (row.moved.bytes_out + row.moved.bytes_in) / GIB
+            figures[f"seconds_moved/{phase}"] = row.moved.seconds_out + row.moved.seconds_in
+            figures[f"seconds_exposed/{phase}"] = row.moved.exposed
+        rows = self._rows.values()
+        figures["peak_gib"] = max((row.peak for row in rows), default=0) / GIB
+        figures["host_gib"] = max((row.host for row in rows), default=0) / GIB
+        figures["moved_gib"] = sum(row.moved.bytes_out + row.moved.bytes_in for row in rows) / GIB
+        figures["seconds_exposed"] = sum(row.moved.exposed for row in rows)
+        self._rows = {}
         return figures
+
+    def table(self) -> list[list[str]]:
+        """The run as rows of text: a heading, then one row per phase. Holdings and other add up to the peak."""
+        shown = [name for name in HOLDINGS if any(row.holdings.get(name) for row in self.run.values())]
+        heading = ["phase", "seconds", "peak GiB", *shown, "other", "reserved", "host", "moved GiB", "exposed s"]
+        lines = [heading]
+        for phase in PHASES:
+            if phase in self.run:
+                row = self.run[phase]
+                sizes = [row.peak, *(row.holdings.get(name, 0) for name in shown), row.other, row.reserved, row.host]
+                moved = row.moved.bytes_out + row.moved.bytes_in
+                lines.append(
+                    [
+                        phase,
+                        f"{row.seconds:.2f}",
+                        *(f"{size / GIB:.2f}" for size in sizes),
+                        f"{moved / GIB:.2f}",
+                        f"{row.moved.exposed:.3f}",
+                    ]
+                )
+        return lines
 
 
 def _process_peak() -> int:

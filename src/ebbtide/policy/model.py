@@ -7,13 +7,14 @@ from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from ebbtide.config.tree import Config, Scratch
+from ebbtide.config.tree import Config
 from ebbtide.config.tree import Model as ModelConfig
 from ebbtide.errors import UserError
 from ebbtide.policy.tokenizer import scratch_tokenizer
@@ -37,19 +38,24 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
-def load_model(config: Config) -> Loaded:
-    """The configured model in eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
-    device = pick_device(config.device)
+def pick_dtype(config: Config) -> torch.dtype:
     name = config.model.dtype
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        name = "bfloat16" if pick_device(config.device).type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_model(config: Config) -> Loaded:
+    """The configured model in eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
+    device, dtype = pick_device(config.device), pick_dtype(config)
     transformers_logging.disable_progress_bar()  # our own progress is shown instead
+    tokenizer = _tokenizer(config.model)
     if config.model.scratch is not None:
-        model, tokenizer = _from_nothing(config.model, config.model.scratch, dtype, device, config.seed)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(config.seed)
+            model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
     else:
-        assert config.model.path is not None  # the config holds exactly one of the two
-        model, tokenizer = _from_path(config.model, config.model.path, dtype, device)
+        model = _pretrained(config.model, AutoModelForCausalLM, dtype=dtype).to(device)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.eval()
@@ -57,12 +63,14 @@ def load_model(config: Config) -> Loaded:
     return Loaded(model, tokenizer, model.config._attn_implementation)
 
 
-def _from_nothing(
-    config: ModelConfig, shape: Scratch, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = _tokenizer(config.tokenizer) if config.tokenizer else scratch_tokenizer(shape.alphabet)
-    options = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token, "moe_intermediate_size": shape.mlp}
-    architecture: PretrainedConfig = AutoConfig.for_model(
+def model_config(config: Config) -> PretrainedConfig:
+    """The architecture, without its weights."""
+    shape = config.model.scratch
+    if shape is None:
+        return _pretrained(config.model, AutoConfig)
+    tokenizer = _tokenizer(config.model)
+    sparse = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token, "moe_intermediate_size": shape.mlp}
+    return AutoConfig.for_model(
         shape.architecture,
         vocab_size=shape.vocabulary or len(tokenizer),
         num_hidden_layers=shape.layers,
@@ -76,33 +84,38 @@ def _from_nothing(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **(options if shape.architecture == "qwen3_moe" else {}),
+        **(sparse if shape.architecture == "qwen3_moe" else {}),
     )
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
-    return model, tokenizer
 
 
-def _from_path(config: ModelConfig, path: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder, gguf = _locate(path)
-    options = {"gguf_file": gguf} if gguf else {}
+def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
+    """A model, config or tokenizer (`kind`) from `model.path`."""
+    assert config.path is not None  # the config holds exactly one of the two
+    folder, gguf = _locate(config.path)
+    if gguf is not None:
+        options["gguf_file"] = gguf
     try:
         with redirect_stderr(StringIO()) if gguf else nullcontext():  # the GGUF reader draws a bar of its own across ours
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-            tokenizer = _tokenizer(config.tokenizer) if config.tokenizer else AutoTokenizer.from_pretrained(folder, **options)
+            return kind.from_pretrained(folder, **options)
     except ImportError as error:
-        raise UserError(f"`model.path: {path}` needs a package that is not installed: {error}") from None
+        raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"`model.path: {path}` could not be loaded as a causal language model: {' '.join(str(error).split())}") from None
-    return model.to(device), tokenizer
+        raise UserError(
+            f"`model.path: {config.path}` could not be loaded as a causal language model: {' '.join(str(error).split())}"
+        ) from None
 
 
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"`model.tokenizer: {name}` could not be loaded: {' '.join(str(error).split())}") from None
+def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase
+    if config.tokenizer is not None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+        except (OSError, ValueError) as error:
+            raise UserError(f"`model.tokenizer: {config.tokenizer}` could not be loaded: {' '.join(str(error).split())}") from None
+    elif config.scratch is not None:
+        tokenizer = scratch_tokenizer(config.scratch.alphabet)
+    else:
+        tokenizer = _pretrained(config, AutoTokenizer)
     return tokenizer
 
 

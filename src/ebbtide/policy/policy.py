@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import log_softmax
+from transformers import PreTrainedModel
 
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
@@ -25,20 +26,14 @@ Progress = Callable[[int, int], None]  # (done, of)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-class Policy:
-    """A model, and what training asks of it. The reference policy is one as well, frozen."""
+class _Logprobs(nn.Module):
+    """The model from packed tokens to log-probs, as one module: so that other weights can be lent to it for a call."""
 
-    def __init__(self, loaded: Loaded, config: Config) -> None:
-        self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
-        self.device: torch.device = loaded.model.device
-        self._generate_attention = loaded.generate_attention
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
 
-    def frozen_copy(self) -> Policy:
-        """A reference policy: the weights as they are now, never to change."""
-        model = copy.deepcopy(self.model).requires_grad_(False)
-        return Policy(Loaded(model, self.tokenizer, self._generate_attention), self.config)
-
-    def _logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: MicroBatch, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
         """Log-prob [P] and entropy [P] of each completion token, at `temperature`."""
         with attention(self.model, PACKED):
             hidden = decoder(self.model)(
@@ -52,22 +47,40 @@ class Policy:
             ).last_hidden_state[0]  # [T, H]
         scale, softcap = head_shape(self.model.config)
         weight, bias = head_weight(self.model)
-        return token_logprobs(
-            hidden[batch.predict],  # [P, H]: prompt positions go no further
-            weight,
-            bias,
-            batch.targets,
-            scale=scale / temperature,
-            softcap=softcap,
-            chunk=self.config.train.head_chunk_tokens,
-        )
+        # [P, H]: prompt positions go no further.
+        return token_logprobs(hidden[batch.predict], weight, bias, batch.targets, scale=scale / temperature, softcap=softcap, chunk=chunk)
+
+
+class Policy:
+    """A model, and what training asks of it."""
+
+    def __init__(self, loaded: Loaded, config: Config) -> None:
+        self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
+        self.device: torch.device = loaded.model.device
+        self._generate_attention = loaded.generate_attention
+        self._module = _Logprobs(loaded.model)
+
+    def _logprobs(self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Log-prob [P] and entropy [P] of each completion token; by other weights than the model's own, if given."""
+        arguments = batch, temperature, self.config.train.head_chunk_tokens
+        if weights is None:
+            found: tuple[Tensor, Tensor] = self._module(*arguments)
+        else:
+            found = functional_call(self._module, {f"model.{name}": weight for name, weight in weights.items()}, arguments)
+        return found
 
     @torch.no_grad()
-    def fill(self, name: Literal["old_logprobs", "reference_logprobs"], trajectories: Sequence[Trajectory], progress: Progress) -> None:
-        """Sets this policy's log-probs of each trajectory's completion, without gradient, as its `name`."""
+    def fill(
+        self,
+        name: Literal["old_logprobs", "reference_logprobs"],
+        trajectories: Sequence[Trajectory],
+        progress: Progress,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Sets the log-probs of each trajectory's completion, without gradient, as its `name`: by the policy's weights, or by those given."""
         batches = pack(trajectories, self.config.train.microbatch_tokens, self.device)
         for done, batch in enumerate(batches):
-            logprobs, _ = self._logprobs(batch, self.config.rollout.temperature)
+            logprobs, _ = self._logprobs(batch, self.config.rollout.temperature, weights)
             parts = torch.split(logprobs, batch.lengths)
             for member, part in zip(batch.members, parts, strict=True):
                 setattr(trajectories[member], name, part)
@@ -84,7 +97,7 @@ class Policy:
         for done, batch in enumerate(batches):
             inputs = self._loss_inputs(batch, [minibatch[member] for member in batch.members])
             loss, reported = policy_loss(self.config.loss, inputs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             reported |= mismatch(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs, inputs.rollout_logprobs)
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
             seen.append(reported)

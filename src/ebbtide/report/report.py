@@ -9,6 +9,7 @@ from torch import nn
 
 from ebbtide.batch import Sample
 from ebbtide.config.tree import Config
+from ebbtide.memory.meter import Meter
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.sinks import Sink, sinks
 from ebbtide.report.terminal import Terminal
@@ -23,6 +24,7 @@ class Report:
         self.terminal = terminal or Terminal(config.train.steps)
         self.folder = RunFolder(config)
         self._sinks: list[Sink] = []
+        self._meter: Meter | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self.steps_done = 0
@@ -45,7 +47,8 @@ class Report:
 
     phase = working
 
-    def begin(self, model: nn.Module, *, prompts: int, tests: int) -> None:
+    def begin(self, model: nn.Module, meter: Meter, *, prompts: int, tests: int) -> None:
+        self._meter = meter
         self._sinks = sinks(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
@@ -80,6 +83,9 @@ class Report:
         for name in ("reward", *(key for key in self._last if key.startswith("evaluate/"))):
             if name in self._last:
                 say(f"  {name.replace('evaluate/', 'held-out ')}: {self._first[name]:.3f} -> {self._last[name]:.3f}")
+        if self._meter is not None and self._meter.run:
+            say("\nthe phases of the whole run (GiB on the device at each one's peak):")
+            self.terminal.table(self._meter.table())
         say(f"\nwritten to {self.folder.path}:")
         for entry in sorted(self.folder.path.iterdir()):
             if not entry.name.startswith("."):

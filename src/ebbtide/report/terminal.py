@@ -25,6 +25,7 @@ COLUMNS = (
     ("lr", "lr", "{:.1e}"),
     ("", "tokens_per_second", "{:,.0f} tok/s"),
     ("peak", "peak_gib", "{:.2f} GiB"),
+    ("exposed", "seconds_exposed", "{:.2f} s"),
 )
 
 
@@ -86,6 +87,16 @@ class Terminal:
         if tried:
             shown = "  ".join(f"{name} {value:.3f}" for name, value in tried.items())
             self.console.print(Text.assemble((f"held out, after step {step}  ", "bold cyan"), shown))
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """A heading and its rows: a name, then figures."""
+        heading, *body = rows
+        table = Table(box=None, padding=(0, 1), header_style="dim")
+        for number, name in enumerate(heading):
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        for row in body:
+            table.add_row(*row)
+        self.console.print(table)
 
     def samples(self, samples: Sequence[Sample]) -> None:
         table = Table(box=None, padding=(0, 2), header_style="dim")

@@ -23,10 +23,11 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         tokens = logits.argmax(-1)
     else:
         logits = _truncated(logits / sampling.temperature, sampling)
-        # In float64 the sum over 152k tokens still resolves the rarest; in float32 it would drop them.
-        cumulative = logits.double().softmax(-1).cumsum(-1)  # [B, V]
-        target = uniform[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        # Whole numbers add up to the same sum in any order: the same choice on every device and in every batch. 2^50 parts
+        # resolve the rarest of 152k tokens, which a sum in float32 would drop.
+        parts = (logits.double().softmax(-1) * 2**50).long().cumsum(-1)  # [B, V]
+        target = (uniform * parts[:, -1]).long()  # [B], below the last sum
+        tokens = torch.searchsorted(parts, target[:, None], right=True)[:, 0]
     logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return tokens, logprobs
 

@@ -1,0 +1,64 @@
+"""What every benchmark shares: timing by events, the table it prints, the file it writes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    metric: str
+    value: float
+    unit: str
+
+
+def seconds(work: Callable[[], object], repeats: int = 5, warm_up: int = 1) -> float:
+    """Median seconds of `work` on the device, whatever streams it uses: the device is idle before and after."""
+    taken = []
+    for number in range(warm_up + repeats):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        torch.cuda.synchronize()
+        end.record()
+        end.synchronize()
+        if number >= warm_up:
+            taken.append(start.elapsed_time(end) / 1000)
+    return statistics.median(taken)
+
+
+def save(name: str, rows: list[Row]) -> None:
+    """Prints the table and writes benchmarks/results/NAME.json."""
+    width = max(len(row.case) for row in rows)
+    for row in rows:
+        print(f"{row.case:<{width}}  {row.metric:<28} {row.value:>12.4g} {row.unit}")
+    RESULTS.mkdir(exist_ok=True)
+    result = {
+        "name": name,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "rows": [asdict(row) for row in rows],
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """The commit measured; EBBTIDE_COMMIT says it where the code runs without its repository."""
+    if "EBBTIDE_COMMIT" in os.environ:
+        return os.environ["EBBTIDE_COMMIT"]
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

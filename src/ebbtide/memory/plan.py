@@ -1,0 +1,89 @@
+"""The plan: what lives where in each phase. A table, and the rules it must keep. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ebbtide.config.tree import Memory as MemoryConfig
+from ebbtide.config.tree import Movable
+from ebbtide.errors import UserError
+
+Phase = Literal["generate", "score", "logprob", "train", "step", "evaluate"]
+Name = Literal["weights", "grads", "master", "moments", "reference"]
+Place = Literal["device", "away", "stays"]
+"""In a plan: must be on the device; must not be; or stays where it is."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+HOLDINGS: tuple[Name, ...] = get_args(Name)
+MOVABLE: tuple[Movable, ...] = get_args(Movable)
+
+NEEDS: Mapping[Phase, frozenset[Name]] = {
+    "generate": frozenset({"weights"}),
+    "score": frozenset(),
+    "logprob": frozenset({"weights", "reference"}),
+    "train": frozenset({"weights", "grads"}),
+    "step": frozenset({"weights", "grads", "master", "moments"}),
+    "evaluate": frozenset({"weights"}),
+}
+"""What each phase uses on the device."""
+
+NEXT: Mapping[Phase, Phase] = {
+    "generate": "score",
+    "score": "logprob",
+    "logprob": "train",
+    "train": "step",
+    "step": "generate",
+    "evaluate": "generate",
+}
+"""What usually follows: its needs are fetched ahead, while the phase before it computes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """phase x holding -> place."""
+
+    table: Mapping[Phase, Mapping[Name, Place]]
+
+    def place(self, phase: Phase, holding: Name) -> Place:
+        return self.table[phase][holding]
+
+    def away(self, phase: Phase) -> list[Name]:
+        return [holding for holding in HOLDINGS if self.table[phase][holding] == "away"]
+
+    def fetched(self, phase: Phase) -> list[Name]:
+        """What a phase has brought in when it begins: its own needs first, then those of the next that may already come."""
+        ahead = [holding for holding in HOLDINGS if holding in NEEDS[NEXT[phase]] and self.table[phase][holding] != "away"]
+        return [holding for holding in HOLDINGS if holding in NEEDS[phase]] + [h for h in ahead if h not in NEEDS[phase]]
+
+    def ever_away(self, holding: Name) -> bool:
+        return any(self.table[phase][holding] == "away" for phase in PHASES)
+
+    def show(self) -> str:
+        """The table as text."""
+        width = max(map(len, PHASES))
+        lines = [" " * width + "".join(f"  {holding:>9}" for holding in HOLDINGS)]
+        for phase in PHASES:
+            lines.append(f"{phase:<{width}}" + "".join(f"  {self.table[phase][holding]:>9}" for holding in HOLDINGS))
+        return "\n".join(lines)
+
+
+def build_plan(config: MemoryConfig) -> Plan:
+    """The preset's table with the config's own rows in it, checked: what a phase needs cannot be away in it."""
+    table: dict[Phase, dict[Name, Place]] = {}
+    for phase in PHASES:
+        row: list[Movable] | None = getattr(config.away, phase)
+        if row is None:
+            # Scoring uses no device memory: what left before it may come back during it, ahead of the next phase.
+            lean = config.preset == "lean" and phase != "score"
+            away = {holding for holding in MOVABLE if lean and holding not in NEEDS[phase]}
+        else:
+            away = set(row)
+            for holding in away & NEEDS[phase]:
+                raise UserError(
+                    f"`memory.away.{phase}` names `{holding}`, and the {phase} phase needs it on the device: remove it from that row. "
+                    f"{phase.capitalize()} can send away: {', '.join(h for h in MOVABLE if h not in NEEDS[phase])}"
+                )
+        table[phase] = {holding: "device" if holding in NEEDS[phase] else "away" if holding in away else "stays" for holding in HOLDINGS}
+    return Plan(table)

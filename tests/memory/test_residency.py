@@ -1,0 +1,244 @@
+"""Residency: any sequence of phases, plans, exceptions, accumulations and readers keeps every byte of every holding."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ebbtide.config.tree import Memory
+from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, build_plan
+from ebbtide.memory.residency import Residency
+
+CPU = torch.device("cpu")
+
+
+rows = st.fixed_dictionaries(
+    {phase: st.none() | st.lists(st.sampled_from([h for h in MOVABLE if h not in NEEDS[phase]]), unique=True) for phase in PHASES}
+)
+
+
+class AnyRun(RuleBasedStateMachine):
+    """A run that does in any order what a loop may do, beside copies of all tensors that never move."""
+
+    @initialize(away=rows, preset=st.sampled_from(["keep", "lean"]))
+    def start(self, away, preset) -> None:
+        torch.manual_seed(0)
+        self.residency = Residency(build_plan(Memory.model_validate({"preset": preset, "away": away})), CPU)
+        self.weight = torch.nn.Parameter(torch.randn(37))
+        self.held = {
+            "weights": [self.weight.detach()],
+            "master": [torch.randn(37), torch.randn(5)],
+            "moments": [torch.randn(1000), torch.randn(3, 7)],
+            "reference": [torch.randn(64)],
+        }
+        self.truth = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.held.items()}
+        self.gradient: torch.Tensor | None = None
+        for name, tensors in self.held.items():
+            self.residency.hold(name, tensors, frozen=name == "reference")
+        self.residency.hold("grads", lambda: [self.weight.grad] if self.weight.grad is not None else [])
+        self.residency.pin()
+        self.addresses = [tensor.data_ptr() for tensor in self.held["weights"]]
+        self.phase = None
+        self.leases: list = []
+
+    @rule(phase=st.sampled_from(PHASES))
+    def enter(self, phase) -> None:
+        with self.residency.phase(phase):
+            self.phase = phase
+
+    @rule(phase=st.sampled_from(PHASES))
+    def fail_in_a_phase(self, phase) -> None:
+        self.phase = phase
+        with pytest.raises(KeyError), self.residency.phase(phase):
+            raise KeyError("something in the phase")
+
+    @rule()
+    def accumulate(self) -> None:
+        """A backward: adds to the gradient, which must be there whole if an accumulation is under way."""
+        self.residency.need("grads")
+        more = torch.randn(37)
+        self.weight.grad = more.clone() if self.weight.grad is None else self.weight.grad + more
+        self.gradient = more if self.gradient is None else self.gradient + more
+
+    @precondition(lambda self: not self.leases)
+    @rule()
+    def step(self) -> None:
+        """An optimizer step: changes master and moments, drops the gradient."""
+        for name in ("master", "moments"):
+            self.residency.need(name, write=True)
+            for tensor, true in zip(self.held[name], self.truth[name], strict=True):
+                change = torch.randn_like(true)
+                tensor += change
+                true += change
+        self.weight.grad = self.gradient = None
+        self.residency.dropped("grads")
+
+    @rule(name=st.sampled_from(["master", "moments", "reference"]))
+    def read(self, name) -> None:
+        self.residency.need(name)
+        assert all(torch.equal(a, b) for a, b in zip(self.held[name], self.truth[name], strict=True))
+
+    @rule(name=st.sampled_from(["master", "moments", "reference"]))
+    def lease(self, name) -> None:
+        reader = self.residency.lease(name)
+        reader.__enter__()
+        self.leases.append((name, reader, self.residency.holdings()[name][0]))
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def release(self) -> None:
+        self.leases.pop()[1].__exit__(None, None, None)
+
+    @invariant()
+    def every_byte_is_where_the_table_says(self) -> None:
+        if not hasattr(self, "phase"):
+            return
+        for name, (where, size) in self.residency.holdings().items():
+            tensors = [self.weight.grad] if name == "grads" and self.weight.grad is not None else self.held.get(name, [])
+            on_device = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            if where == "device":
+                assert on_device == size
+            else:
+                assert on_device == 0  # really given back
+            whole = [self.gradient] if name == "grads" and self.gradient is not None else self.truth.get(name, [])
+            assert size == sum(tensor.nbytes for tensor in whole)
+            if where == "host":
+                blocks = self.residency._holdings[name].blocks
+                assert all(torch.equal(block.data, true.reshape(-1).view(torch.uint8)) for block, true in zip(blocks, whole, strict=True))
+            elif where == "device":
+                assert all(torch.equal(a, b) for a, b in zip(tensors, whole, strict=True))
+        assert [tensor.data_ptr() for tensor in self.held["weights"]] == self.addresses
+        for name, _, place in self.leases:
+            if place == "device":
+                assert self.residency.holdings()[name][0] == "device"  # nothing leaves under a reader
+
+    @invariant()
+    def a_phase_has_what_it_needs_and_not_what_is_away(self) -> None:
+        if getattr(self, "phase", None) is None:
+            return
+        leased = {name for name, _, _ in self.leases}
+        self.residency.enter(self.phase)
+        places = {name: where for name, (where, _) in self.residency.holdings().items()}
+        for name in NEEDS[self.phase]:
+            assert places[name] in ("device", "nowhere")
+        for name in self.residency.plan.away(self.phase):
+            assert places[name] in ("host", "nowhere") or name in leased
+
+    def teardown(self) -> None:
+        for _, reader, _ in getattr(self, "leases", []):
+            reader.__exit__(None, None, None)
+
+
+TestAnyRun = AnyRun.TestCase
+TestAnyRun.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def lean() -> Residency:
+    return Residency(build_plan(Memory(preset="lean")), CPU)
+
+
+def test_frozen_holdings_are_copied_out_once() -> None:
+    residency = lean()
+    tensor = torch.randn(1000)
+    residency.hold("reference", [tensor], frozen=True)
+    residency.pin()
+    for phase in ("generate", "logprob", "train", "generate", "logprob"):
+        with residency.phase(phase):
+            pass
+    figures = residency.meter.take()
+    assert figures["moved_gib"] * 2**30 == pytest.approx(tensor.nbytes * 3)  # out once, in twice
+    with pytest.raises(RuntimeError, match="frozen"):
+        residency.need("reference", write=True)
+
+
+def test_views_of_a_bucket_come_back_with_it() -> None:
+    residency = lean()
+    bucket = torch.arange(10.0)
+    left, right = bucket[:4].view(2, 2), bucket[4:]
+    residency.hold("moments", [bucket])
+    residency.pin()
+    residency.enter("generate")
+    assert bucket.untyped_storage().nbytes() == 0
+    residency.enter("step")
+    residency.need("moments", write=True)
+    assert left.tolist() == [[0, 1], [2, 3]]
+    right[0] = 40
+    assert bucket[4] == 40
+
+
+def test_gradients_between_steps_are_nowhere_and_inside_an_accumulation_are_kept() -> None:
+    residency = lean()
+    weight = torch.nn.Parameter(torch.ones(3))
+    residency.hold("grads", lambda: [weight.grad] if weight.grad is not None else [])
+    residency.pin()
+    residency.enter("generate")
+    assert residency.holdings()["grads"] == ("nowhere", 0)
+    weight.grad = torch.tensor([1.0, 2.0, 3.0])
+    residency.enter("evaluate")  # in the middle of an accumulation
+    assert residency.holdings()["grads"] == ("host", 12)
+    residency.enter("train")
+    assert weight.grad.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_write_waits_for_a_reader_in_another_thread() -> None:
+    residency = lean()
+    tensor = torch.zeros(5)
+    residency.hold("moments", [tensor])
+    residency.pin()
+    taken, let_go, order = threading.Event(), threading.Event(), []
+
+    def reader() -> None:
+        with residency.lease("moments"):
+            taken.set()
+            let_go.wait()
+            order.append("read")
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    taken.wait()
+    residency.enter("generate")
+    assert residency.holdings()["moments"][0] == "device"  # it does not leave under its reader
+    wait_for = residency._released.wait_for
+
+    def waits(predicate) -> bool:
+        let_go.set()  # the reader goes on only once the writer waits for it
+        return wait_for(predicate)
+
+    residency._released.wait_for = waits
+    residency.need("moments", write=True)
+    order.append("write")
+    thread.join()
+    assert order == ["read", "write"]
+    with residency.lease("moments"), pytest.raises(RuntimeError, match="wait for ever"):
+        residency.need("moments", write=True)
+
+
+def test_a_holding_is_held_once() -> None:
+    residency = lean()
+    residency.hold("moments", [torch.zeros(1)])
+    with pytest.raises(ValueError, match="held already"):
+        residency.hold("moments", [torch.zeros(1)])
+
+
+def test_holdings_and_other_add_up_to_the_peak() -> None:
+    residency = lean()
+    residency.hold("moments", [torch.zeros(1000)])
+    residency.pin()
+    with residency.phase("step"):
+        pass
+    with residency.phase("generate"):
+        pass
+    figures = residency.meter.take()
+    for phase, moments in (("step", 4000), ("generate", 0)):
+        assert figures[f"device_gib/{phase}/moments"] == moments / 2**30
+        parts = [value for key, value in figures.items() if key.startswith(f"device_gib/{phase}/")]
+        assert sum(parts) == pytest.approx(figures[f"peak_gib/{phase}"], rel=1e-12)
+    assert figures["host_gib"] > 0
+    assert residency.meter.take()["moved_gib"] == 0
+    heading, *body = residency.meter.table()
+    assert heading[:3] == ["phase", "seconds", "peak GiB"]
+    assert [row[0] for row in body] == ["generate", "step"]
+    assert "moments    host" in residency.table()
