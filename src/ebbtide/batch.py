@@ -12,6 +12,7 @@ import torch
 
 from ebbtide.config.tree import Config, Rollout
 from ebbtide.policy.advantages import advantages
+from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.policy.pack import Trajectory
 from ebbtide.rollout.engine import Completion, Request, Sampling
 from ebbtide.rollout.prompts import Prompt
@@ -79,23 +80,25 @@ def assemble(
     groups: Sequence[Sequence[Completion]],  # [prompts][samples]
     scored: Sequence[Scored],  # [prompts * samples]
 ) -> Batch:
-    """Advantages for all samples; trajectories for those that are trained on."""
+    """Advantages for all samples; trajectories, with their weights in the loss, for those that are trained on."""
     shape = len(prompts), config.rollout.samples
     rewards = torch.tensor([score.value for score in scored], dtype=torch.float64).view(shape)
     values = advantages(rewards, config.advantage.kind)  # [prompts, samples]
-    samples: list[Sample] = []
-    trajectories: list[Trajectory] = []
-    flat_groups = 0
-    scores = iter(scored)
-    for prompt, group, group_values in zip(prompts, groups, values.tolist(), strict=True):
-        flat = not any(group_values)
-        flat_groups += flat
-        for completion, value in zip(group, group_values, strict=True):
-            samples.append(Sample(prompt, completion, next(scores), value))
-            overlong = config.loss.mask_overlong and completion.finish == "length"
-            if not overlong and not (flat and config.advantage.drop_flat_groups):
-                trajectories.append(Trajectory(prompt.tokens, completion.tokens, completion.logprobs, value))
-    return Batch(samples, trajectories, flat_groups)
+    completions = [completion for group in groups for completion in group]
+    owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+    samples = [Sample(*parts) for parts in zip(owners, completions, scored, values.flatten().tolist(), strict=True)]
+    flat = (values == 0).all(1)  # [prompts]
+    counted = [not (config.loss.mask_overlong and sample.completion.finish == "length") for sample in samples]
+    lengths = [len(sample.completion.tokens) for sample, counts in zip(samples, counted, strict=True) if counts]
+    # Flat groups are part of the average even where they are left out: leaving them out must not lengthen the step.
+    weights = iter(token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens))
+    trajectories = []
+    for number, (sample, counts) in enumerate(zip(samples, counted, strict=True)):
+        weight = next(weights) * config.train.minibatches if counts else 0.0
+        if counts and not (config.advantage.drop_flat_groups and flat[number // config.rollout.samples]):
+            done = sample.completion
+            trajectories.append(Trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
+    return Batch(samples, trajectories, int(flat.sum()))
 
 
 def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -> Iterator[list[Trajectory]]:

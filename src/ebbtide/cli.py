@@ -35,7 +35,7 @@ Overrides = Annotated[
 def train(source: Source, overrides: Overrides = None) -> None:
     """Train a policy: generate, score, update, over and over. Writes to runs/NAME-001 unless run.folder says otherwise."""
     config = load(source, overrides or [])
-    sys.path.insert(0, os.getcwd())  # where `task.python.object` of a user's own is looked for
+    sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
     from ebbtide.loop import train as run_loop
     from ebbtide.report.report import Report

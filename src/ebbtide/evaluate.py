@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
 from ebbtide.batch import requests
 from ebbtide.config.tree import Config
-from ebbtide.rollout.engine import Engine, Progress, Sampling
+from ebbtide.progress import Progress
+from ebbtide.rollout.engine import Engine, Sampling
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.scoring import ScoringPool
 
@@ -36,4 +38,5 @@ def evaluate(config: Config, engine: Engine, scoring: ScoringPool, prompts: Sequ
     cut = settings.samples
     passed = [sum(reward >= settings.pass_reward for reward in rewards[i : i + cut]) for i in range(0, len(rewards), cut)]
     figures = {f"evaluate/pass@{k}": fmean(pass_at_k(cut, count, k) for count in passed) for k in settings.k}
-    return {"evaluate/reward": fmean(rewards), **figures}
+    failures = Counter(score.failure for score in scored if score.failure is not None)
+    return {"evaluate/reward": fmean(rewards), **figures, **{f"evaluate/score_failures/{name}": float(n) for name, n in failures.items()}}

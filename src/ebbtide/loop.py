@@ -51,7 +51,7 @@ def train(config: Config, report: Report) -> Policy:
     check_host_budget(host_needs(config, residency.plan), config.memory.host_budget_gib)
     meter = residency.meter
     with report.working("making problems"):
-        problems = build_task(config.task, config.seed).problems()
+        problems = build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
     with report.working("loading the model"):
         loaded = load_model(config)
         policy = Policy(loaded, config)
@@ -112,8 +112,8 @@ def train(config: Config, report: Report) -> Policy:
                     figures |= optimizer.step(learning_rate(config.optimizer, done, of))
                 updates.append(figures)
 
-            metrics = batch.figures() | averaged(updates)
+            metrics = batch.figures() | averaged(updates) | {"seconds": time.perf_counter() - started}
             if config.evaluate and (step % config.evaluate.every == 0 or step == config.train.steps):
                 metrics |= examined()
-            report.step(step, metrics | meter.take() | {"seconds": time.perf_counter() - started}, batch.samples)
+            report.step(step, metrics | meter.take(), batch.samples)
     return policy

@@ -52,6 +52,15 @@ def test_scientific_numbers_in_files_are_numbers(tmp_path) -> None:
     assert load(str(file)).optimizer.lr == 3e-4
 
 
+def test_yaml_merges_work(tmp_path) -> None:
+    file = tmp_path / "a.yaml"
+    shared = "x: &shape {hidden: 32, heads: 4, kv_heads: 2}\n"
+    file.write_text(resolved(load("quickstart")).replace("optimizer:\n", "optimizer:\n  <<: {lr: 5.0, eps: 1.0e-5}\n"))
+    assert load(str(file)).optimizer.lr == 1e-3
+    file.write_text(shared + "model: {scratch: {<<: *shape}}\ntask: {builtin: {name: copy}}\n")
+    assert "unknown key `x`" in refused(source=str(file))
+
+
 def test_override_opens_a_section_that_was_off() -> None:
     assert load("quickstart", ["loss.kl.coefficient=0.5"]).loss.kl.coefficient == 0.5
 
@@ -94,6 +103,10 @@ def test_strict_types_are_not_coerced() -> None:
         (["model.scratch.experts=4"], ["`architecture: qwen3`", "`experts`"]),
         (["model.scratch.kv_heads=3"], ["heads = 4", "kv_heads = 3"]),
         (["loss.kind=ppo"], ["`loss.kind`", "'ppo'", "'grpo'"]),
+        (["optimizer.betas=[0.9, 1.0]"], ["`optimizer.betas.1`", "less than 1"]),
+        (["seed=4294967296"], ["`seed`", "less than 4294967296"]),
+        (["model.scratch.hidden=12"], ["3 channels", "even"]),
+        (["model.tokenizer=x"], ["`model.tokenizer`", "`model.scratch.alphabet`"]),
         (["optimizer.lr=-1"], ["`optimizer.lr`", "-1", "greater than 0"]),
     ],
 )
@@ -123,6 +136,8 @@ def test_sources_that_are_not(tmp_path) -> None:
     assert "`key: value`" in refused(source=str(file))
     file.write_text("seed: 1\nseed: 2\n")
     assert "twice" in refused(source=str(file))
+    file.write_text("[1, 2]: 3\n")
+    assert "is not a text" in refused(source=str(file))
     file.write_text("run: 3\n")
     assert "`run`" in refused(source=str(file))
 

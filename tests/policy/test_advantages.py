@@ -34,7 +34,7 @@ def test_by_hand(kind) -> None:
     torch.testing.assert_close(advantages(REWARDS, kind), torch.tensor(by_hand(kind), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", ["group_mean", "group_std", "rloo"])
+@pytest.mark.parametrize("kind", ["group_mean", "group_std", "rloo", "reinforce_pp"])
 def test_a_flat_group_has_no_advantage_at_all(kind) -> None:
     assert (advantages(FLAT, kind) == 0).all()
 

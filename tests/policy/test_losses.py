@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.policy.model import load_model
 from ebbtide.policy.pack import Trajectory
 from ebbtide.policy.policy import Policy
@@ -50,6 +51,14 @@ def rollouts(vocabulary: int, noise: float = 0.3) -> list[Trajectory]:
         trajectory.reference_logprobs = -2.4 + noise * torch.randn(completion, generator=generator)
         made.append(trajectory)
     return made
+
+
+def weigh(items: list[Trajectory], config) -> None:
+    """As a step does it, before anything is packed."""
+    lengths = [len(item.completion) for item in items]
+    weights = token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens)
+    for item, weight in zip(items, weights, strict=True):
+        item.weight = weight
 
 
 def reference_loss(model, config, items: list[Trajectory], on_policy: bool) -> torch.Tensor:
@@ -116,6 +125,7 @@ def test_loss_and_gradients_equal_the_formula(tiny, spread_model, case, on_polic
     wanted.backward()
     wanted_grads = {name: parameter.grad.clone() for name, parameter in policy.model.named_parameters()}
     policy.model.zero_grad()
+    weigh(items, config)
     if on_policy:
         for item in items:
             item.old_logprobs = None
@@ -135,6 +145,7 @@ def test_cases_are_clipped_and_differ(tiny, spread_model) -> None:
     for case, changes in CASES.items():
         config = tiny(changes)
         items = rollouts(len(spread_model.tokenizer))
+        weigh(items, config)
         if config.loss.kl is None:
             for item in items:
                 item.reference_logprobs = None

@@ -117,7 +117,21 @@ def test_bfloat16_on_the_cpu(tiny) -> None:
     config = tiny({"model.dtype": "bfloat16"})
     policy = Policy(load_model(config), config)
     assert policy.model.dtype == torch.bfloat16
+    for parameter in policy.model.parameters():  # with weights as small as new ones a wrong forward would look right
+        parameter.data += 0.2 * torch.randn_like(parameter)
     policy.verify()
+    policy.model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, args, out: out * 3 if out.shape[1] > 10 else out)
+    with pytest.raises(UserError, match="differ from the model's own"):
+        policy.verify()
+
+
+def test_a_model_with_weights_missing_is_refused(tiny, tmp_path) -> None:
+    made = load_model(tiny())
+    weights = {name: tensor for name, tensor in made.model.state_dict().items() if "layers.1." not in name}
+    made.model.save_pretrained(tmp_path, state_dict=weights)
+    made.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"lacks .* of the model's weights.*layers\.1\."):
+        load_model(tiny({"model": {"path": str(tmp_path)}}))
 
 
 def test_pack_covers_all(tiny) -> None:

@@ -46,12 +46,23 @@ def test_a_finished_run_is_kept_unless_told(tmp_path) -> None:
     assert (run.path / "metrics.jsonl").read_text() == ""
 
 
-def test_overwrite_removes_runs_only(tmp_path) -> None:
+@pytest.mark.parametrize("beside", [(), ("config.yaml", "metrics.jsonl")])
+def test_overwrite_removes_runs_only(tmp_path, beside) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="holds no run"):
-        folder(tmp_path, "run.overwrite=true")
-    assert (tmp_path / "run" / "thesis.tex").exists()
+    for name in ("thesis.tex", *beside):
+        (tmp_path / "run" / name).write_text("years of work")
+    for overrides in ((), ("run.overwrite=true",)):
+        with pytest.raises(UserError, match=r"thesis\.tex|not empty"):
+            folder(tmp_path, *overrides)
+        assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == sorted(["thesis.tex", *beside])
+
+
+def test_a_run_that_never_began_leaves_nothing(tmp_path) -> None:
+    folder(tmp_path).close(discard=True)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    folder(tmp_path).close(discard=True)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written(tmp_path) -> None:

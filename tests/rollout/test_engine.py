@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conftest import FAMILIES, family
+from ebbtide.errors import UserError
 from ebbtide.policy.model import load_model
 from ebbtide.rollout.engine import Request, Sampling
 from ebbtide.rollout.huggingface import HuggingFaceEngine
@@ -96,6 +97,25 @@ def test_stop_texts_end_a_completion_and_are_cut_from_its_text(tiny) -> None:
         else:
             assert after == before
     assert 0 < stopped < 40
+
+
+def test_a_special_token_can_be_a_stop_text(tiny) -> None:
+    loaded = loaded_model(tiny)
+    loaded.tokenizer.add_special_tokens({"additional_special_tokens": ["7"]})
+    engine = HuggingFaceEngine(loaded, batch=100)
+    (group,) = engine.generate([Request([3, 4], list(range(40)))], Sampling(8, temperature=2.0, stop=("7",)), quiet)
+    seven = loaded.tokenizer.convert_tokens_to_ids("7")
+    stopped = [completion for completion in group if seven in completion.tokens]
+    assert stopped
+    assert all(completion.tokens.index(seven) == len(completion.tokens) - 1 for completion in stopped)
+    assert all(completion.finish == "stop" for completion in stopped)
+
+
+def test_weights_that_diverged_are_an_error_with_advice(tiny) -> None:
+    loaded = loaded_model(tiny)
+    next(loaded.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(UserError, match=r"logits are not finite.*`optimizer.lr`"):
+        HuggingFaceEngine(loaded, batch=8).generate([Request([3, 4], [1])], Sampling(4), quiet)
 
 
 def test_habits_of_the_models_own_generation_config_are_left_out(tiny) -> None:

@@ -42,6 +42,14 @@ def test_template_or_plain_text(tiny) -> None:
     assert off.text == "su"
 
 
+def test_a_template_that_takes_no_system_message(tiny) -> None:
+    tokenizer = scratch_tokenizer(None)
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    problem = Problem([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
+    with pytest.raises(UserError, match=r"refuses problem 0 .*system, user.*no system role.*`task.system`"):
+        encode([problem], tokenizer, tiny({"model.scratch.alphabet": None}), quiet)
+
+
 def test_overlong_prompts(tiny) -> None:
     tokenizer = scratch_tokenizer("0123456789=")
     problems = [Problem(ask("1")), Problem(ask("123456789"))]

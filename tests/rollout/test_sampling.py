@@ -29,7 +29,8 @@ def test_distribution_and_logprobs(sampling, logits) -> None:
     wanted = torch.tensor(logits).softmax(-1)
     torch.testing.assert_close(frequencies(sampling), wanted, atol=0.012, rtol=0)
     tokens, logprobs = choose(LOGITS.expand(50, -1), torch.linspace(0, 0.999, 50, dtype=torch.float64), sampling)
-    torch.testing.assert_close(logprobs, wanted.log()[tokens], atol=1e-5, rtol=1e-5)
+    whole = (LOGITS[0] / sampling.temperature).log_softmax(-1)  # what a trainer computes: it knows no top-k and no top-p
+    torch.testing.assert_close(logprobs, whole[tokens], atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_takes_the_likeliest_whatever_the_number() -> None:
@@ -44,7 +45,15 @@ def test_the_ends_of_the_unit_interval_are_valid_tokens() -> None:
     assert tokens.tolist() == [1, 2]
 
 
+def test_logits_that_are_not_finite_stay_within_bounds() -> None:
+    tokens, logprobs = choose(torch.full((2, 5), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64), Sampling(1))
+    assert ((tokens >= 0) & (tokens < 5)).all()
+    assert logprobs.isnan().all()
+
+
 def test_uniforms_depend_on_their_own_seed_alone() -> None:
     three, one = uniforms([5, 6, 7], 4, torch.device("cpu")), uniforms([6], 9, torch.device("cpu"))
     assert torch.equal(three[1], one[0, :4])
     assert not torch.equal(three[0], three[1])
+    far, near = uniforms([5 + 2**32, 5], 4, torch.device("cpu"))
+    assert not torch.equal(far, near)

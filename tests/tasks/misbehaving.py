@@ -1,7 +1,9 @@
 """A task whose scorer does what its completion says: hang, die, raise, return nonsense. Imported by scoring's worker processes."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 
 from ebbtide.tasks.task import Problem, Problems, Score, ask
@@ -27,9 +29,19 @@ class Misbehaving:
                 return Score(1.0, {"part": float("inf")})
             case "print":
                 print("a scorer's chatter")
+            case "child":
+                subprocess.run(["sleep", "1000"], check=False)
             case "nothing":
                 return None  # type: ignore[return-value]
         return Score(0.5, {"whole": 0.5})
+
+
+class OnceOnly(Misbehaving):
+    """Its second worker process cannot build it: the folder that its first one made is there."""
+
+    def __init__(self, folder: str) -> None:
+        if multiprocessing.parent_process() is not None:
+            os.mkdir(folder)
 
 
 ready_made = Misbehaving()

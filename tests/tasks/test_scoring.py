@@ -1,8 +1,11 @@
 """Scoring in processes: whatever a scorer does costs its own sample, never another and never the run."""
 
+import subprocess
+
 import pytest
 
 from ebbtide.config.tree import Task
+from ebbtide.errors import UserError
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, ask
 
@@ -55,6 +58,35 @@ def test_workers_are_gone_afterwards() -> None:
         pool.score([(PROBLEM, "fine")])
         processes = [worker.process for worker in pool._workers]
     assert not any(process.is_alive() for process in processes)
+
+
+def test_what_a_scorer_started_ends_with_it() -> None:
+    with ScoringPool(task(seconds=0.5, workers=1), seed=0) as pool:
+        pool.score([(PROBLEM, "fine")])
+        group = pool._workers[0].process.pid
+        assert pool.score([(PROBLEM, "child")])[0].failure == "timeout"
+    states = subprocess.run(["ps", "-o", "stat=", "-g", str(group)], capture_output=True, text=True, check=False).stdout.split()
+    assert [state for state in states if not state.startswith("Z")] == []  # a zombie is dead, only nobody has asked how it died
+
+
+def test_a_problem_that_cannot_be_sent_costs_itself() -> None:
+    with ScoringPool(task(workers=1), seed=0) as pool:
+        scored = pool.score([(Problem(ask("p"), lambda: None), "fine"), (PROBLEM, "fine")])
+    assert [score.failure for score in scored] == ["error", None]
+    assert "cannot be sent" in scored[0].message
+
+
+def test_a_task_that_cannot_be_built_again_ends_the_run_with_an_error(tmp_path) -> None:
+    config = Task.model_validate(
+        {
+            "python": {"object": "misbehaving:OnceOnly", "options": {"folder": str(tmp_path / "made")}},
+            "scoring": {"workers": 1, "seconds": 5.0},
+        }
+    )
+    with ScoringPool(config, seed=0) as pool:
+        assert pool.score([(PROBLEM, "fine")])[0].value == 0.5
+        with pytest.raises(UserError, match="could not build the task"):
+            pool.score([(PROBLEM, "exit"), (PROBLEM, "fine")])
 
 
 @pytest.mark.parametrize("text", ["hang", "exit"])

@@ -95,6 +95,12 @@ def test_reasoning_gym(dataset) -> None:
     assert build(1, gym={"dataset": dataset}, size=12, held_out=4).problems() != problems
 
 
+def test_reasoning_gym_holds_out_what_it_does_not_train_on() -> None:
+    problems = build(gym={"dataset": "coin_flip"}, size=200, held_out=32).problems()
+    assert problems.train
+    assert not {text(problem) for problem in problems.train} & {text(problem) for problem in problems.held_out}
+
+
 def test_reasoning_gym_with_extraction_gives_no_credit_for_wrapping() -> None:
     task = build(gym={"dataset": "basic_arithmetic"}, size=3, held_out=1, extract="<answer>(.*?)</answer>")
     problem = task.problems().train[0]
@@ -119,6 +125,14 @@ def test_files(tmp_path, kind) -> None:
     assert task.score(problems.train[0], "it is 1").value == 1.0
 
 
+def test_size_limits_a_file_and_nothing_is_held_out_without_evaluation(tmp_path) -> None:
+    write(tmp_path / "a.jsonl", rows(10))
+    options = {"file": {"train": str(tmp_path / "a.jsonl")}, "size": 4}
+    assert len(build(**options, held_out=3).problems().train) == 4
+    everything = build_task(Task.model_validate({**options, "size": None}), 0, evaluated=False).problems()
+    assert (len(everything.train), len(everything.held_out)) == (10, 0)
+
+
 def write(path, lines) -> None:
     if path.suffix == ".parquet":
         import pyarrow
@@ -131,11 +145,11 @@ def write(path, lines) -> None:
 
 def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
     conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    write(tmp_path / "a.jsonl", [{"q": conversation}])
-    write(tmp_path / "b.jsonl", [{"q": "text"}])
-    files = {"train": str(tmp_path / "a.jsonl"), "held_out": str(tmp_path / "b.jsonl"), "prompt_field": "q", "answer_field": None}
+    write(tmp_path / "a.jsonl", [{"q": conversation, "answer": 1}])
+    write(tmp_path / "b.jsonl", [{"q": "text", "answer": 1}])
+    files = {"train": str(tmp_path / "a.jsonl"), "held_out": str(tmp_path / "b.jsonl"), "prompt_field": "q"}
     problems = build(file=files, system="be brief").problems()
-    assert problems.train[0].messages == [{"role": "system", "content": "be brief"}, *conversation]
+    assert problems.train[0].messages == [{"role": "system", "content": "be brief\n\ns"}, *conversation[1:]]
     assert [message["content"] for message in problems.held_out[0].messages] == ["be brief", "text"]
 
 
@@ -145,7 +159,8 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
         ("a.jsonl", "", "no problems in it"),
         ("a.jsonl", '{"question": "x", "answer": 1}\n', "no field `prompt`"),
         ("a.jsonl", '{"prompt": "x"}\n', "no field `answer`"),
-        ("a.jsonl", '{"prompt": "x", "answer": 1}\n{"prompt"\n', "line 2, is not JSON"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n{"prompt"\n', "line 2, is not JSON in UTF-8"),
+        ("a.jsonl", b"\xff\xfe", "not JSON in UTF-8"),
         ("a.jsonl", "[1]\n", "line 1, must be a JSON object"),
         ("a.jsonl", '{"prompt": 3, "answer": 1}\n', "must be a text or a list of messages"),
         ("a.jsonl", '{"prompt": "x", "answer": 1}\n', "takes all 1 problems"),
@@ -157,7 +172,7 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
 def test_bad_files_say_where_and_why(tmp_path, name, content, needle) -> None:
     path = tmp_path / (name or "missing.jsonl")
     if name:
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError) as caught:
         build(file={"train": str(path)}, held_out=1).problems()
     assert needle in str(caught.value)
@@ -173,6 +188,10 @@ def test_bad_files_say_where_and_why(tmp_path, name, content, needle) -> None:
         ("numeric", "3 then 4", 3, 0.0),
         ("numeric", "none", 3, 0.0),
         ("numeric", "-.5e1", -5, 1.0),
+        ("numeric", "10-7", 7, 1.0),
+        ("numeric", "10 - -7", -7, 1.0),
+        ("numeric", "1,2", 2, 1.0),
+        ("numeric", "12,345,678.", 12345678, 1.0),
         ("regex", "cat", "c.t", 1.0),
         ("regex", "cats", "c.t", 0.0),
         ("math_verify", "so $\\frac{1}{2}$", "0.5", 1.0),

@@ -28,14 +28,15 @@ _Yaml.add_implicit_resolver(
 
 
 def _mapping_without_repeats(loader: _Yaml, node: yaml.MappingNode) -> dict[Any, Any]:
+    written = [key_node for key_node, _ in node.value if key_node.tag != "tag:yaml.org,2002:merge"]
+    names = [loader.construct_object(key_node, deep=True) for key_node in written]
+    for place, (name, key_node) in enumerate(zip(names, written, strict=True)):
+        if name in names[:place]:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands here twice", key_node.start_mark)
+        if not isinstance(name, str):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} is not a text", key_node.start_mark)
     loader.flatten_mapping(node)
-    found: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in found:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here twice", key_node.start_mark)
-        found[key] = loader.construct_object(value_node, deep=True)
-    return found
+    return {loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value}
 
 
 _Yaml.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)

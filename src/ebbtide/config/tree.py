@@ -18,7 +18,7 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Run(Section):
@@ -88,6 +88,8 @@ class Scratch(Section):
             raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
         if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}, or set head_dim")
+        if (self.head_dim or self.hidden // self.heads) % 2:
+            raise ValueError(f"a head has {self.head_dim or self.hidden // self.heads} channels, and rotary positions need an even number")
         if self.architecture != "qwen3_moe":
             if (self.experts, self.experts_per_token) != (None, None):
                 raise ValueError(f"`architecture: {self.architecture}` has no `experts` and no `experts_per_token`: remove them")
@@ -119,6 +121,8 @@ class Model(Section):
         if (self.path is None) == (self.scratch is None):
             both = "both are set" if self.path is not None else "neither is set"
             raise ValueError(f"exactly one of `model.path` and `model.scratch` says which model to train; {both}")
+        if self.tokenizer is not None and self.scratch is not None and self.scratch.alphabet is not None:
+            raise ValueError("`model.tokenizer` and `model.scratch.alphabet` both say how text becomes tokens: remove one of the two")
         return self
 
 
@@ -154,8 +158,8 @@ class FileTask(Section):
     prompt_field: str = "prompt"
     """Field with the prompt: a text, or a list of messages with `role` and `content`."""
 
-    answer_field: str | None = "answer"
-    """Field with the expected answer; `null` where the scorer needs none."""
+    answer_field: str = "answer"
+    """Field with the expected answer."""
 
     scorer: Literal["exact", "numeric", "regex", "math_verify"] = "exact"
     """How an answer is judged: same text; same number; the answer is a pattern the completion must match; equal as mathematics (package `math-verify`)."""
@@ -202,11 +206,11 @@ class Task(Section):
     extract: str | None = None
     """Regular expression with one group: only its last match in a completion is scored, and no match scores 0. `null` scores the whole completion."""
 
-    size: Count = 1000
-    """Training problems to make, for tasks that make them (`builtin`, `gym`)."""
+    size: Count | None = None
+    """Training problems: how many to make (`builtin`, `gym`; `null` is 1000), or to use of those there are (`file`, `python`; `null` is all)."""
 
     held_out: Natural = 64
-    """Problems kept away from training, for `evaluate`."""
+    """Problems kept away from training, where `evaluate` is on. A file of its own (`task.file.held_out`) and a `python` task say themselves which."""
 
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than `rollout.max_prompt_tokens`."""
@@ -263,7 +267,7 @@ class Advantage(Section):
     """`group_std`: minus the group's mean, over its standard deviation (GRPO); `group_mean`: minus the mean only (Dr. GRPO); `rloo`: minus the mean of the other samples; `reinforce_pp`: minus the batch's mean, over its standard deviation (REINFORCE++)."""
 
     drop_flat_groups: bool = True
-    """Leave out groups in which every advantage is 0: they teach nothing and cost a forward and backward."""
+    """Leave out groups in which every advantage is 0. They still count in the normalisation, so the policy's gradient is the same and costs less; an entropy bonus and a KL are then of the other groups only."""
 
 
 class Kl(Section):
@@ -296,7 +300,7 @@ class Loss(Section):
     """The ratio counts up to 1 + clip_high; `null` is the usual one of the kind: 0.2 (grpo), 4e-4 (gspo), 0.28 (cispo). Larger than clip_low is the asymmetric clip."""
 
     normalise: Literal["sequence", "token", "constant"] | None = None
-    """Weight of a token: 1 / (length of its sequence x sequences) (`sequence`, GRPO); 1 / tokens of the batch (`token`, DAPO); 1 / (sequences x rollout.max_new_tokens) (`constant`, Dr. GRPO). `null` is `token`, and `sequence` for `gspo`, which has no other."""
+    """Weight of a token, over all sequences of an update: 1 / (length of its sequence x sequences) (`sequence`, GRPO); 1 / tokens (`token`, DAPO); 1 / (sequences x rollout.max_new_tokens) (`constant`, Dr. GRPO). `null` is `token`, and `sequence` for `gspo`, which has no other."""
 
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
@@ -330,7 +334,7 @@ class Optimizer(Section):
     lr: Positive = 1e-6
     """Peak learning rate."""
 
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """Decay of the two moments."""
 
     eps: Positive = 1e-8
@@ -473,7 +477,7 @@ class Report(Section):
 class Config(Section):
     """One run, whole."""
 
-    seed: Natural = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the run: problems, order, samples, initial weights."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -533,7 +537,8 @@ class Config(Section):
             raise ValueError(
                 f"`train.minibatches: {train.minibatches}` exceeds the {rollout.prompts * rollout.samples} sequences of a step (`rollout.prompts` x `rollout.samples`)"
             )
-        if self.evaluate is not None and self.task.held_out == 0 and not (self.task.file and self.task.file.held_out):
+        brings_its_own = self.task.python is not None or (self.task.file is not None and self.task.file.held_out is not None)
+        if self.evaluate is not None and self.task.held_out == 0 and not brings_its_own:
             raise ValueError("`evaluate` needs held-out problems and `task.held_out: 0` sets none aside: raise it, or set `evaluate: null`")
         return self
 

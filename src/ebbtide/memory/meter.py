@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -43,26 +44,35 @@ class Row:
             setattr(self.moved, name, getattr(self.moved, name) + value)
 
 
+class Owner(Protocol):
+    """What the meter asks of the residency while it measures a phase. It keeps no hold of it: a run's tensors are freed with the run."""
+
+    def enter(self, phase: Phase) -> None: ...
+
+    def holdings(self) -> Mapping[Name, tuple[str, int]]: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+
 class Meter:
     """`with meter.phase("generate"):` around each phase; `take()` gives and clears what was measured."""
 
-    def __init__(
-        self, device: torch.device, mover: Mover, holdings: Callable[[], Mapping[Name, tuple[str, int]]], host_bytes: Callable[[], int]
-    ) -> None:
-        self._device, self._mover, self._where, self._host_bytes = device, mover, holdings, host_bytes
+    def __init__(self, device: torch.device, mover: Mover) -> None:
+        self._device, self._mover = device, mover
         self._rows: dict[Phase, Row] = {}
         self.run: dict[Phase, Row] = {}
         """The whole run so far: for the table at its end."""
 
     @contextmanager
-    def phase(self, phase: Phase, enter: Callable[[], None]) -> Iterator[None]:
-        """`enter` makes the phase's moves: they count in its seconds, and the peak is of what comes after them."""
+    def phase(self, phase: Phase, owner: Owner) -> Iterator[None]:
+        """Enters the phase and measures it. Its moves count in its seconds; the peak is of what comes after they are issued."""
         on_gpu = self._device.type == "cuda"
         start = time.perf_counter()
-        enter()
+        owner.enter(phase)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
-        before = self._on_device()
+        before = _on_device(owner)
         try:
             yield
         finally:
@@ -72,15 +82,12 @@ class Meter:
                 seconds=time.perf_counter() - start,
                 peak=torch.cuda.max_memory_allocated(self._device) if on_gpu else _process_peak(),
                 reserved=torch.cuda.max_memory_reserved(self._device) if on_gpu else _process_peak(),
-                holdings={name: max(size, before.get(name, 0)) for name, size in self._on_device().items()},
-                host=self._host_bytes(),
+                holdings={name: max(size, before.get(name, 0)) for name, size in _on_device(owner).items()},
+                host=owner.host_bytes,
                 moved=self._mover.take(),
             )
             for rows in (self._rows, self.run):
                 rows.setdefault(phase, Row()).absorb(row)
-
-    def _on_device(self) -> dict[Name, int]:
-        return {name: size if where == "device" else 0 for name, (where, size) in self._where().items()}
 
     def take(self) -> dict[str, float]:
         """The figures since the last call, for metrics.jsonl."""
@@ -122,6 +129,10 @@ class Meter:
                     ]
                 )
         return lines
+
+
+def _on_device(owner: Owner) -> dict[Name, int]:
+    return {name: size if where == "device" else 0 for name, (where, size) in owner.holdings().items()}
 
 
 def _process_peak() -> int:

@@ -1,4 +1,4 @@
-"""Copies between device and host: one stream out, one stream in, kept for the whole run; ordered by events, never by a device-wide sync.
+"""Copies between device and host: two streams out, two in, kept for the whole run; ordered by events, never by a device-wide sync.
 
 On a CPU both pools are ordinary memory, the copies are plain ones, and every second of them is exposed.
 """
@@ -12,14 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Bytes of one copy. A direction's slices alternate between two streams, each after the one before: so the copy engine is free for a moment at
+# the end of each, and a phase's own small copies (token ids in, a flag out) get their turn there. Queued on one stream, 20 GB of slices of any
+# size held up the first small copy of a training step until all of them were over: 0.37 s on an H200, against 0.02 s in turns. 64 MiB take
+# 1.2 ms, and still run at 55.2 GB/s.
+SLICE = 64 * 2**20
+
 
 @dataclass
 class Move:
     """A transfer under way: `done` orders others after it; None on a CPU, where it is over when it is made."""
 
-    bytes: int
     done: torch.cuda.Event | None
-    started: torch.cuda.Event | None
 
 
 @dataclass
@@ -36,55 +40,45 @@ class Tally:
 
 class Mover:
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
+        self._device = device
+        self._on_gpu = device.type == "cuda"
         self._tally = Tally()
         # (figure, first event, last event): read once they are over, as reading them earlier would wait for them.
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        if self.on_gpu:
-            self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        if self._on_gpu:
+            self._out, self._in = ((torch.cuda.Stream(device), torch.cuda.Stream(device)) for _ in range(2))
 
     def move_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Move | None) -> Move:
-        """Copies each device tensor to its host tensor, after what compute has queued so far and after `after`.
+        """Copies flat device bytes to flat host bytes, after what compute has queued so far and after `after`.
 
-        The device tensors may be freed at once: the allocator keeps their memory until the copies are over.
+        The device memory may be freed at once: the allocator keeps it until the copies are over.
         """
-        pairs = list(pairs)
-        size = sum(source.nbytes for source, _ in pairs)
-        self._tally.bytes_out += size
-        if not self.on_gpu:
-            return self._copied_here([(host, device) for device, host in pairs], size, "seconds_out")
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        _wait(self._out, after)
-        move = self._begin(self._out, size)
-        with torch.cuda.stream(self._out):
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-                source.record_stream(self._out)
-        return self._end(move, self._out, "seconds_out")
+        copies = [(host, device) for device, host in pairs]
+        self._tally.bytes_out += sum(host.numel() for host, _ in copies)
+        if not self._on_gpu:
+            return self._copied_here(copies, "seconds_out")
+        for _, device in copies:
+            _used_by(device, self._out)
+        return self._copied(copies, self._out, after, "seconds_out")
 
     def move_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Move | None) -> Move:
-        """Copies each host tensor to its device tensor, which was allocated just now, and after `after`."""
-        pairs = list(pairs)
-        size = sum(target.nbytes for target, _ in pairs)
-        self._tally.bytes_in += size
-        if not self.on_gpu:
-            return self._copied_here(pairs, size, "seconds_in")
-        # The new memory may have belonged to something that compute is not done with yet.
-        self._in.wait_stream(torch.cuda.current_stream(self.device))
-        _wait(self._in, after)
-        move = self._begin(self._in, size)
-        with torch.cuda.stream(self._in):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-                target.record_stream(self._in)
-        return self._end(move, self._in, "seconds_in")
+        """Copies flat host bytes to flat device bytes that were allocated just now, after `after`.
+
+        It follows what compute has queued so far: the new memory may have belonged to something that compute is not done with.
+        """
+        copies = list(pairs)
+        self._tally.bytes_in += sum(device.numel() for device, _ in copies)
+        if not self._on_gpu:
+            return self._copied_here(copies, "seconds_in")
+        for device, _ in copies:
+            _used_by(device, self._in)
+        return self._copied(copies, self._in, after, "seconds_in")
 
     def compute_waits(self, move: Move) -> None:
         """Compute goes on only after `move`; the time that it stands still is counted as exposed."""
         if move.done is None:
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self._device)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
         stream.wait_event(move.done)
@@ -110,28 +104,44 @@ class Mover:
         tally, self._tally = self._tally, Tally()
         return tally
 
-    def _begin(self, stream: torch.cuda.Stream, size: int) -> Move:
+    def _copied(
+        self, copies: list[tuple[Tensor, Tensor]], streams: tuple[torch.cuda.Stream, torch.cuda.Stream], after: Move | None, name: str
+    ) -> Move:
+        """Each (target, source), slice after slice."""
+        slices = [
+            (target[start : start + SLICE], source[start : start + SLICE])
+            for target, source in copies
+            for start in range(0, source.numel(), SLICE)
+        ]
+        streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None and after.done is not None:
+            streams[0].wait_event(after.done)
         started, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record(stream)
-        return Move(size, done, started)
+        started.record(streams[0])
+        last, turn = started, torch.cuda.Event()
+        for number, (target, source) in enumerate(slices):
+            stream = streams[number % 2]
+            stream.wait_event(last)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            last = turn
+            last.record(stream)
+        streams[0].wait_event(last)
+        done.record(streams[0])
+        self._pending.append((name, started, done))
+        return Move(done)
 
-    def _end(self, move: Move, stream: torch.cuda.Stream, name: str) -> Move:
-        assert move.done is not None
-        assert move.started is not None
-        move.done.record(stream)
-        self._pending.append((name, move.started, move.done))
-        return move
-
-    def _copied_here(self, pairs: list[tuple[Tensor, Tensor]], size: int, name: str) -> Move:
+    def _copied_here(self, copies: list[tuple[Tensor, Tensor]], name: str) -> Move:
         start = time.perf_counter()
-        for target, source in pairs:
+        for target, source in copies:
             target.copy_(source)
         seconds = time.perf_counter() - start
         setattr(self._tally, name, getattr(self._tally, name) + seconds)
         self._tally.exposed += seconds
-        return Move(size, None, None)
+        return Move(None)
 
 
-def _wait(stream: torch.cuda.Stream, move: Move | None) -> None:
-    if move is not None and move.done is not None:
-        stream.wait_event(move.done)
+def _used_by(device: Tensor, streams: tuple[torch.cuda.Stream, torch.cuda.Stream]) -> None:
+    """Tells the allocator not to hand this memory out again, once it is freed, before both streams are done with it."""
+    for stream in streams:
+        device.record_stream(stream)

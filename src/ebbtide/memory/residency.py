@@ -61,7 +61,7 @@ class Residency:
         self._mover = Mover(device)
         self._holdings: dict[Name, _Holding] = {}
         self._released = threading.Condition()
-        self.meter = Meter(device, self._mover, self.holdings, lambda: self.arena.bytes)
+        self.meter = Meter(device, self._mover)
 
     # What there is
 
@@ -84,6 +84,11 @@ class Residency:
         """Where each holding is, and its bytes."""
         return {name: (holding.where, holding.bytes) for name, holding in self._holdings.items()}
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory pinned."""
+        return self.arena.bytes
+
     def table(self) -> str:
         """Where everything is now, as text."""
         lines = [f"{'holding':<10} {'place':<8} {'GiB':>9}"]
@@ -94,7 +99,7 @@ class Residency:
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Enters a phase and measures it. What goes wrong inside leaves everything where it is: the next phase begins from there."""
-        return self.meter.phase(phase, lambda: self.enter(phase))
+        return self.meter.phase(phase, self)
 
     def enter(self, phase: Phase) -> None:
         """Sends away what the phase does not want, then brings what it needs, then what the next one will need."""

@@ -22,11 +22,11 @@ def advantages(rewards: Tensor, kind: Kind) -> Tensor:
         # r - mean of the others = (r - mean of all) * n / (n - 1)
         samples = rewards.shape[1]
         return _without_dust((rewards - group_mean) * (samples / (samples - 1)), rewards)
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std(correction=0) + EPSILON)
+    centred = (rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)
+    return _without_dust(centred.view(1, -1), rewards.view(1, -1)).view_as(rewards)
 
 
 def _without_dust(values: Tensor, rewards: Tensor) -> Tensor:
-    """Exactly 0 where a group's rewards are all equal: the rounding of a mean must not pass for a signal."""
+    """Exactly 0 in a row whose rewards are all equal: the rounding of a mean must not pass for a signal."""
     flat = (rewards == rewards[:, :1]).all(1, keepdim=True)
     return torch.where(flat, 0.0, values)

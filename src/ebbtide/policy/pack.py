@@ -20,7 +20,7 @@ class Trajectory:
     """Log-prob of each completion token as the sampler saw it."""
     advantage: float = 0.0
     weight: float = 0.0
-    """Share of each of its tokens in the loss; set for a whole minibatch at once, so that micro-batches only add up."""
+    """Share of each of its tokens in the loss; set for a whole step at once, so that micro-batches only add up."""
     old_logprobs: Tensor | None = field(default=None, repr=False)
     """[completion], fp32: the trainer's log-probs before the first update on this batch; None when that is the update itself."""
     reference_logprobs: Tensor | None = field(default=None, repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -16,11 +16,9 @@ from ebbtide.errors import UserError
 from ebbtide.policy.attention import PACKED, attention
 from ebbtide.policy.head import token_logprobs
 from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
-from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.policy.model import Loaded, decoder, head_shape, head_weight
 from ebbtide.policy.pack import MicroBatch, Trajectory, pack
-
-Progress = Callable[[int, int], None]  # (done, of)
+from ebbtide.progress import Progress
 
 # Most that our packed log-probs may differ from the model's own forward, on average: rounding of each type, many times over.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -88,10 +86,6 @@ class Policy:
 
     def accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
         """Adds the gradient of the loss on a minibatch, micro-batch by micro-batch; says what it saw."""
-        lengths = [len(trajectory.completion) for trajectory in minibatch]
-        weights = token_weights(lengths, self.config.loss.normalisation, self.config.rollout.max_new_tokens)
-        for trajectory, weight in zip(minibatch, weights, strict=True):
-            trajectory.weight = weight
         batches = pack(minibatch, self.config.train.microbatch_tokens, self.device)
         seen: list[dict[str, Tensor]] = []
         for done, batch in enumerate(batches):
@@ -102,7 +96,7 @@ class Policy:
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
             seen.append(reported)
             progress(done + 1, len(batches))
-        return _summary(seen, tokens=sum(lengths))
+        return _summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
 
     def _loss_inputs(self, batch: MicroBatch, members: Sequence[Trajectory]) -> LossInputs:
         logprobs, entropies = self._logprobs(batch, self.config.rollout.temperature)

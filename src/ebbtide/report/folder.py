@@ -5,10 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import TextIOWrapper
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +14,20 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 
 LOCK = ".lock"
+CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb"}
 
 
 class RunFolder:
     """`config.yaml`, `metrics.jsonl`, `rollouts.jsonl`. One running process holds its lock."""
 
     def __init__(self, config: Config) -> None:
-        self.path = _make(config)
+        self.path, self._made = _make(config)
+        _refuse_what_is_there(self.path, config.run.overwrite)
         self._lock = _locked(self.path)
-        if config.run.overwrite:
-            _clear(self.path)
-        elif any(entry.name != LOCK for entry in self.path.iterdir()):
-            raise UserError(
-                f"the run folder {self.path} is not empty: choose another `run.folder`, or replace what is there with `run.overwrite=true`"
-            )
+        _remove_run(self.path)
         (self.path / "config.yaml").write_text(resolved(config))
-        self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-        self._rollouts = (self.path / "rollouts.jsonl").open("a", encoding="utf-8") if config.report.rollouts else None
+        self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
+        self._rollouts = (self.path / "rollouts.jsonl").open("ab", buffering=0) if config.report.rollouts else None
 
     def write_metrics(self, line: dict[str, Any]) -> None:
         _write(self._metrics, [line])
@@ -42,30 +36,62 @@ class RunFolder:
         if self._rollouts is not None:
             _write(self._rollouts, lines)
 
-    def close(self) -> None:
-        for file in (self._metrics, self._rollouts, self._lock):
+    def close(self, discard: bool = False) -> None:
+        """Lets go of the folder; `discard` takes back what this run made of it, when the run never began."""
+        for file in (self._metrics, self._rollouts):
             if file is not None:
                 file.close()
+        if discard:
+            _remove_run(self.path)
         (self.path / LOCK).unlink(missing_ok=True)
+        self._lock.close()
+        if discard and self._made:
+            self.path.rmdir()
 
 
-def _make(config: Config) -> Path:
+def _make(config: Config) -> tuple[Path, bool]:
+    """The run's folder, and whether it is new."""
     try:
         if config.run.folder is not None:
             folder = Path(config.run.folder).expanduser()
+            new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            return folder
+            return folder, new
         number = 1
         while True:
             folder = Path("runs") / f"{config.run.name}-{number:03d}"
             folder.parent.mkdir(exist_ok=True)
             try:
                 folder.mkdir()
-                return folder
+                return folder, True
             except FileExistsError:
                 number += 1
     except OSError as error:
         raise UserError(f"the run folder cannot be made: {error}. Set `run.folder` to a place you can write to") from None
+
+
+def _refuse_what_is_there(folder: Path, overwrite: bool) -> None:
+    """Nothing of the user's is touched: only an empty folder will do, or with `overwrite` one that holds a run and nothing else."""
+    if (folder / LOCK).exists():
+        _locked(folder).close()  # says so if that run is still going
+    found = {entry.name for entry in folder.iterdir()} - {LOCK}
+    if found and not overwrite:
+        raise UserError(
+            f"the run folder {folder} is not empty: choose another `run.folder`, or replace what is there with `run.overwrite=true`"
+        )
+    if foreign := sorted(found - CONTENTS):
+        raise UserError(
+            f"`run.overwrite` replaces a run, and {folder} holds other things as well ({', '.join(foreign[:3])}): choose another `run.folder`"
+        )
+
+
+def _remove_run(folder: Path) -> None:
+    for name in CONTENTS:
+        entry = folder / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def _locked(folder: Path) -> TextIOWrapper:
@@ -81,28 +107,6 @@ def _locked(folder: Path) -> TextIOWrapper:
     return lock
 
 
-def _clear(folder: Path) -> None:
-    """Removes an earlier run, and only a run: a folder with anything else at its top is refused."""
-    if (folder / "config.yaml").is_file() or all(entry.name == LOCK for entry in folder.iterdir()):
-        for entry in folder.iterdir():
-            if entry.name != LOCK:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        return
-    raise UserError(f"`run.overwrite` replaces a run, and {folder} holds no run (it has no config.yaml): choose another `run.folder`")
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the block is done: no line of a file is cut in two."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-
-
-def _write(file: TextIOWrapper, lines: list[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=True) + "\n" for line in lines)
-    with _uninterrupted():
-        file.write(text)
-        file.flush()
+def _write(file: FileIO, lines: list[dict[str, Any]]) -> None:
+    """All lines in one write to the file: Ctrl-C comes before or after it, and no line is cut in two."""
+    file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())

@@ -9,11 +9,12 @@ from torch import nn
 
 from ebbtide.batch import Sample
 from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
 from ebbtide.memory.meter import Meter
+from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.sinks import Sink, sinks
 from ebbtide.report.terminal import Terminal
-from ebbtide.rollout.engine import Progress
 
 
 class Report:
@@ -33,11 +34,12 @@ class Report:
         self.terminal.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.terminal.stop()
         for sink in self._sinks:
             sink.close()
-        self.folder.close()
+        never_began = not self._last and kind is not None and issubclass(kind, UserError)
+        self.folder.close(discard=never_began)
 
     @contextmanager
     def working(self, what: str) -> Iterator[Progress]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from ebbtide.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,10 @@ class Completion:
     tokens: list[int]
     """The sampled tokens, with the end token or stop text that ended them."""
     logprobs: list[float]
-    """Of each token, under the distribution it was sampled from (for greedy: under the model's own)."""
+    """Of each token, at the sampling temperature (greedy: at 1), over the whole vocabulary."""
     finish: Literal["stop", "length"]
     text: str
     """The tokens as text, without special tokens and without the stop text."""
-
-
-Progress = Callable[[int, int], None]  # (done, of)
 
 
 class Engine(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +13,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ebbtide.errors import UserError
 from ebbtide.policy.attention import attention
 from ebbtide.policy.model import Loaded
-from ebbtide.rollout.engine import Completion, Progress, Request, Sampling
+from ebbtide.progress import Progress
+from ebbtide.rollout.engine import Completion, Request, Sampling
 from ebbtide.rollout.sampling import choose, uniforms
 
 
@@ -47,11 +51,11 @@ class HuggingFaceEngine:
     ) -> list[Completion]:
         device = self._model.device
         longest = max(map(len, prompts))
-        pad = self._tokenizer.pad_token_id
+        pad = self._tokenizer.pad_token_id or 0  # padding is masked: any token will do
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         chooser = _Chooser(uniforms(seeds, sampling.max_new_tokens, device), sampling, count)
-        stops = _StopTexts(sampling.stop, self._tokenizer, longest, len(prompts))
+        stops = _StopTexts(sampling.stop, self._tokenizer, self._end_tokens, longest, len(prompts))
         settings = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=self._end_tokens or None, pad_token_id=pad
         )
@@ -65,6 +69,11 @@ class HuggingFaceEngine:
             )
         tokens = torch.stack(chooser.tokens, 1).tolist()  # [B][N]
         logprobs = torch.stack(chooser.logprobs, 1).tolist()
+        if not all(map(math.isfinite, itertools.chain(*logprobs))):
+            raise UserError(
+                "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr`, lengthen `optimizer.warmup_steps`, "
+                "or set `optimizer.clip_norm`; metrics.jsonl shows when it began"
+            )
         return [
             self._completion(row_tokens, row_logprobs, stops.ended[row], sampling)
             for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True))
@@ -116,17 +125,22 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _StopTexts(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row when its completion contains a stop text; `ended` keeps after how many tokens."""
+    """Ends a row when a stop text stands at the end of its completion; `ended` keeps after how many tokens."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, prompt_length: int, rows: int) -> None:
-        self._texts, self._tokenizer, self._prompt_length = texts, tokenizer, prompt_length
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, end_tokens: Sequence[int], prompt_length: int, rows: int) -> None:
+        self._texts, self._tokenizer, self._end_tokens, self._prompt_length = texts, tokenizer, set(end_tokens), prompt_length
+        # A token is a byte at least; a few more, as the first ones of a window may decode otherwise than in their place.
+        self._window = max((len(text.encode()) for text in texts), default=0) + 8
+        self._open = set(range(rows))
         self.ended: list[int | None] = [None] * rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        completions = input_ids[:, self._prompt_length :].tolist()
-        for row, tokens in enumerate(completions):
-            if self.ended[row] is None:
-                text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-                if any(stop in text for stop in self._texts):
-                    self.ended[row] = len(tokens)
+        length = input_ids.shape[1] - self._prompt_length
+        tails = input_ids[:, -min(self._window, length) :].tolist()
+        for row in sorted(self._open):
+            text = self._tokenizer.decode(tails[row], skip_special_tokens=False)
+            if any(stop in text for stop in self._texts):
+                self.ended[row] = length
+            if self.ended[row] is not None or tails[row][-1] in self._end_tokens:
+                self._open.remove(row)
         return torch.tensor([end is not None for end in self.ended], device=input_ids.device)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.rollout.engine import Progress
+from ebbtide.progress import Progress
 from ebbtide.tasks.task import Problem
 
 
@@ -27,7 +28,7 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config, pr
     prompts, limit = [], config.rollout.max_prompt_tokens
     templated = config.model.chat_template and bool(tokenizer.chat_template)
     for number, problem in enumerate(problems):
-        text = _render(problem, tokenizer) if templated else "".join(message["content"] for message in problem.messages)
+        text = _render(problem, number, tokenizer) if templated else "".join(message["content"] for message in problem.messages)
         # A chat template writes its own special tokens; a plain text gets the tokenizer's usual ones.
         tokens: list[int] = tokenizer(text, add_special_tokens=not templated)["input_ids"]
         if not tokens:
@@ -51,6 +52,13 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config, pr
     return prompts
 
 
-def _render(problem: Problem, tokenizer: Tokenizer) -> str:
-    text: str = tokenizer.apply_chat_template(problem.messages, tokenize=False, add_generation_prompt=True)
+def _render(problem: Problem, number: int, tokenizer: Tokenizer) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(problem.messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in problem.messages)
+        raise UserError(
+            f"the model's chat template refuses problem {number} (its messages are: {roles}): {error}. "
+            "Some templates take no system message: remove `task.system`, or set `model.chat_template: false`"
+        ) from None
     return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -13,21 +14,25 @@ from ebbtide.rollout.engine import Sampling
 
 def uniforms(seeds: Sequence[int], positions: int, device: torch.device) -> Tensor:
     """[samples, positions] in [0, 1): row i depends on seeds[i] alone, and is the same on every device."""
-    rows = [torch.rand(positions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return torch.stack(rows).to(device)
+    rows = [numpy.random.Generator(numpy.random.Philox(seed)).random(positions) for seed in seeds]
+    return torch.from_numpy(numpy.stack(rows)).to(device)
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """From fp32 logits [B, V] and one number per row [B]: the tokens [B] and their log-probs [B] under the distribution sampled from."""
+    """From fp32 logits [B, V] and one number per row [B]: the tokens [B], and their log-probs [B] at the temperature (greedy: at 1).
+
+    The log-probs are over the whole vocabulary, also where top-k and top-p cut the choice: that is what a trainer computes as well.
+    """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        logits = _truncated(logits / sampling.temperature, sampling)
+        logits = logits / sampling.temperature
         # Whole numbers add up to the same sum in any order: the same choice on every device and in every batch. 2^50 parts
         # resolve the rarest of 152k tokens, which a sum in float32 would drop.
-        parts = (logits.double().softmax(-1) * 2**50).long().cumsum(-1)  # [B, V]
+        parts = (_truncated(logits, sampling).double().softmax(-1) * 2**50).long().cumsum(-1)  # [B, V]
         target = (uniform * parts[:, -1]).long()  # [B], below the last sum
-        tokens = torch.searchsorted(parts, target[:, None], right=True)[:, 0]
+        # Logits that are not finite point nowhere: they are kept within bounds here, and the engine finds their log-probs.
+        tokens = torch.searchsorted(parts, target[:, None], right=True)[:, 0].clamp(0, logits.shape[-1] - 1)
     logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return tokens, logprobs
 

@@ -14,19 +14,22 @@ from ebbtide.tasks.files import Files
 from ebbtide.tasks.gym import Gym
 from ebbtide.tasks.task import Problem, Problems, Score, Task
 
-
-def build_task(config: TaskConfig, seed: int) -> Task:
-    """The configured task, with the system message and the extraction of answers laid around it."""
-    return _Framed(_source(config, seed), config.system, config.extract)
+DEFAULT_SIZE = 1000
 
 
-def _source(config: TaskConfig, seed: int) -> Task:
+def build_task(config: TaskConfig, seed: int, evaluated: bool = True) -> Task:
+    """The configured task, with the system message and the extraction of answers laid around it. Held-out problems are set aside if `evaluated`."""
+    return _Framed(_source(config, seed, config.held_out if evaluated else 0), config)
+
+
+def _source(config: TaskConfig, seed: int, held_out: int) -> Task:
+    size = config.size or DEFAULT_SIZE
     if config.builtin is not None:
-        return build_builtin(config.builtin.name, config.builtin.options, size=config.size, held_out=config.held_out, seed=seed)
+        return build_builtin(config.builtin.name, config.builtin.options, size=size, held_out=held_out, seed=seed)
     if config.gym is not None:
-        return Gym(config.gym.dataset, config.gym.options, size=config.size, held_out=config.held_out, seed=seed)
+        return Gym(config.gym.dataset, config.gym.options, size=size, held_out=held_out, seed=seed)
     if config.file is not None:
-        return Files(config.file, held_out=config.held_out)
+        return Files(config.file, held_out=held_out)
     assert config.python is not None  # the config holds exactly one of the four
     return _from_python(config.python)
 
@@ -61,8 +64,8 @@ def _is_task(found: object) -> bool:
 class _Framed:
     """A task with a system message before its problems, and only the extracted answer of a completion scored."""
 
-    def __init__(self, task: Task, system: str | None, extract: str | None) -> None:
-        self._task, self._system = task, system
+    def __init__(self, task: Task, config: TaskConfig) -> None:
+        self._task, self._system, self._size, extract = task, config.system, config.size, config.extract
         try:
             self._extract = re.compile(extract, re.DOTALL) if extract is not None else None
         except re.error as error:
@@ -74,12 +77,17 @@ class _Framed:
         found = self._task.problems()
         if not found.train:
             raise UserError("the task has no problems to train on")
-        return Problems([self._framed(problem) for problem in found.train], [self._framed(problem) for problem in found.held_out])
+        return Problems(
+            [self._framed(problem) for problem in found.train[: self._size]], [self._framed(problem) for problem in found.held_out]
+        )
 
     def _framed(self, problem: Problem) -> Problem:
         if self._system is None:
             return problem
-        return Problem([{"role": "system", "content": self._system}, *problem.messages], problem.answer, problem.metadata)
+        system, rest = self._system, problem.messages
+        if rest and rest[0]["role"] == "system":  # a template takes one system message
+            system, rest = f"{system}\n\n{rest[0]['content']}", rest[1:]
+        return Problem([{"role": "system", "content": system}, *rest], problem.answer, problem.metadata)
 
     def score(self, problem: Problem, completion: str) -> Score:
         if self._extract is None:

@@ -43,13 +43,14 @@ class Files:
 
     def _problem(self, row: dict[str, Any], where: str) -> Problem:
         for key, name in (("prompt_field", self.config.prompt_field), ("answer_field", self.config.answer_field)):
-            if name is not None and name not in row:
+            if name not in row:
                 raise UserError(
                     f"{where} has no field `{name}`, which `task.file.{key}` names; its fields are: {', '.join(map(str, row)) or 'none'}"
                 )
-        answer = row[self.config.answer_field] if self.config.answer_field else None
         rest = {key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)}
-        return Problem(_messages(row[self.config.prompt_field], f"{where}, field `{self.config.prompt_field}`"), answer, rest)
+        return Problem(
+            _messages(row[self.config.prompt_field], f"{where}, field `{self.config.prompt_field}`"), row[self.config.answer_field], rest
+        )
 
 
 def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
@@ -66,15 +67,15 @@ def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{file}, line {number},"
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{where} is not JSON: {error}") from None
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise UserError(f"{where} is not JSON in UTF-8: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where} must be a JSON object with fields, and is {type(row).__name__}")
             yield row, where

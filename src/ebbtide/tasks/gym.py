@@ -35,8 +35,11 @@ class Gym:
         for item in self._dataset:
             metadata = dict(item["metadata"])
             made.append(Problem(ask(item["question"]), item["answer"], {"question": item["question"], "entry": metadata}))
-        held_out = min(self.held_out, len(made))
-        return Problems(train=made[held_out:], held_out=made[:held_out])
+        held_out = made[: self.held_out]
+        asked = {problem.metadata["question"] for problem in held_out}  # small datasets repeat themselves
+        return Problems(
+            train=[problem for problem in made[self.held_out :] if problem.metadata["question"] not in asked], held_out=held_out
+        )
 
     def score(self, problem: Problem, completion: str) -> Score:
         entry = {"question": problem.metadata["question"], "answer": problem.answer, "metadata": problem.metadata["entry"]}

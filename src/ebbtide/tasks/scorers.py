@@ -17,7 +17,8 @@ def exact(completion: str, answer: Any) -> float:
     return float(completion.strip() == str(answer).strip())
 
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# A sign only where no digit stands before it (`10-7` ends in 7), commas only between thousands (`1,2` are two numbers).
+_NUMBER = re.compile(r"(?:(?<![\d.])[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def numeric(completion: str, answer: Any) -> float:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -20,10 +21,12 @@ from typing import Literal
 
 from ebbtide.config.tree import Task as TaskConfig
 from ebbtide.errors import UserError
+from ebbtide.progress import Progress
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.task import Problem, Task
 
 Failure = Literal["timeout", "crash", "error", "not_finite"]
+START_TRIES = 3
 START_SECONDS = 120.0  # a worker imports the task's packages; on a loaded machine that takes many times its usual second
 
 
@@ -51,14 +54,14 @@ def score_one(task: Task, problem: Problem, completion: str) -> Scored:
 
 def _work(pipe: Connection, config: TaskConfig, seed: int) -> None:
     """A worker's life: build the task, say so, then score until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.setsid()  # a group of its own: Ctrl-C is the parent's to handle, and what a scorer starts can be ended with it
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # a scorer's prints are not the run's output
     task = build_task(config, seed)
     pipe.send("ready")
     while True:
         try:
-            problem, completion = pipe.recv()
+            problem, completion = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from the parent alone)
         except EOFError:
             return
         pipe.send(score_one(task, problem, completion))
@@ -70,8 +73,13 @@ class _Worker:
     def __init__(self, config: TaskConfig, seed: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork of a process with CUDA or threads in it is not safe
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, config, seed), daemon=True, name="ebbtide-scorer")
-        self.process.start()
+        self.process = context.Process(target=_work, args=(theirs, config, seed), name="ebbtide-scorer")
+        # Born deaf to Ctrl-C: until it has a group of its own, the terminal sends it what is meant for the parent.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.ready = False
         self.item: int | None = None
@@ -79,6 +87,8 @@ class _Worker:
 
     def stop(self) -> None:
         self.pipe.close()
+        with suppress(ProcessLookupError, PermissionError):  # it is gone already, or died before it had its group
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()
         self.process.join()
 
@@ -88,6 +98,7 @@ class ScoringPool:
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._config, self._seed = config, seed
+        self._failed_starts = 0
         self._workers = [_Worker(config, seed) for _ in range(config.scoring.workers)]
 
     def __enter__(self) -> ScoringPool:
@@ -97,30 +108,32 @@ class ScoringPool:
         for worker in self._workers:
             worker.stop()
 
-    def score(self, work: Sequence[tuple[Problem, str]], progress: Callable[[int, int], None] = lambda done, of: None) -> list[Scored]:
+    def score(self, work: Sequence[tuple[Problem, str]], progress: Progress = lambda done, of: None) -> list[Scored]:
         """One Scored for each (problem, completion), in order."""
         results: list[Scored | None] = [None] * len(work)
-        waiting = deque(range(len(work)))
-        done = 0
-        while done < len(work):
+        waiting: deque[tuple[int, bytes]] = deque()
+        for index, item in enumerate(work):
+            try:
+                waiting.append((index, pickle.dumps(item)))
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                results[index] = Scored(0.0, failure="error", message=f"the problem cannot be sent to a scoring process: {error}")
+        while None in results:
             for worker in self._workers:
                 if worker.ready and worker.item is None and waiting:
-                    self._hand_out(worker, waiting.popleft(), work)
+                    self._hand_out(worker, *waiting.popleft())
             for worker in self._due():
-                result = self._collect(worker)
-                if result is not None:
-                    index, scored = result
-                    results[index] = scored
-                    done += 1
-                    progress(done, len(work))
+                answer = self._collect(worker)
+                if answer is not None:
+                    results[answer[0]] = answer[1]
+                    progress(len(work) - results.count(None), len(work))
         return [result for result in results if result is not None]
 
-    def _hand_out(self, worker: _Worker, index: int, work: Sequence[tuple[Problem, str]]) -> None:
+    def _hand_out(self, worker: _Worker, index: int, item: bytes) -> None:
         worker.item = index
         worker.deadline = time.monotonic() + self._config.scoring.seconds
         # A worker that died between two completions: `_collect` finds its pipe at the end and replaces it.
         with suppress(BrokenPipeError, ConnectionResetError):
-            worker.pipe.send(work[index])
+            worker.pipe.send_bytes(item)
 
     def _due(self) -> list[_Worker]:
         """Waits until a worker has answered, died or run out of time."""
@@ -131,23 +144,32 @@ class ScoringPool:
         return [worker for worker in busy if worker.pipe in answered or worker.deadline <= now]
 
     def _collect(self, worker: _Worker) -> tuple[int, Scored] | None:
-        """What a due worker has to say of its completion; None if it only became ready."""
-        index = worker.item
+        """What a due worker has to say of its completion; None if it has none yet."""
         try:
             said = worker.pipe.recv() if worker.pipe.poll() else None
         except (EOFError, ConnectionResetError):
             said = Scored(0.0, failure="crash", message="the scorer's process died")
-        if said is None:
-            limit = self._config.scoring.seconds if worker.ready else START_SECONDS
-            said = Scored(0.0, failure="timeout", message=f"no score within {limit:g} s (`task.scoring.seconds`)")
         if said == "ready":
-            worker.ready = True
+            worker.ready, self._failed_starts = True, 0
             return None
         if not worker.ready:
-            raise UserError(f"a scoring process could not build the task: {said.message}. Its error stands above")
+            self._start_again(worker)
+            return None
+        if said is None:
+            said = Scored(0.0, failure="timeout", message=f"no score within {self._config.scoring.seconds:g} s (`task.scoring.seconds`)")
+        index, worker.item = worker.item, None
         if said.failure in ("timeout", "crash"):
-            worker.stop()
-            self._workers[self._workers.index(worker)] = _Worker(self._config, self._seed)
-        worker.item = None
+            self._replace(worker)
         assert index is not None  # a ready worker that is due has a completion
         return index, said
+
+    def _start_again(self, worker: _Worker) -> None:
+        """A worker that could not build the task. Once is bad luck; as often as there are tries, with none ready, is the task."""
+        self._failed_starts += 1
+        if self._failed_starts >= START_TRIES and not any(other.ready for other in self._workers):
+            raise UserError("the scoring processes could not build the task; their error stands above")
+        self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.stop()
+        self._workers[self._workers.index(worker)] = _Worker(self._config, self._seed)

@@ -1,9 +1,11 @@
-"""GSPO: one ratio for the whole sequence, the geometric mean of its tokens' ratios, clipped once."""
+"""GSPO: one ratio for the whole sequence, the geometric mean of its tokens' ratios, clipped as GRPO clips a token's."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from ebbtide.policy.losses.grpo import grpo
 
 
 def gspo(
@@ -19,8 +21,4 @@ def gspo(
     zeros = torch.zeros(sequences, dtype=logprobs.dtype, device=logprobs.device)
     lengths = zeros.index_add(0, sequence, torch.ones_like(logprobs))  # [S]
     mean_difference = zeros.index_add(0, sequence, logprobs - old_logprobs) / lengths  # [S]
-    ratio = mean_difference.exp()[sequence]  # [P]
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    cut = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
-    return loss, cut
+    return grpo(mean_difference[sequence], torch.zeros_like(logprobs), advantages, clip_low, clip_high)

@@ -1,4 +1,4 @@
-"""How much each sequence's tokens count. Decided for a whole minibatch before it is packed, so that micro-batches only add up."""
+"""How much each token counts. Decided for a whole step before anything is packed, so that micro-batches only add up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 
 def token_weights(
-    lengths: Sequence[int],  # [N]: completion tokens of each sequence of the minibatch
+    lengths: Sequence[int],  # [N]: completion tokens of every sequence of an update, with or without a signal
     normalise: Literal["sequence", "token", "constant"],
     max_new_tokens: int,
 ) -> list[float]:
