@@ -46,8 +46,11 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 def train(config: Config, report: Report) -> Policy:
     """One whole run: what it learnt is in the policy that comes back, what happened is in the report."""
     seed_everything(config.seed, config.deterministic)
+    with Residency(build_plan(config.memory), pick_device(config.device)) as residency:
+        return _run(config, report, residency)
 
-    residency = Residency(build_plan(config.memory), pick_device(config.device))
+
+def _run(config: Config, report: Report, residency: Residency) -> Policy:
     check_host_budget(host_needs(config, residency.plan), config.memory.host_budget_gib)
     meter = residency.meter
     with report.working("making problems"):

@@ -40,7 +40,7 @@ def test_bytes_survive_many_moves_while_compute_runs() -> None:
             tensor.mul_(1.001).add_(0.5)
             true.mul_(1.001).add_(0.5)
     assert all(torch.equal(a, b) for a, b in zip(tensors, truth, strict=True))
-    residency.arena.close()
+    residency.__exit__()
 
 
 def test_evicted_memory_is_given_back_and_other_addresses_stay() -> None:
@@ -59,7 +59,7 @@ def test_evicted_memory_is_given_back_and_other_addresses_stay() -> None:
     assert torch.cuda.memory_allocated() == before
     assert weights[0].data_ptr() == address
     assert residency.arena._slabs[0].is_pinned()
-    residency.arena.close()
+    residency.__exit__()
 
 
 def test_a_prefetch_that_nobody_waits_for_leaves_whole() -> None:
@@ -76,7 +76,7 @@ def test_a_prefetch_that_nobody_waits_for_leaves_whole() -> None:
     residency.enter("logprob")
     residency.need("reference")
     assert torch.equal(bucket, torch.arange(32 * 2**20, device="cuda", dtype=torch.float32))
-    residency.arena.close()
+    residency.__exit__()
 
 
 @pytest.mark.parametrize("away", [{"preset": "lean"}, {"away": {"generate": ["moments", "master"], "logprob": ["moments"]}}])

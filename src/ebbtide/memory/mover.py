@@ -92,6 +92,11 @@ class Mover:
             move.done.synchronize()
             self._tally.exposed += time.perf_counter() - start
 
+    def finish(self) -> None:
+        """Waits until every move is over."""
+        for _, _, last in self._pending:
+            last.synchronize()
+
     def take(self) -> Tally:
         """What moved since the last call. A move that is still under way gives its seconds to a later one."""
         later = []

@@ -53,7 +53,10 @@ class _Holding:
 
 
 class Residency:
-    """`with residency.phase("generate"):` around each phase; `residency.need("moments")` right before their first use."""
+    """`with residency.phase("generate"):` around each phase; `residency.need("moments")` right before their first use.
+
+    Itself a context manager, for the length of a run.
+    """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
@@ -62,6 +65,14 @@ class Residency:
         self._holdings: dict[Name, _Holding] = {}
         self._released = threading.Condition()
         self.meter = Meter(device, self._mover)
+
+    def __enter__(self) -> Residency:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Lets go of the pinned memory, once no copy uses it. What is still away is gone with it."""
+        self._mover.finish()
+        self.arena.close()
 
     # What there is
 

@@ -89,14 +89,11 @@ class Terminal:
             self.console.print(Text.assemble((f"held out, after step {step}  ", "bold cyan"), shown))
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """A heading and its rows: a name, then figures."""
-        heading, *body = rows
-        table = Table(box=None, padding=(0, 1), header_style="dim")
-        for number, name in enumerate(heading):
-            table.add_column(name, justify="right" if number else "left", no_wrap=True)
-        for row in body:
-            table.add_row(*row)
-        self.console.print(table)
+        """A heading and its rows, a name and then figures; never cut to the width of the terminal."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for number, row in enumerate(rows):
+            cells = [cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True))]
+            self.say("  " + "  ".join(cells), "" if number else "dim")
 
     def samples(self, samples: Sequence[Sample]) -> None:
         table = Table(box=None, padding=(0, 2), header_style="dim")
