@@ -86,7 +86,7 @@ class Report:
             if name in self._last:
                 say(f"  {name.replace('evaluate/', 'held-out ')}: {self._first[name]:.3f} -> {self._last[name]:.3f}")
         if self._meter is not None and self._meter.run:
-            say("\nthe phases of the whole run (GiB on the device at each one's peak):")
+            say("\nthe phases of the whole run, GiB at each one's peak:")
             self.terminal.table(self._meter.table())
         say(f"\nwritten to {self.folder.path}:")
         for entry in sorted(self.folder.path.iterdir()):
