@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from ebbtide.cli import main
 from ebbtide.config import load
@@ -92,6 +93,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "vocabulary mismatch": ([*quick, "model.scratch.vocabulary=5"], ["tokenizer has 15 tokens", "only 5 rows"]),
         "unwritable folder": (["train", "quickstart", f"run.folder={folder}/blocked/run"], ["run folder cannot be made", "`run.folder`"]),
         "character not in the alphabet": ([*quick, "model.scratch.alphabet='01234567='"], ["`model.scratch.alphabet` lacks"]),
+        "wandb not installed": ([*quick, "report.wandb.project=x"], ["pip install 'ebbtide[wandb]'", "`report.wandb: null`"]),
         "no GPU here": ([*quick, "device=cuda"], ["torch sees no GPU"]),
     }
 
@@ -116,6 +118,7 @@ BAD_INPUTS = (
     "vocabulary mismatch",
     "unwritable folder",
     "character not in the alphabet",
+    "wandb not installed",
     "no GPU here",
 )
 
@@ -126,11 +129,10 @@ def test_the_list_of_bad_inputs_is_whole(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, name) -> None:
-    if name == "no GPU here":
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
+    if name == "no GPU here" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    if name == "wandb not installed" and importlib.util.find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
     arguments, needles = bad_inputs(tmp_path)[name]
     code, out, err = ebbtide(capsys, *arguments)
     assert code == 2, err
@@ -171,9 +173,10 @@ def test_quickstart_learns(tmp_path) -> None:
         assert word in done.stdout
 
 
-def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
+def interrupted(folder: Path, at: str, *options: str) -> tuple[int, str, str]:
+    """A quickstart that gets Ctrl-C when its output shows `at`, as a terminal sends it: to the scorers as well."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path}/run", "evaluate=null"],
+        [sys.executable, "-u", "-m", "ebbtide", "train", "quickstart", f"run.folder={folder}", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -181,35 +184,28 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "step   3/100" in line:
-            os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the scorers as well
+        if at in line:
+            os.killpg(process.pid, signal.SIGINT)
             break
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    return process.returncode, out, err
+
+
+def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
+    folder = tmp_path / "run"
+    code, out, err = interrupted(folder, "step   3/100", "evaluate=null")
+    assert code == 130
     assert "stopped by you after step" in out
     assert "written to" in out
     assert "Traceback" not in out + err
-    folder = tmp_path / "run"
     assert sorted(entry.name for entry in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard"]
     lines = [json.loads(line) for name in ("metrics", "rollouts") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     assert len(lines) >= 3
 
 
-def test_ctrl_c_while_starting_is_quiet(tmp_path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path}/run", "task.scoring.workers=4"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "writing to" in line:  # the scorers' processes start now
-            os.killpg(process.pid, signal.SIGINT)
-            break
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+def test_ctrl_c_while_the_scorers_start_is_quiet(tmp_path) -> None:
+    code, out, err = interrupted(tmp_path / "run", "writing to", "task.scoring.workers=4")
+    assert code == 130
     assert "stopped by you after step 0" in out
     assert "Traceback" not in out + err
 
@@ -226,8 +222,6 @@ def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
-    import torch
-
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (site / "lent.pth").write_text(str(Path(torch.__file__).parents[1]))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
