@@ -89,7 +89,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "no prompt field": ([*quick, *file, f"task.file.train={folder}/fields.jsonl"], ["no field `prompt`", "question, answer"]),
         "group of one": ([*quick, "rollout.samples=1"], ["`rollout.samples: 1`", "reinforce_pp"]),
         "prompt too long": ([*quick, "rollout.max_prompt_tokens=3"], ["prompt of 5 tokens", "`rollout.max_prompt_tokens` = 3"]),
-        "longer than the context": ([*quick, "rollout.max_new_tokens=60"], ["76 tokens", "context of 64"]),
+        "longer than the context": ([*quick, "rollout.max_new_tokens=60"], ["76 tokens", "`model.scratch.context` = 64"]),
         "vocabulary mismatch": ([*quick, "model.scratch.vocabulary=5"], ["tokenizer has 15 tokens", "only 5 rows"]),
         "unwritable folder": (["train", "quickstart", f"run.folder={folder}/blocked/run"], ["run folder cannot be made", "`run.folder`"]),
         "character not in the alphabet": ([*quick, "model.scratch.alphabet='01234567='"], ["`model.scratch.alphabet` lacks"]),
@@ -206,8 +206,9 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
 def test_ctrl_c_while_the_scorers_start_is_quiet(tmp_path) -> None:
     code, out, err = interrupted(tmp_path / "run", "writing to", "task.scoring.workers=4")
     assert code == 130
-    assert "stopped by you after step 0" in out
+    assert "stopped before the first step: nothing was written" in err
     assert "Traceback" not in out + err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:

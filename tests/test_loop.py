@@ -84,7 +84,8 @@ def test_metrics_hold_what_the_step_line_shows(tiny, tmp_path) -> None:
     assert second["lr"] < first["lr"]
     samples = [json.loads(line) for line in rollouts.splitlines()]
     assert len(samples) == 2 * 4 * 8
-    assert {"step", "prompt", "completion", "reward", "parts", "advantage"} <= set(samples[0])
+    assert {"step", "prompt", "answer", "completion", "reward", "parts", "advantage"} <= set(samples[0])
+    assert [(line["group"], line["sample"]) for line in samples[:9]] == [(0, i) for i in range(8)] + [(1, 0)]
 
 
 def test_on_policy_needs_no_logprob_forward_and_sees_no_mismatch(tiny, tmp_path, monkeypatch) -> None:
@@ -133,6 +134,15 @@ def test_a_step_without_signal_changes_no_weight(tiny, tmp_path) -> None:
     assert metrics[0]["flat_groups"] == 4
     assert "loss" not in metrics[0]
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_scorer_that_fails_says_why(tiny, tmp_path, capsys) -> None:
+    changes = {"task": {"python": {"object": "failing_task:Failing"}, "scoring": {"workers": 1}}, "train.steps": 2}
+    metrics, _, _ = run(tiny, tmp_path / "a", changes)
+    assert metrics[0]["score_failures/error"] == 16
+    out = capsys.readouterr().out
+    assert "16 samples could not be scored" in out
+    assert out.count("not scored: NameError: what is this") == 1
 
 
 def test_tensorboard_is_written(tiny, tmp_path) -> None:

@@ -14,10 +14,12 @@ from ebbtide import __version__
 from ebbtide.config import load, recipes
 from ebbtide.config.document import explained
 from ebbtide.errors import UserError
+from ebbtide.memory.plan import build_plan
+from ebbtide.tasks.build import build_task
 
 app = typer.Typer(
     help="Reinforcement-learning post-training in which GPU memory is a planned resource.\n\n"
-    "Start with `ebbtide train quickstart`: a tiny model learns a task in two minutes on a CPU.",
+    "Start with `ebbtide train quickstart`: a tiny model learns a task in about a minute on a CPU.",
     epilog="Any setting can be changed on the command line: ebbtide train quickstart train.steps=50 optimizer.lr=3e-4",
     no_args_is_help=True,
     add_completion=False,
@@ -34,8 +36,18 @@ Overrides = Annotated[
 @app.command()
 def train(source: Source, overrides: Overrides = None) -> None:
     """Train a policy: generate, score, update, over and over. Writes to runs/NAME-001 unless run.folder says otherwise."""
-    config = load(source, overrides or [])
+    try:
+        _train(source, overrides or [])
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped before the first step: nothing was written")
+        raise typer.Exit(130) from None
+
+
+def _train(source: str, overrides: list[str]) -> None:
+    config = load(source, overrides)
     sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
+    build_plan(config.memory)  # what can be found wrong without torch is found now, not ten seconds later
+    build_task(config.task, config.seed, evaluated=config.evaluate is not None)
     Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
     from ebbtide.loop import train as run_loop
     from ebbtide.report.report import Report
@@ -45,6 +57,8 @@ def train(source: Source, overrides: Overrides = None) -> None:
             run_loop(config, report)
         except KeyboardInterrupt:
             report.terminal.stop()
+            if not report.began:
+                raise
             report.end(f"stopped by you after step {report.steps_done} of {config.train.steps}")
             raise typer.Exit(130) from None
         report.terminal.stop()
@@ -63,7 +77,9 @@ def list_recipes() -> None:
 @app.command(name="config")
 def show_config(source: Source, overrides: Overrides = None) -> None:
     """Print the resolved config of a recipe or file, with the meaning of each field. It is valid YAML: save it and edit it."""
-    typer.echo(explained(load(source, overrides or [])), nl=False)
+    config = load(source, overrides or [])
+    build_plan(config.memory)
+    typer.echo(explained(config), nl=False)
 
 
 def _version(asked: bool) -> None:

@@ -107,6 +107,9 @@ def test_strict_types_are_not_coerced() -> None:
         (["seed=4294967296"], ["`seed`", "less than 4294967296"]),
         (["model.scratch.hidden=12"], ["3 channels", "even"]),
         (["model.tokenizer=x"], ["`model.tokenizer`", "`model.scratch.alphabet`"]),
+        (["evaluate.problems=200"], ["`evaluate.problems: 200`", "`task.held_out: 128`"]),
+        (["loss.kl=true"], ["`loss.kl` is True", "a section with keys such as coefficient"]),
+        (["memory.away.generate=[moment]"], ["'moment'", "'moments'", "While completions are sampled"]),
         (["optimizer.lr=-1"], ["`optimizer.lr`", "-1", "greater than 0"]),
     ],
 )
@@ -132,6 +135,8 @@ def test_sources_that_are_not(tmp_path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("a: [1")
     assert "not valid YAML" in refused(source=str(file))
+    file.write_text("")
+    assert "is empty" in refused(source=str(file))
     file.write_text("- 1\n")
     assert "`key: value`" in refused(source=str(file))
     file.write_text("seed: 1\nseed: 2\n")

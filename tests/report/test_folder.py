@@ -22,7 +22,8 @@ def test_lines_are_whole_and_config_reads_back(tmp_path) -> None:
     run.write_rollouts([{"completion": "é\n\x1b"}, {"completion": ""}])
     assert [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "reward": 0.5}]
     assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
-    assert load(str(run.path / "config.yaml")).train == load("quickstart").train
+    written = load(str(run.path / "config.yaml"))
+    assert written == load("quickstart")  # run again, it takes a folder of its own
     run.close()
     assert sorted(entry.name for entry in run.path.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl"]
 
@@ -87,6 +88,18 @@ def test_markup_in_model_text_is_text() -> None:
     out = io.StringIO()
     Terminal(3, Console(file=out)).say("[bold]not bold[/bold] [link=x]y")
     assert out.getvalue().strip() == "[bold]not bold[/bold] [link=x]y"
+
+
+def test_a_narrow_terminal_gets_the_figures_that_fit() -> None:
+    metrics = {"seconds": 1.0, "reward": 0.5, "loss": 0.1, "entropy": 2.0, "mismatch": 1e-7, "grad_norm": 1.0, "lr": 1e-3, "peak_gib": 1.0}
+    wide, narrow, piped = (io.StringIO() for _ in range(3))
+    Terminal(10, Console(file=wide, width=200, force_terminal=True, no_color=True)).step_line(3, metrics)
+    Terminal(10, Console(file=narrow, width=60, force_terminal=True, no_color=True)).step_line(3, metrics)
+    Terminal(10, Console(file=piped, width=60, soft_wrap=True)).step_line(3, metrics)
+    assert "lr" in wide.getvalue()
+    assert "reward" in narrow.getvalue()
+    assert "lr" not in narrow.getvalue()
+    assert "lr" in piped.getvalue()
 
 
 def test_step_line_leaves_out_what_there_is_not() -> None:

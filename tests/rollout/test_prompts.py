@@ -31,7 +31,7 @@ def test_alphabets_are_one_token_a_character() -> None:
 def test_template_or_plain_text(tiny) -> None:
     tokenizer = scratch_tokenizer(None)
     problem = Problem([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
-    changes = {"model.scratch.alphabet": None, "rollout.max_prompt_tokens": 60, "train.microbatch_tokens": 70}
+    changes = {"model.scratch.alphabet": None, "rollout.max_prompt_tokens": 50}
     (plain,) = encode([problem], tokenizer, tiny(changes), quiet)
     assert plain.text == "su"
     tokenizer.chat_template = TEMPLATE

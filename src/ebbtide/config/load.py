@@ -91,6 +91,8 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         tree = yaml.load(text, _Yaml)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        raise UserError(f"{where} is empty: it must hold `key: value` lines")
     if not isinstance(tree, dict):
         raise UserError(f"{where} must hold `key: value` lines, and holds {type(tree).__name__}")
     return tree
@@ -129,6 +131,9 @@ def _explain(problem: dict[str, Any]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"`{dotted}`: {message}" if dotted and f"`{dotted}" not in message else message
+    section = _section(keys)
+    if section is not None:
+        message = f"a section with keys such as {', '.join(list(section.model_fields)[:3])}"
     message = message.removeprefix("Input should be ").removeprefix("a valid ")
     return f"`{dotted}` is {_short(problem['input'])} and should be {message}. Its meaning: {_meaning(keys)}"
 
@@ -179,6 +184,8 @@ def _nearest(keys: Sequence[str]) -> str:
 
 
 def _meaning(keys: Sequence[str]) -> str:
+    while keys and keys[-1].isdigit():  # an entry of a list: the list has the meaning
+        keys = keys[:-1]
     section = _section(keys[:-1])
     field = section.model_fields.get(keys[-1]) if section else None
     return field.description if field is not None and field.description else "see docs/config.md"

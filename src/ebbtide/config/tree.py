@@ -410,7 +410,7 @@ class Memory(Section):
     """What lives on the device in each phase; the rest waits in pinned host memory."""
 
     preset: Literal["keep", "lean"] = "keep"
-    """`keep` moves nothing; `lean` sends away, in every phase, all that the phase does not need."""
+    """`keep` moves nothing; `lean` sends away, in every phase that uses the device, all that the phase does not need."""
 
     away: Away = Away()
     """Holdings that leave in a phase: `grads`, `master`, `moments` (the optimizer's state), `reference`. One that does not exist in a run is passed over."""
@@ -426,7 +426,7 @@ class Evaluate(Section):
     """Steps between evaluations; there is one before the first step and one after the last."""
 
     problems: Count = 64
-    """Held-out problems to use, at most `task.held_out`."""
+    """Held-out problems to try, at most `task.held_out`."""
 
     samples: Count = 1
     """Completions per problem."""
@@ -537,9 +537,18 @@ class Config(Section):
             raise ValueError(
                 f"`train.minibatches: {train.minibatches}` exceeds the {rollout.prompts * rollout.samples} sequences of a step (`rollout.prompts` x `rollout.samples`)"
             )
+        if self.model.scratch is not None and longest > self.model.scratch.context:
+            raise ValueError(
+                f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context of "
+                f"`model.scratch.context` = {self.model.scratch.context}: lower one of them, or raise the context"
+            )
         brings_its_own = self.task.python is not None or (self.task.file is not None and self.task.file.held_out is not None)
         if self.evaluate is not None and self.task.held_out == 0 and not brings_its_own:
             raise ValueError("`evaluate` needs held-out problems and `task.held_out: 0` sets none aside: raise it, or set `evaluate: null`")
+        if self.evaluate is not None and self.evaluate.problems > self.task.held_out and not brings_its_own:
+            raise ValueError(
+                f"`evaluate.problems: {self.evaluate.problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside: lower it, or raise those"
+            )
         return self
 
     @property

@@ -128,7 +128,9 @@ class Meter:
                         f"{row.moved.exposed:.3f}",
                     ]
                 )
-        return lines
+        # Columns in which nothing ever happened say nothing.
+        kept = [place for place, name in enumerate(heading) if place < 3 or any(float(line[place]) for line in lines[1:])]
+        return [[line[place] for place in kept] for line in lines]
 
 
 def _on_device(owner: Owner) -> dict[Name, int]:

@@ -107,7 +107,8 @@ def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
         raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
     except (OSError, ValueError, KeyError, RuntimeError, struct.error, SafetensorError) as error:  # what half a file raises
         raise UserError(
-            f"`model.path: {config.path}` could not be loaded as a causal language model: {' '.join(str(error).split())}"
+            f"`model.path: {config.path}` could not be loaded as a causal language model: {' '.join(str(error).split())} "
+            "(check the name and the network, or name a local folder)"
         ) from None
 
 

@@ -25,7 +25,9 @@ class RunFolder:
         _refuse_what_is_there(self.path, config.run.overwrite)
         self._lock = _locked(self.path)
         _remove_run(self.path)
-        (self.path / "config.yaml").write_text(resolved(config))
+        # Without the folder: run again, it goes to a folder of its own and never over this one.
+        elsewhere = config.run.model_copy(update={"folder": None, "overwrite": False})
+        (self.path / "config.yaml").write_text(resolved(config.model_copy(update={"run": elsewhere})))
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self._rollouts = (self.path / "rollouts.jsonl").open("ab", buffering=0) if config.report.rollouts else None
 

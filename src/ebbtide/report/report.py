@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -14,7 +15,9 @@ from ebbtide.memory.meter import Meter
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.sinks import Sink, sinks
-from ebbtide.report.terminal import Terminal
+from ebbtide.report.terminal import Terminal, printable
+
+MOST_REASONS = 5  # a scorer can fail in a new way for every sample
 
 
 class Report:
@@ -28,6 +31,8 @@ class Report:
         self._meter: Meter | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._seen: Counter[str] = Counter()
+        self._told: set[str] = set()
         self.steps_done = 0
 
     def __enter__(self) -> Report:
@@ -38,16 +43,16 @@ class Report:
         self.terminal.stop()
         for sink in self._sinks:
             sink.close()
-        never_began = not self._last and kind is not None and issubclass(kind, UserError)
+        never_began = not self.began and kind is not None and issubclass(kind, UserError | KeyboardInterrupt)
         self.folder.close(discard=never_began)
 
-    @contextmanager
-    def working(self, what: str) -> Iterator[Progress]:
+    def working(self, what: str) -> AbstractContextManager[Progress]:
         """Something before the first step that may take seconds."""
-        with self.terminal.doing(what) as progress:
-            yield progress
+        return self.terminal.doing(what)
 
-    phase = working
+    def phase(self, name: str) -> AbstractContextManager[Progress]:
+        """A phase of the step under way."""
+        return self.terminal.doing(f"step {min(self.steps_done + 1, self._config.train.steps)}/{self._config.train.steps}  {name}")
 
     def begin(self, model: nn.Module, meter: Meter, *, prompts: int, tests: int) -> None:
         self._meter = meter
@@ -60,7 +65,7 @@ class Report:
             "bold",
         )
         self.terminal.say(
-            f"{prompts:,} problems ({tests} held out), {rollout.prompts} x {rollout.samples} samples a step, {self._config.loss.kind} for {self._config.train.steps} steps; writing to {self.folder.path}"
+            f"{prompts:,} problems, {tests} held-out ones to evaluate on, {rollout.prompts} x {rollout.samples} samples a step, {self._config.loss.kind} for {self._config.train.steps} steps; writing to {self.folder.path}"
         )
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
@@ -68,15 +73,30 @@ class Report:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
             metrics = {**metrics, "tokens": tokens, "tokens_per_second": tokens / metrics["seconds"]}
         self.folder.write_metrics({"step": step, **metrics})
-        self.folder.write_rollouts([_line(step, sample) for sample in samples])
+        group = self._config.rollout.samples
+        self.folder.write_rollouts([_line(step, number // group, number % group, sample) for number, sample in enumerate(samples)])
         for sink in self._sinks:
             sink.log(step, metrics)
         self.terminal.step_line(step, metrics)
         self._first, self._last = metrics | self._first, self._last | metrics
+        self._seen.update(metrics.keys())
+        self._say_failures(samples)
         self.steps_done = step
         every = self._config.report.samples_every
         if samples and (step == self._config.train.steps or (every and step % every == 0)):
             self.terminal.samples(_spread(samples, 3))
+
+    @property
+    def began(self) -> bool:
+        """Something was written."""
+        return bool(self._last)
+
+    def _say_failures(self, samples: Sequence[Sample]) -> None:
+        """Why samples could not be scored: each reason once a run."""
+        for message in dict.fromkeys(sample.scored.message for sample in samples if sample.scored.failure):
+            if message not in self._told and len(self._told) < MOST_REASONS:
+                self._told.add(message)
+                self.terminal.say(f"  not scored: {printable(message, 300)}", "red")
 
     def end(self, outcome: str) -> None:
         """The last words: what changed, where everything is, what to try next."""
@@ -84,7 +104,8 @@ class Report:
         say(f"\n{outcome}", "bold")
         for name in ("reward", *(key for key in self._last if key.startswith("evaluate/"))):
             if name in self._last:
-                say(f"  {name.replace('evaluate/', 'held-out ')}: {self._first[name]:.3f} -> {self._last[name]:.3f}")
+                before = f"{self._first[name]:.3f} -> " if self._seen[name] > 1 else ""
+                say(f"  {name.replace('evaluate/', 'held-out ')}: {before}{self._last[name]:.3f}")
         if self._meter is not None and self._meter.run:
             say("\nthe phases of the whole run, GiB at each one's peak:")
             self.terminal.table(self._meter.table())
@@ -93,16 +114,21 @@ class Report:
             if not entry.name.startswith("."):
                 say(f"  {entry.name}{'/' if entry.is_dir() else ''}")
         say("\nnext:")
-        say(f"  ebbtide train {self._source} seed=1                     the same with another seed")
-        say(f"  ebbtide config {self._source}                           every setting, with its meaning")
-        if any(entry.name == "tensorboard" for entry in self.folder.path.iterdir()):
+        again = f"ebbtide train {self.folder.path / 'config.yaml'} seed={self._config.seed + 1}"
+        settings = f"ebbtide config {self.folder.path / 'config.yaml'}"
+        say(f"  {again}   the same with another seed")
+        say(f"  {settings:<{len(again)}}   every setting, with its meaning")
+        if (self.folder.path / "tensorboard").exists():
             say(f"  tensorboard --logdir {self.folder.path}")
 
 
-def _line(step: int, sample: Sample) -> dict[str, object]:
+def _line(step: int, group: int, number: int, sample: Sample) -> dict[str, object]:
     return {
         "step": step,
+        "group": group,
+        "sample": number,
         "prompt": sample.prompt.text,
+        "answer": sample.prompt.problem.answer,
         "completion": sample.completion.text,
         "reward": sample.scored.value,
         "parts": sample.scored.parts,

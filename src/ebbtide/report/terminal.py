@@ -29,11 +29,13 @@ COLUMNS = (
 )
 
 
+SPARE = ("lr", "mismatch", "entropy", "seconds_exposed", "kl", "tokens_per_second", "grad_norm")
+
+
 class Terminal:
     def __init__(self, steps: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._steps = steps
-        self._step = 0
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -53,8 +55,7 @@ class Terminal:
     @contextmanager
     def doing(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A line with a bar while something runs; gone when it is done."""
-        where = f"step {self._step + 1}/{self._steps}  " if self._step < self._steps and self._step >= 0 else ""
-        task = self._bar.add_task(f"{where}{what}", total=None)
+        task = self._bar.add_task(what, total=None)
         try:
             yield lambda done, of: self._bar.update(task, completed=done, total=of)
         finally:
@@ -64,29 +65,36 @@ class Terminal:
         self.console.print(Text(text, style=style))
 
     def step_line(self, step: int, metrics: dict[str, float]) -> None:
-        self._step = step
-        width = len(str(self._steps))
-        parts = [(f"step {step:>{width}}/{self._steps}", "bold")]
-        for label, key, form in COLUMNS:
-            if key in metrics:
-                parts += [
-                    ("  ", ""),
-                    (f"{label} " if label else "", "dim"),
-                    (form.format(metrics[key]), "green" if key == "reward" else ""),
-                ]
+        parts = self._figures(step, metrics)
         failed = sum(value for key, value in metrics.items() if key.startswith("score_failures/"))
         if failed:
             parts.append((f"  {failed:.0f} samples could not be scored", "red"))
         if metrics.get("updates_skipped"):
             parts.append((f"  {metrics['updates_skipped']:.0f} updates skipped: the gradient is not finite", "red"))
         if metrics.get("samples_trained") == 0:
-            parts.append(("  no update: no group has a signal", "yellow"))
+            why = "no completion matched `task.extract`" if metrics.get("reward/extracted") == 0 else "no group has a signal"
+            parts.append((f"  no update: {why}", "yellow"))
         if step > 0:
             self.console.print(Text.assemble(*parts))
         tried = {key.removeprefix("evaluate/"): value for key, value in metrics.items() if key.startswith("evaluate/")}
         if tried:
             shown = "  ".join(f"{name} {value:.3f}" for name, value in tried.items())
             self.console.print(Text.assemble((f"held out, after step {step}  ", "bold cyan"), shown))
+
+    def _figures(self, step: int, metrics: dict[str, float]) -> list[tuple[str, str]]:
+        """The step's columns; on a terminal that is too narrow for all of them, those it can do without go first."""
+        columns = [column for column in COLUMNS if column[1] in metrics]
+        room = self.console.width if self.console.is_terminal else 10**6
+        parts: list[tuple[str, str]] = []
+        for spare in ("", *SPARE):
+            columns = [column for column in columns if column[1] != spare]
+            parts = [(f"step {step:>{len(str(self._steps))}}/{self._steps}", "bold")]
+            for label, key, form in columns:
+                value = (form.format(metrics[key]), "green" if key == "reward" else "")
+                parts += [("  ", ""), (f"{label} " if label else "", "dim"), value]
+            if sum(len(text) for text, _ in parts) <= room:
+                break
+        return parts
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """A heading and its rows, a name and then figures; never cut to the width of the terminal."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from typing import Any
 
@@ -41,7 +42,9 @@ def _from_python(config: PythonTask) -> Task:
     try:
         found: Any = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise UserError(f"`task.python.object: {config.object}` cannot be imported: {error}") from None
+        raise UserError(
+            f"`task.python.object: {config.object}` cannot be imported (from {os.getcwd()} or what is installed): {error}"
+        ) from None
     if isinstance(found, type) or not _is_task(found):
         if not callable(found):
             raise UserError(f"`task.python.object: {config.object}` is {type(found).__name__}: it needs the methods `problems` and `score`")

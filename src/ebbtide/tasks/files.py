@@ -57,7 +57,7 @@ def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Each row of the file, and where it stands for error messages."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"the dataset {path} does not exist: `task.file.train` and `task.file.held_out` name .jsonl or .parquet files")
+        raise UserError(f"the dataset {path} does not exist (looked for {file.absolute()}): `task.file` names .jsonl or .parquet files")
     if file.suffix == ".parquet":
         yield from _parquet(file)
     elif file.suffix in (".jsonl", ".ndjson"):
