@@ -19,7 +19,7 @@ def folder(tmp_path, *overrides: str) -> RunFolder:
 def test_lines_are_whole_and_config_reads_back(tmp_path) -> None:
     run = folder(tmp_path)
     run.write_metrics({"step": 1, "reward": 0.5})
-    run.write_rollouts([{"completion": "é\n\x1b"}, {"completion": ""}])
+    run.write_rollouts([{"completion": "é\n\x1b"}, {"completion": "", "answer": {1, 2}.__class__}])  # an answer may be any object
     assert [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "reward": 0.5}]
     assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
     written = load(str(run.path / "config.yaml"))

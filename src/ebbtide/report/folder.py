@@ -111,4 +111,4 @@ def _locked(folder: Path) -> TextIOWrapper:
 
 def _write(file: FileIO, lines: list[dict[str, Any]]) -> None:
     """All lines in one write to the file: Ctrl-C comes before or after it, and no line is cut in two."""
-    file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    file.write("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines).encode())
