@@ -59,6 +59,14 @@ def test_overlong_samples_are_masked_but_count_in_the_baseline(tiny) -> None:
     assert [t.advantage for t in masked.trajectories] == [unmasked.trajectories[0].advantage, unmasked.trajectories[3].advantage]
 
 
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+def test_all_overlong_and_masked_leaves_nothing(tiny, normalise) -> None:
+    config = tiny({"rollout.samples": 2, "loss.mask_overlong": True, "loss.normalise": normalise})
+    made = batch(config, [[1.0, 0.0], [1.0, 0.0]], [["length"] * 2] * 2)
+    assert made.trajectories == []
+    assert made.figures()["samples_trained"] == 0
+
+
 def test_figures(tiny) -> None:
     figures = batch(tiny({"rollout.samples": 2}), [[1.0, 0.0], [0.5, 0.5]]).figures()
     assert figures["reward"] == figures["reward/part"] == 0.5

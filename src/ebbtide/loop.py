@@ -71,7 +71,7 @@ def _run(config: Config, report: Report, residency: Residency) -> Policy:
         tests = encode(held_out, policy.tokenizer, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
-    report.begin(policy.model, meter, prompts=len(prompts), tests=len(tests))
+    report.begin(policy.model, residency, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
     updates_per_step = config.train.epochs * config.train.minibatches

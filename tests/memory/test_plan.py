@@ -57,9 +57,11 @@ def test_a_cell_that_cannot_be_is_named(phase, holding) -> None:
 
 
 def test_the_table_shows_every_cell() -> None:
-    lines = plan(preset="lean").show().splitlines()
+    lines = plan(preset="lean").rows()
     assert len(lines) == 1 + len(PHASES)
-    assert lines[1].split() == ["generate", "device", "away", "away", "away", "away"]
+    assert lines[1] == ["generate", "device", "away", "away", "away", "away"]
+    assert plan(preset="lean").moves
+    assert not plan().moves
 
 
 def test_the_plan_imports_no_torch() -> None:

@@ -109,6 +109,6 @@ def test_step_line_leaves_out_what_there_is_not() -> None:
     line = out.getvalue()
     assert "step  3/10  1.23 s  reward 0.500" in line
     assert "2 samples could not be scored" in line
-    assert "no update: no group has a signal" in line
+    assert "no update: no sample carries a signal" in line
     assert "1 updates skipped" in line
     assert "loss" not in line

@@ -60,13 +60,16 @@ class Plan:
     def ever_away(self, holding: Name) -> bool:
         return any(self.table[phase][holding] == "away" for phase in PHASES)
 
-    def show(self) -> str:
-        """The table as text."""
-        width = max(map(len, PHASES))
-        lines = [" " * width + "".join(f"  {holding:>9}" for holding in HOLDINGS)]
+    @property
+    def moves(self) -> bool:
+        return any(self.ever_away(holding) for holding in HOLDINGS)
+
+    def rows(self) -> list[list[str]]:
+        """The table as text: a heading, then one row per phase."""
+        lines: list[list[str]] = [["phase", *HOLDINGS]]
         for phase in PHASES:
-            lines.append(f"{phase:<{width}}" + "".join(f"  {self.table[phase][holding]:>9}" for holding in HOLDINGS))
-        return "\n".join(lines)
+            lines.append([phase, *(self.table[phase][holding] for holding in HOLDINGS)])
+        return lines
 
 
 def build_plan(config: MemoryConfig) -> Plan:

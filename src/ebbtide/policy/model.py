@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import struct
+import warnings
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -51,6 +52,7 @@ def load_model(config: Config) -> Loaded:
     """The configured model in eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
     device, dtype = pick_device(config.device), pick_dtype(config)
     transformers_logging.disable_progress_bar()  # our own progress is shown instead
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 units: slower, as is known, and said in 20 lines
     tokenizer = _tokenizer(config.model)
     if config.model.scratch is not None:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:

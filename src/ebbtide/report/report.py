@@ -11,7 +11,8 @@ from torch import nn
 from ebbtide.batch import Sample
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.memory.meter import Meter
+from ebbtide.memory.meter import GIB, Meter
+from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.sinks import Sink, sinks
@@ -54,8 +55,8 @@ class Report:
         """A phase of the step under way."""
         return self.terminal.doing(f"step {min(self.steps_done + 1, self._config.train.steps)}/{self._config.train.steps}  {name}")
 
-    def begin(self, model: nn.Module, meter: Meter, *, prompts: int, tests: int) -> None:
-        self._meter = meter
+    def begin(self, model: nn.Module, residency: Residency, *, prompts: int, tests: int) -> None:
+        self._meter = residency.meter
         self._sinks = sinks(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
@@ -67,6 +68,10 @@ class Report:
         self.terminal.say(
             f"{prompts:,} problems, {tests} held-out ones to evaluate on, {rollout.prompts} x {rollout.samples} samples a step, {self._config.loss.kind} for {self._config.train.steps} steps; writing to {self.folder.path}"
         )
+
+        if residency.plan.moves:
+            self.terminal.say(f"\nwhat lives where in each phase, {residency.host_bytes / GIB:.2f} GiB of host memory for what is away:")
+            self.terminal.table(residency.plan.rows())
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
         if samples:

@@ -72,7 +72,7 @@ class Terminal:
         if metrics.get("updates_skipped"):
             parts.append((f"  {metrics['updates_skipped']:.0f} updates skipped: the gradient is not finite", "red"))
         if metrics.get("samples_trained") == 0:
-            why = "no completion matched `task.extract`" if metrics.get("reward/extracted") == 0 else "no group has a signal"
+            why = "no completion matched `task.extract`" if metrics.get("reward/extracted") == 0 else "no sample carries a signal"
             parts.append((f"  no update: {why}", "yellow"))
         if step > 0:
             self.console.print(Text.assemble(*parts))

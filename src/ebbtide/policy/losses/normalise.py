@@ -12,6 +12,8 @@ def token_weights(
     max_new_tokens: int,
 ) -> list[float]:
     """[N]: the weight of each token of each sequence. The loss is the weighted sum over all tokens."""
+    if not lengths:  # every completion of the step was cut off and masked
+        return []
     if normalise == "sequence":
         return [1 / (length * len(lengths)) for length in lengths]
     if normalise == "token":
