@@ -111,6 +111,7 @@ class Arena:
         return self.bytes - sum(size for gaps in self._gaps for _, size in gaps)
 
     def close(self) -> None:
+        """Unpins. Left pinned, CUDA would take whatever is mapped at these addresses later for these pages, and copy them instead."""
         for slab in self._slabs:
             if self._pin:
                 _check(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
@@ -120,6 +121,7 @@ class Arena:
         size = _aligned(size)
         memory = mmap.mmap(-1, size)
         memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages: fewer to touch, to pin and to walk
+        memory.madvise(mmap.MADV_DONTFORK)  # a child of fork would share the pages, and the first write then give this process other ones
         slab = torch.frombuffer(memory, dtype=torch.uint8)
         slab.zero_()  # touched by all threads at once; pinning untouched memory does it one page at a time
         if self._pin:
