@@ -75,13 +75,13 @@ def moved(rows: list[Row]) -> None:
     AdamW(model.named_parameters(), config.optimizer, residency)
     pinning = seconds(residency.pin, repeats=1, warm_up=0)
     held = residency.holdings()
-    bytes_held = held["master"][1] + held["moments"][1]
+    bytes_held = held["master"].device + held["moments"].device
     before = torch.cuda.memory_allocated()
     outs, ins, left = [], [], []
     for _ in range(6):
         outs.append(seconds(lambda: residency.enter("generate"), repeats=1, warm_up=0))
         left.append(before - torch.cuda.memory_allocated())
-        assert {residency.holdings()[name][0] for name in ("master", "moments")} == {"host"}
+        assert {residency.holdings()[name].device for name in ("master", "moments")} == {0}
         ins.append(seconds(lambda: (residency.enter("step"), residency.need("moments")), repeats=1, warm_up=0))
     out, back = sorted(outs[1:])[2], sorted(ins[1:])[2]
     rows += [

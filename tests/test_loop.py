@@ -73,6 +73,25 @@ def test_no_plan_changes_a_bit(tiny, tmp_path, plan, dtype) -> None:
     assert all(json.loads(line)["moved_gib"] == 0 for line in (tmp_path / "keep" / "metrics.jsonl").read_text().splitlines())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_optimizer_mode_trains_the_same_policy(tiny, tmp_path, dtype) -> None:
+    """Streamed to the bit; on the CPU, whole or in part, to rounding."""
+    changes = {**EVERYTHING, "model.dtype": dtype, "train.steps": 2, "memory.preset": "lean"}
+    device = run(tiny, tmp_path / "device", changes)
+    streamed = run(tiny, tmp_path / "streamed", {**changes, "optimizer.place": "streamed"})
+    assert streamed[:2] == device[:2]
+    assert all(torch.equal(device[2][key], streamed[2][key]) for key in device[2])
+    for name, options in (("cpu", {"optimizer.place": "cpu"}), ("split", {"optimizer.cpu_fraction": 0.3})):
+        other = run(tiny, tmp_path / name, {**changes, **options})
+        again = run(tiny, tmp_path / f"{name} again", {**changes, **options, "optimizer.overlap": False})
+        assert again[:2] == other[:2]
+        assert all(torch.equal(again[2][key], other[2][key]) for key in other[2])
+        first, wanted = other[0][1], device[0][1]
+        assert first["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for key in device[2]:
+            torch.testing.assert_close(other[2][key], device[2][key], rtol=0, atol=2e-2)  # a step is 1e-3, eight of them
+
+
 def test_metrics_hold_what_the_step_line_shows(tiny, tmp_path) -> None:
     (before, first, second), rollouts, _ = run(tiny, tmp_path / "a", EVERYTHING)
     assert before["step"] == 0

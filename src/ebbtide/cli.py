@@ -46,7 +46,7 @@ def train(source: Source, overrides: Overrides = None) -> None:
 def _train(source: str, overrides: list[str]) -> None:
     config = load(source, overrides)
     sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
-    build_plan(config.memory)  # what can be found wrong without torch is found now, not ten seconds later
+    build_plan(config.memory, config.optimizer)  # what can be found wrong without torch is found now, not ten seconds later
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
     Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
     from ebbtide.loop import train as run_loop
@@ -78,7 +78,7 @@ def list_recipes() -> None:
 def show_config(source: Source, overrides: Overrides = None) -> None:
     """Print the resolved config of a recipe or file, with the meaning of each field. It is valid YAML: save it and edit it."""
     config = load(source, overrides or [])
-    build_plan(config.memory)
+    build_plan(config.memory, config.optimizer)
     typer.echo(explained(config), nl=False)
 
 

@@ -17,6 +17,7 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
 from ebbtide.memory.arena import check_host_budget
+from ebbtide.memory.host import bind_near, pci_address
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
@@ -46,11 +47,13 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 def train(config: Config, report: Report) -> Policy:
     """One whole run: what it learnt is in the policy that comes back, what happened is in the report."""
     seed_everything(config.seed, config.deterministic)
-    with Residency(build_plan(config.memory), pick_device(config.device)) as residency:
-        return _run(config, report, residency)
+    device = pick_device(config.device)
+    near = bind_near(pci_address(device)) if device.type == "cuda" else None
+    with Residency(build_plan(config.memory, config.optimizer), device) as residency:
+        return _run(config, report, residency, [near] if near else [])
 
 
-def _run(config: Config, report: Report, residency: Residency) -> Policy:
+def _run(config: Config, report: Report, residency: Residency, notes: list[str]) -> Policy:
     check_host_budget(host_needs(config, residency.plan), config.memory.host_budget_gib)
     meter = residency.meter
     with report.working("making problems"):
@@ -71,7 +74,7 @@ def _run(config: Config, report: Report, residency: Residency) -> Policy:
         tests = encode(held_out, policy.tokenizer, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
-    report.begin(policy.model, residency, prompts=len(prompts), tests=len(tests))
+    report.begin(policy.model, residency, [*notes, *optimizer.about], prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
     updates_per_step = config.train.epochs * config.train.minibatches
@@ -113,6 +116,7 @@ def _run(config: Config, report: Report, residency: Residency) -> Policy:
                 with residency.phase("step"), report.phase("step"):
                     done, of = (step - 1) * updates_per_step + number, config.train.steps * updates_per_step
                     figures |= optimizer.step(learning_rate(config.optimizer, done, of))
+                    report.skipped(optimizer.skipped)
                 updates.append(figures)
 
             metrics = batch.figures() | averaged(updates) | {"seconds": time.perf_counter() - started}

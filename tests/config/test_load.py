@@ -98,6 +98,7 @@ def test_strict_types_are_not_coerced() -> None:
         (["loss.kind=gspo", "loss.normalise=token"], ["`loss.kind: gspo`", "`loss.normalise: token`"]),
         (["run.overwrite=true"], ["`run.overwrite`", "`run.folder`"]),
         (["optimizer.final_lr_fraction=0.1"], ["`optimizer.final_lr_fraction: 0.1`", "`optimizer.schedule"]),
+        (["optimizer.place=cpu", "optimizer.cpu_fraction=0.5"], ["`optimizer.place: cpu`", "`optimizer.cpu_fraction: 0.5`", "`streamed`"]),
         (["task.held_out=0"], ["`task.held_out: 0`", "`evaluate: null`"]),
         (["train.minibatches=100000"], ["`train.minibatches: 100000`", "512 sequences"]),
         (["model.scratch.experts=4"], ["`architecture: qwen3`", "`experts`"]),

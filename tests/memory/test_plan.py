@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ebbtide.config.tree import Memory
+from ebbtide.config.tree import Memory, Optimizer
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOLDINGS, MOVABLE, NEEDS, PHASES, build_plan
 
@@ -54,6 +54,17 @@ def test_a_cell_that_cannot_be_is_named(phase, holding) -> None:
         plan(away={phase: [holding]})
     assert f"`memory.away.{phase}` names `{holding}`" in str(caught.value)
     assert "can send away" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"place": "streamed"}, {"place": "cpu"}, {"cpu_fraction": 1.0}])
+def test_state_on_the_host_stays_there_and_cannot_be_sent_away(options) -> None:
+    made = build_plan(Memory(preset="lean"), Optimizer(**options))
+    for phase in PHASES:
+        assert made.place(phase, "moments") == made.place(phase, "master") == "host"
+    assert not made.ever_away("moments")
+    with pytest.raises(UserError, match=r"`memory.away.generate` names `moments`.*`optimizer\..*lives on the host"):
+        build_plan(Memory.model_validate({"away": {"generate": ["moments"]}}), Optimizer(**options))
+    build_plan(Memory.model_validate({"away": {"generate": ["moments"]}}), Optimizer(cpu_fraction=0.5))  # half of it can
 
 
 def test_the_table_shows_every_cell() -> None:

@@ -85,7 +85,7 @@ class AnyRun(RuleBasedStateMachine):
     def lease(self, name) -> None:
         reader = self.residency.lease(name)
         reader.__enter__()
-        self.leases.append((name, reader, self.residency.holdings()[name][0]))
+        self.leases.append((name, reader, self.residency.holdings()[name].device))
 
     @precondition(lambda self: self.leases)
     @rule()
@@ -96,24 +96,22 @@ class AnyRun(RuleBasedStateMachine):
     def every_byte_is_where_the_table_says(self) -> None:
         if not hasattr(self, "phase"):
             return
-        for name, (where, size) in self.residency.holdings().items():
+        for name, (device, host) in self.residency.holdings().items():
             tensors = [self.weight.grad] if name == "grads" and self.weight.grad is not None else self.held.get(name, [])
             on_device = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            if where == "device":
-                assert on_device == size
-            else:
-                assert on_device == 0  # really given back
+            assert on_device == device  # what is away is really given back
             whole = [self.gradient] if name == "grads" and self.gradient is not None else self.truth.get(name, [])
-            assert size == sum(tensor.nbytes for tensor in whole)
-            if where == "host":
+            assert device + host == sum(tensor.nbytes for tensor in whole)
+            assert not (device and host)
+            if host:
                 blocks = self.residency._holdings[name].blocks
                 assert all(torch.equal(block.data, true.reshape(-1).view(torch.uint8)) for block, true in zip(blocks, whole, strict=True))
-            elif where == "device":
+            elif device:
                 assert all(torch.equal(a, b) for a, b in zip(tensors, whole, strict=True))
         assert [tensor.data_ptr() for tensor in self.held["weights"]] == self.addresses
-        for name, _, place in self.leases:
-            if place == "device":
-                assert self.residency.holdings()[name][0] == "device"  # nothing leaves under a reader
+        for name, _, on_device in self.leases:
+            if on_device:
+                assert self.residency.holdings()[name].device == on_device  # nothing leaves under a reader
 
     @invariant()
     def a_phase_has_what_it_needs_and_not_what_is_away(self) -> None:
@@ -121,11 +119,11 @@ class AnyRun(RuleBasedStateMachine):
             return
         leased = {name for name, _, _ in self.leases}
         self.residency.enter(self.phase)
-        places = {name: where for name, (where, _) in self.residency.holdings().items()}
+        held = self.residency.holdings()
         for name in NEEDS[self.phase]:
-            assert places[name] in ("device", "nowhere")
+            assert held[name].host == 0
         for name in self.residency.plan.away(self.phase):
-            assert places[name] in ("host", "nowhere") or name in leased
+            assert held[name].device == 0 or name in leased
 
     def teardown(self) -> None:
         for _, reader, _ in getattr(self, "leases", []):
@@ -175,10 +173,10 @@ def test_gradients_between_steps_are_nowhere_and_inside_an_accumulation_are_kept
     residency.hold("grads", lambda: [weight.grad] if weight.grad is not None else [])
     residency.pin()
     residency.enter("generate")
-    assert residency.holdings()["grads"] == ("nowhere", 0)
+    assert residency.holdings()["grads"] == (0, 0)
     weight.grad = torch.tensor([1.0, 2.0, 3.0])
     residency.enter("evaluate")  # in the middle of an accumulation
-    assert residency.holdings()["grads"] == ("host", 12)
+    assert residency.holdings()["grads"] == (0, 12)
     residency.enter("train")
     assert weight.grad.tolist() == [1.0, 2.0, 3.0]
 
@@ -200,7 +198,7 @@ def test_a_write_waits_for_a_reader_in_another_thread() -> None:
     thread.start()
     taken.wait()
     residency.enter("generate")
-    assert residency.holdings()["moments"][0] == "device"  # it does not leave under its reader
+    assert residency.holdings()["moments"] == (20, 0)  # it does not leave under its reader
     wait_for = residency._released.wait_for
 
     def waits(predicate) -> bool:
@@ -241,4 +239,20 @@ def test_holdings_and_other_add_up_to_the_peak() -> None:
     heading, *body = residency.meter.table()
     assert heading[:3] == ["phase", "seconds", "peak GiB"]
     assert [row[0] for row in body] == ["generate", "step"]
-    assert "moments    host" in residency.table()
+    assert residency.table().splitlines()[1].split() == ["moments", "0.000", "0.000"]
+    assert residency.holdings()["moments"] == (0, 4000)
+
+
+def test_what_lives_on_the_host_is_in_the_table_and_never_moves() -> None:
+    residency = lean()
+    (here,) = residency.host("moments", [100], pinned=True)
+    residency.hold("moments", [torch.zeros(5)])
+    residency.pin()
+    here.fill_(7)
+    assert residency.holdings()["moments"] == (20, 100)
+    residency.enter("generate")
+    assert residency.holdings()["moments"] == (0, 120)
+    residency.enter("step")
+    residency.need("moments", write=True)
+    assert residency.holdings()["moments"] == (20, 100)
+    assert here.unique().tolist() == [7]

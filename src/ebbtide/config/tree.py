@@ -355,11 +355,48 @@ class Optimizer(Section):
     final_lr_fraction: Fraction = 0.0
     """Where `linear` and `cosine` end, as a fraction of `lr`."""
 
+    place: Literal["device", "streamed", "cpu"] = "device"
+    """Where the state lives and who computes: `device` is the GPU for both; `streamed` keeps the state in pinned host memory and sends it through the GPU chunk by chunk at each step, to the same bits; `cpu` keeps it in host memory and steps on the CPU."""
+
+    cpu_fraction: Fraction | None = None
+    """Share of the parameters that is stepped on the CPU while the GPU steps the rest, which is in `place`; `null` is none of them, or all with `place: cpu`."""
+
+    overlap: bool = True
+    """Copies run beside the backward and beside the other chunks' steps. Off, everything happens in plain order, to the same bits: for debugging."""
+
+    state_dtype: Literal["float32", "bfloat16", "bfloat16_stochastic"] = "float32"
+    """Type of the two moments. The bfloat16 ones halve them and are NOT exact: `bfloat16` rounds to the nearest, which freezes a second moment that changes by less than 0.4% a step; `bfloat16_stochastic` rounds up or down at random, right on average."""
+
+    grad_dtype: Literal["auto", "float32"] = "auto"
+    """Type in which gradients add up over micro-batches; `auto` is the weights' own."""
+
+    check_for_nan_in_grad: Literal["skip", "stop", "ignore"] = "skip"
+    """What a NaN or Inf in a gradient does: `skip` takes no step and counts it; `stop` ends the run; both name the first parameter affected and leave weights and state untouched. `ignore` steps all the same."""
+
     @model_validator(mode="after")
     def _an_end_needs_a_slope(self) -> Optimizer:
         if self.schedule == "constant" and self.final_lr_fraction:
             raise ValueError(f"`optimizer.final_lr_fraction: {self.final_lr_fraction}` needs `optimizer.schedule: linear` or `cosine`")
         return self
+
+    @model_validator(mode="after")
+    def _the_rest_has_a_place(self) -> Optimizer:
+        if self.place == "cpu" and self.cpu_fraction not in (None, 1.0):
+            raise ValueError(
+                f"`optimizer.place: cpu` steps all parameters on the CPU, and `optimizer.cpu_fraction: {self.cpu_fraction:g}` only some: "
+                "say with `optimizer.place: device` or `streamed` where the rest is, or remove the fraction"
+            )
+        return self
+
+    @property
+    def on_cpu(self) -> float:
+        """The share of the parameters that is stepped on the CPU."""
+        return 1.0 if self.place == "cpu" else self.cpu_fraction or 0.0
+
+    @property
+    def state_on_host(self) -> bool:
+        """All of the state lives in host memory, in every phase."""
+        return self.place != "device" or self.on_cpu == 1.0
 
 
 class Train(Section):

@@ -7,6 +7,7 @@ so it is done once, before the first step, for all that the plan will ever send 
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ class Arena:
     def __init__(self, pin: bool, slab: int = SLAB) -> None:
         self._pin, self._slab = pin, slab
         self._slabs: list[Tensor] = []
+        # Also for an arena that nobody closes. Left pinned, CUDA would take whatever is mapped at these addresses later for the old pages, and copy those.
+        self._unpin = weakref.finalize(self, _unpin, self._slabs if pin else [])
+        self._unpin.atexit = False
         self._gaps: list[list[tuple[int, int]]] = []  # per slab: (offset, size), in order
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -111,10 +115,7 @@ class Arena:
         return self.bytes - sum(size for gaps in self._gaps for _, size in gaps)
 
     def close(self) -> None:
-        """Unpins. Left pinned, CUDA would take whatever is mapped at these addresses later for these pages, and copy them instead."""
-        for slab in self._slabs:
-            if self._pin:
-                _check(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
+        self._unpin()
         self._slabs, self._gaps = [], []
 
     def _grow(self, size: int) -> None:
@@ -134,6 +135,11 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _unpin(slabs: Sequence[Tensor]) -> None:
+    for slab in slabs:
+        _check(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
+
+
 def _check(status: object) -> None:
     if int(status) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"pinning host memory failed (CUDA error {status}): check `ulimit -l` and the free memory")
+        raise RuntimeError(f"pinning host memory failed (CUDA error {int(status)}): check `ulimit -l` and the free memory")  # type: ignore[call-overload]

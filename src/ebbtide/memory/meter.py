@@ -27,7 +27,7 @@ class Row:
     reserved: int = 0
     holdings: dict[Name, int] = field(default_factory=dict)
     host: int = 0
-    """Pinned host memory."""
+    """Host memory that holdings have taken."""
     moved: Tally = field(default_factory=Tally)
 
     @property
@@ -49,7 +49,8 @@ class Owner(Protocol):
 
     def enter(self, phase: Phase) -> None: ...
 
-    def holdings(self) -> Mapping[Name, tuple[str, int]]: ...
+    def holdings(self) -> Mapping[Name, tuple[int, int]]:
+        """(bytes on the device, bytes on the host) of each."""
 
     @property
     def host_bytes(self) -> int: ...
@@ -134,7 +135,7 @@ class Meter:
 
 
 def _on_device(owner: Owner) -> dict[Name, int]:
-    return {name: size if where == "device" else 0 for name, (where, size) in owner.holdings().items()}
+    return {name: device for name, (device, _) in owner.holdings().items()}
 
 
 def _process_peak() -> int:

@@ -8,12 +8,13 @@ from typing import Literal, get_args
 
 from ebbtide.config.tree import Memory as MemoryConfig
 from ebbtide.config.tree import Movable
+from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
 
 Phase = Literal["generate", "score", "logprob", "train", "step", "evaluate"]
 Name = Literal["weights", "grads", "master", "moments", "reference"]
-Place = Literal["device", "away", "stays"]
-"""In a plan: must be on the device; must not be; or stays where it is."""
+Place = Literal["device", "away", "stays", "host"]
+"""In a plan: must be on the device; must not be; stays where it is; or lives on the host in every phase."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 HOLDINGS: tuple[Name, ...] = get_args(Name)
@@ -72,8 +73,10 @@ class Plan:
         return lines
 
 
-def build_plan(config: MemoryConfig) -> Plan:
+def build_plan(config: MemoryConfig, optimizer: OptimizerConfig | None = None) -> Plan:
     """The preset's table with the config's own rows in it, checked: what a phase needs cannot be away in it."""
+    optimizer = optimizer or OptimizerConfig()
+    on_host: frozenset[Name] = frozenset({"master", "moments"}) if optimizer.state_on_host else frozenset()
     table: dict[Phase, dict[Name, Place]] = {}
     for phase in PHASES:
         row: list[Movable] | None = getattr(config.away, phase)
@@ -83,10 +86,26 @@ def build_plan(config: MemoryConfig) -> Plan:
             away = {holding for holding in MOVABLE if lean and holding not in NEEDS[phase]}
         else:
             away = set(row)
-            for holding in away & NEEDS[phase]:
+            for kept in sorted(away & on_host):
                 raise UserError(
-                    f"`memory.away.{phase}` names `{holding}`, and the {phase} phase needs it on the device: remove it from that row. "
+                    f"`memory.away.{phase}` names `{kept}`, and with {_says(optimizer)} it lives on the host in every phase: remove it from that row"
+                )
+            for needed in sorted(away & NEEDS[phase]):
+                raise UserError(
+                    f"`memory.away.{phase}` names `{needed}`, and the {phase} phase needs it on the device: remove it from that row. "
                     f"{phase.capitalize()} can send away: {', '.join(h for h in MOVABLE if h not in NEEDS[phase])}"
                 )
-        table[phase] = {holding: "device" if holding in NEEDS[phase] else "away" if holding in away else "stays" for holding in HOLDINGS}
+        places: dict[Name, Place] = {}
+        for holding in HOLDINGS:
+            if holding in on_host:
+                places[holding] = "host"
+            elif holding in NEEDS[phase]:
+                places[holding] = "device"
+            else:
+                places[holding] = "away" if holding in away else "stays"
+        table[phase] = places
     return Plan(table)
+
+
+def _says(optimizer: OptimizerConfig) -> str:
+    return f"`optimizer.place: {optimizer.place}`" if optimizer.place != "device" else f"`optimizer.cpu_fraction: {optimizer.cpu_fraction}`"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,12 @@ from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.mover import Move, Mover
 from ebbtide.memory.plan import HOLDINGS, Name, Phase, Plan
 
-Where = Literal["device", "host", "nowhere"]
+
+class Bytes(NamedTuple):
+    """Of a holding: how much of it is where. Neither is `nowhere`."""
+
+    device: int
+    host: int
 
 
 @dataclass
@@ -24,8 +29,10 @@ class _Holding:
     """Tensors that live and move as one. Each of their storages is one copy of a move."""
 
     name: Name
-    tensors: Callable[[], Sequence[Tensor]]
-    frozen: bool
+    tensors: Callable[[], Sequence[Tensor]] = lambda: []
+    frozen: bool = False
+    residents: list[Block] = field(default_factory=list)
+    """Host memory in which a part of it lives in every phase."""
     away: bool = False
     """Its bytes are in `blocks`, and its storages are empty."""
     blocks: list[Block] = field(default_factory=list)
@@ -42,14 +49,11 @@ class _Holding:
         return list(found.values())
 
     @property
-    def bytes(self) -> int:
-        return sum(block.size for block in self.blocks) if self.away else sum(storage.nbytes() for storage in self.storages())
-
-    @property
-    def where(self) -> Where:
+    def bytes(self) -> Bytes:
+        resident = sum(block.size for block in self.residents)
         if self.away:
-            return "host"
-        return "device" if self.storages() else "nowhere"
+            return Bytes(0, resident + sum(block.size for block in self.blocks))
+        return Bytes(sum(storage.nbytes() for storage in self.storages()), resident)
 
 
 class Residency:
@@ -61,27 +65,39 @@ class Residency:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.arena = Arena(pin=device.type == "cuda")
-        self._mover = Mover(device)
+        self.unpinned = Arena(pin=False)
+        """Host memory that only the CPU uses."""
+        self.mover = Mover(device)
         self._holdings: dict[Name, _Holding] = {}
         self._released = threading.Condition()
-        self.meter = Meter(device, self._mover)
+        self.meter = Meter(device, self.mover)
 
     def __enter__(self) -> Residency:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Lets go of the pinned memory, once no copy uses it. What is still away is gone with it."""
-        self._mover.finish()
+        self.mover.finish()
         self.arena.close()
+        self.unpinned.close()
 
     # What there is
 
     def hold(self, name: Name, tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]], *, frozen: bool = False) -> None:
         """Takes charge of tensors on the device; `frozen` ones never change. A function names tensors that come and go, such as gradients."""
-        if name in self._holdings:
+        holding = self._holdings.setdefault(name, _Holding(name))
+        if holding.storages():
             raise ValueError(f"the holding {name} is held already")
         fixed = tensors if callable(tensors) else list(tensors)
-        self._holdings[name] = _Holding(name, fixed if callable(fixed) else lambda: fixed, frozen)
+        holding.tensors, holding.frozen = fixed if callable(fixed) else lambda: fixed, frozen
+
+    def host(self, name: Name, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
+        """Host memory of these sizes in bytes, in which a holding, or a part of it, lives in every phase. Pinned if it crosses the link."""
+        arena = self.arena if pinned else self.unpinned
+        arena.reserve(sizes)
+        blocks = [arena.take(size) for size in sizes]
+        self._holdings.setdefault(name, _Holding(name)).residents += blocks
+        return [block.data for block in blocks]
 
     def pin(self) -> None:
         """Pins host memory for all that the plan ever sends away: once, when everything is held and before the first phase."""
@@ -91,19 +107,19 @@ class Residency:
         for holding, group in zip(leaving, sizes, strict=True):
             holding.blocks = [self.arena.take(size) for size in group]
 
-    def holdings(self) -> dict[Name, tuple[Where, int]]:
-        """Where each holding is, and its bytes."""
-        return {name: (holding.where, holding.bytes) for name, holding in self._holdings.items()}
+    def holdings(self) -> dict[Name, Bytes]:
+        """How much of each holding is where."""
+        return {name: holding.bytes for name, holding in self._holdings.items()}
 
     @property
     def host_bytes(self) -> int:
-        """Host memory pinned."""
-        return self.arena.bytes
+        """Host memory taken, pinned or not."""
+        return self.arena.bytes + self.unpinned.bytes
 
     def table(self) -> str:
         """Where everything is now, as text."""
-        lines = [f"{'holding':<10} {'place':<8} {'GiB':>9}"]
-        lines += [f"{name:<10} {where:<8} {size / GIB:>9.3f}" for name, (where, size) in self.holdings().items()]
+        lines = [f"{'holding':<10} {'device GiB':>10} {'host GiB':>10}"]
+        lines += [f"{name:<10} {size.device / GIB:>10.3f} {size.host / GIB:>10.3f}" for name, size in self.holdings().items()]
         return "\n".join(lines)
 
     # Phases
@@ -131,7 +147,7 @@ class Residency:
             self._wait_for_readers(holding)
         self._fetch(holding)
         if holding.last is not None:
-            self._mover.compute_waits(holding.last)
+            self.mover.compute_waits(holding.last)
             holding.last = None
 
     def dropped(self, name: Name) -> None:
@@ -173,7 +189,7 @@ class Residency:
             self._new_blocks(holding, sizes)
         if not holding.copied:
             pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True)]
-            holding.last = self._mover.move_out(pairs, after=holding.last)
+            holding.last = self.mover.move_out(pairs, after=holding.last)
             holding.copied = holding.frozen
         for storage in storages:
             storage.resize_(0)
@@ -192,12 +208,12 @@ class Residency:
                 storage.resize_(0)  # it is still on the host, whole
             raise
         pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True)]
-        holding.last = self._mover.move_in(pairs, after=holding.last)
+        holding.last = self.mover.move_in(pairs, after=holding.last)
         holding.away = False
 
     def _new_blocks(self, holding: _Holding, sizes: Sequence[int]) -> None:
         """Blocks for a holding that changed since it last left. The old ones may still be read by the move that brought it back."""
-        self._mover.host_waits(holding.last)
+        self.mover.host_waits(holding.last)
         for block in holding.blocks:
             self.arena.give_back(block)
         holding.blocks = [self.arena.take(size) for size in sizes]

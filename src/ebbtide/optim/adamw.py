@@ -1,136 +1,104 @@
-"""AdamW on the device: fp32 moments, and fp32 master weights where the weights are 16-bit."""
+"""AdamW with fp32 masters, behind one interface wherever its state lives: on the device, streamed through it, on the CPU, or split between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+import math
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
-from ebbtide.memory.buckets import buckets
+from ebbtide.errors import UserError
+from ebbtide.memory.plan import Name
 from ebbtide.memory.residency import Residency
-
-CHUNK = 256 * 2**20  # elements whose gradients are in fp32 at once
-
-
-@dataclass
-class _Entry:
-    """One parameter and its state. The number of its steps stays on the host."""
-
-    weight: nn.Parameter
-    master: Tensor
-    """fp32; the weight itself where that is fp32."""
-    first: Tensor
-    second: Tensor
-    decay: float
-    steps: int = 0
+from ebbtide.optim.layout import shared_out
+from ebbtide.optim.on_cpu import OnCpu, staging_bytes
+from ebbtide.optim.on_device import OnDevice
+from ebbtide.optim.part import Part, Trained, moment_type
+from ebbtide.optim.rule import Rule
+from ebbtide.optim.streamed import Streamed
 
 
 class AdamW:
-    """torch's fused AdamW on fp32 masters. A 16-bit weight is its master, rounded; an fp32 weight is its own master.
-
-    The state is held in buckets by the residency, as `master` and `moments`; gradients are the holding `grads`.
-    """
+    """A 16-bit weight is its fp32 master, rounded; an fp32 weight is its own master. Gradients are the holding `grads`, the state `master` and `moments`."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, residency: Residency) -> None:
         self._config, self._residency = config, residency
-        weights = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-        shapes, device = [weight.shape for weight in weights], residency.device
-        firsts, seconds = buckets(shapes, torch.float32, device), buckets(shapes, torch.float32, device)
-        for flat in (*firsts[0], *seconds[0]):
-            flat.zero_()
-        narrow = [weight.shape for weight in weights if weight.dtype != torch.float32]
-        master_buckets, master_views = buckets(narrow, torch.float32, device)
-        views = iter(master_views)
-        masters = [weight.detach() if weight.dtype == torch.float32 else next(views).copy_(weight.detach()) for weight in weights]
-        self._entries = [
+        self._trained = [
             # Decay is for matrices; norms and biases have none.
-            _Entry(weight, master, first, second, config.weight_decay if weight.ndim >= 2 else 0.0)
-            for weight, master, first, second in zip(weights, masters, firsts[1], seconds[1], strict=True)
+            Trained(name, weight, config.weight_decay if weight.ndim >= 2 else 0.0)
+            for name, weight in named_parameters
+            if weight.requires_grad
         ]
-        self._has_master = bool(narrow)
-        residency.hold("grads", lambda: [weight.grad for weight in weights if weight.grad is not None])
-        residency.hold("moments", [*firsts[0], *seconds[0]])
-        if self._has_master:
-            residency.hold("master", master_buckets)
+        gpu_part, cpu_part = shared_out([one.weight.numel() for one in self._trained], config.on_cpu)
+        self._parts: list[Part] = []
+        if gpu_part:
+            way = Streamed if config.place == "streamed" else OnDevice
+            self._parts.append(way(self._trained, gpu_part, config, residency))
+        if cpu_part:
+            self._parts.append(OnCpu(self._trained, cpu_part, config, residency))
+        if config.grad_dtype == "float32":
+            for one in self._trained:
+                one.weight.grad_dtype = torch.float32
+        trained = self._trained
+        residency.hold("grads", lambda: [one.weight.grad for one in trained if one.weight.grad is not None])
+        self.about = [part.about() for part in self._parts if isinstance(part, OnCpu)]
+        """What a person should know of it before the run."""
+        self.skipped: str | None = None
+        """The first parameter whose gradient was not finite, where the last step was skipped for it."""
 
     @torch.no_grad()
     def step(self, lr: float) -> dict[str, float]:
         """Clips, steps and clears the gradients; says the norm of the whole gradient before the clip.
 
-        A norm that is not finite takes no step: weights and state stay as they were, and the skip is counted.
+        The norm is known before anything changes. Where it is not finite, weights and state stay as they were (unless the config says to ignore it).
         """
         self._residency.need("grads", write=True)
-        entries = [entry for entry in self._entries if entry.weight.grad is not None]
-        norm = _norm([entry.weight.grad for entry in entries], self._residency.device)
-        finite = bool(norm.isfinite())
-        if finite:
-            if self._has_master:
-                self._residency.need("master", write=True)
-            self._residency.need("moments", write=True)
-            for chunk in _chunks(entries):
-                self._update(chunk, lr, self._clip_scale(norm))
-        self.zero_grad()
-        return {"grad_norm": float(norm), "lr": lr, "updates_skipped": float(not finite)}
-
-    def _update(self, entries: Sequence[_Entry], lr: float, scale: Tensor | None) -> None:
-        """One chunk: gradients to fp32 and clipped, AdamW on the masters, masters rounded into the weights."""
-        gradients = [entry.weight.grad.float() for entry in entries if entry.weight.grad is not None]
-        if scale is not None:
-            torch._foreach_mul_(gradients, scale)
-        for (decay, steps), places in groupby(range(len(entries)), key=lambda i: (entries[i].decay, entries[i].steps)):
-            group = list(places)
-            count = torch.full((), steps + 1, dtype=torch.float32, device=self._residency.device)
-            torch._fused_adamw_(
-                [entries[i].master for i in group],
-                [gradients[i] for i in group],
-                [entries[i].first for i in group],
-                [entries[i].second for i in group],
-                [],
-                [count] * len(group),
-                lr=lr,
-                beta1=self._config.betas[0],
-                beta2=self._config.betas[1],
-                weight_decay=decay,
-                eps=self._config.eps,
-                amsgrad=False,
-                maximize=False,
+        norms = sorted(norm for part in self._parts for norm in part.norms())
+        norm = math.sqrt(sum(value * value for _, value in norms))
+        self.skipped = None if math.isfinite(norm) else self._first_bad(norms)
+        if self.skipped is not None and self._config.check_for_nan_in_grad == "stop":
+            raise UserError(
+                f"the gradient is not finite, first in {self.skipped}: lower `optimizer.lr`, or set `optimizer.check_for_nan_in_grad: skip` to go on "
+                "without such steps. Weights and optimizer are as they were before it"
             )
-        for entry in entries:
-            entry.steps += 1
-        rounded = [entry for entry in entries if entry.weight.dtype != torch.float32]
-        if rounded:
-            torch._foreach_copy_([entry.weight for entry in rounded], [entry.master for entry in rounded])
-
-    def _clip_scale(self, norm: Tensor) -> Tensor | None:
-        if self._config.clip_norm is None:
-            return None
-        return (self._config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    def zero_grad(self) -> None:
-        for entry in self._entries:
-            entry.weight.grad = None
+        if self.skipped is None or self._config.check_for_nan_in_grad == "ignore":
+            self.skipped = None
+            self._step(lr, norm, {number for number, _ in norms})
+        for part in self._parts:
+            part.clear()
         self._residency.dropped("grads")
+        return {"grad_norm": norm, "lr": lr, "updates_skipped": float(self.skipped is not None)}
+
+    def _step(self, lr: float, norm: float, numbers: set[int]) -> None:
+        clip = self._config.clip_norm
+        scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+        rules = {}
+        for number in numbers:
+            one = self._trained[number]
+            one.steps += 1
+            rules[number] = Rule(self._config, lr, one.decay, one.steps, scale, number)
+        state: tuple[Name, ...] = ("master", "moments")
+        for holding in state:
+            if holding in self._residency.holdings():  # there is no master where all weights are fp32
+                self._residency.need(holding, write=True)
+        for part in self._parts:
+            part.step(rules)
+
+    def _first_bad(self, norms: list[tuple[int, float]]) -> str:
+        bad = [number for number, value in norms if not math.isfinite(value)]
+        return self._trained[bad[0]].name if bad else "the norm of all of it together"
 
 
-def _norm(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The norm of all gradients together, in fp32 whatever their type."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients if gradient is not None]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
-
-
-def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Parameters of alike decay and steps side by side, in runs of at most CHUNK elements (a larger parameter is a run of its own)."""
-    chunk: list[_Entry] = []
-    size = 0
-    for entry in sorted(entries, key=lambda entry: (entry.decay, entry.steps)):
-        if chunk and size + entry.weight.numel() > CHUNK:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(entry)
-        size += entry.weight.numel()
-    if chunk:
-        yield chunk
+def state_bytes(config: OptimizerConfig, parameters: int, dtype: torch.dtype) -> tuple[dict[Name, int], dict[str, int]]:
+    """(bytes on the device, bytes on the host in every phase) of each holding, for so many parameters of a type."""
+    on_cpu = round(config.on_cpu * parameters)
+    elsewhere = parameters - on_cpu
+    low, moment = 0 if dtype == torch.float32 else 2, moment_type(config).itemsize
+    gpu_part: dict[Name, int] = {"master": low * elsewhere, "moments": 2 * moment * elsewhere}
+    grad = 4 if config.grad_dtype == "float32" else dtype.itemsize
+    cpu_part = {"master": 4 * on_cpu, "moments": 2 * moment * on_cpu, "grads": grad * on_cpu, "staging": staging_bytes(on_cpu, grad)}
+    if config.place != "streamed":
+        return gpu_part, cpu_part
+    return {}, cpu_part | {name: size + cpu_part[name] for name, size in gpu_part.items()}

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from transformers import AutoModelForCausalLM
 
 from ebbtide.config.tree import Config
-from ebbtide.memory.plan import Name, Plan
+from ebbtide.memory.plan import Plan
+from ebbtide.optim.adamw import state_bytes
 from ebbtide.policy.model import model_config, pick_dtype
 
 
 def host_needs(config: Config, plan: Plan) -> dict[str, int]:
-    """Holding -> bytes. Gradients are not among them: between steps there are none."""
-    leaving: list[Name] = [name for name in ("master", "moments", "reference") if plan.ever_away(name)]
-    if not leaving:
+    """Holding -> bytes. Gradients that the plan sends away are not among them: between steps there are none."""
+    if not plan.moves and config.optimizer.place == "device" and not config.optimizer.on_cpu:
         return {}
     dtype = pick_dtype(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    sizes: dict[Name, int] = {
-        "master": 0 if dtype == torch.float32 else 4 * parameters,
-        "moments": 8 * parameters,
-        "reference": dtype.itemsize * parameters if config.loss.kl is not None else 0,
-    }
-    return {name: sizes[name] for name in leaving}
+    moving, resident = state_bytes(config.optimizer, parameters, dtype)
+    if config.loss.kl is not None:
+        moving["reference"] = dtype.itemsize * parameters
+    needs: Counter[str] = Counter(resident)
+    needs.update({name: size for name, size in moving.items() if plan.ever_away(name)})
+    return dict(needs)

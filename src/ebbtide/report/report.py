@@ -55,7 +55,7 @@ class Report:
         """A phase of the step under way."""
         return self.terminal.doing(f"step {min(self.steps_done + 1, self._config.train.steps)}/{self._config.train.steps}  {name}")
 
-    def begin(self, model: nn.Module, residency: Residency, *, prompts: int, tests: int) -> None:
+    def begin(self, model: nn.Module, residency: Residency, notes: Sequence[str], *, prompts: int, tests: int) -> None:
         self._meter = residency.meter
         self._sinks = sinks(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -69,8 +69,10 @@ class Report:
             f"{prompts:,} problems, {tests} held-out ones to evaluate on, {rollout.prompts} x {rollout.samples} samples a step, {self._config.loss.kind} for {self._config.train.steps} steps; writing to {self.folder.path}"
         )
 
-        if residency.plan.moves:
-            self.terminal.say(f"\nwhat lives where in each phase, {residency.host_bytes / GIB:.2f} GiB of host memory for what is away:")
+        for note in notes:
+            self.terminal.say(note)
+        if residency.host_bytes:
+            self.terminal.say(f"\nwhat lives where in each phase, {residency.host_bytes / GIB:.2f} GiB of host memory beside it:")
             self.terminal.table(residency.plan.rows())
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
@@ -90,6 +92,11 @@ class Report:
         every = self._config.report.samples_every
         if samples and (step == self._config.train.steps or (every and step % every == 0)):
             self.terminal.samples(_spread(samples, 3))
+
+    def skipped(self, parameter: str | None) -> None:
+        """An update that was not made, and the first parameter whose gradient was not finite."""
+        if parameter is not None:
+            self.terminal.say(f"  update skipped: the gradient is not finite, first in {parameter}", "red")
 
     @property
     def began(self) -> bool:

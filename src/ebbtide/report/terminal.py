@@ -70,7 +70,7 @@ class Terminal:
         if failed:
             parts.append((f"  {failed:.0f} samples could not be scored", "red"))
         if metrics.get("updates_skipped"):
-            parts.append((f"  {metrics['updates_skipped']:.0f} updates skipped: the gradient is not finite", "red"))
+            parts.append((f"  {metrics['updates_skipped']:.0f} updates skipped", "red"))
         if metrics.get("samples_trained") == 0:
             why = "no completion matched `task.extract`" if metrics.get("reward/extracted") == 0 else "no sample carries a signal"
             parts.append((f"  no update: {why}", "yellow"))

@@ -1,0 +1,169 @@
+"""The optimizer's step in each mode, on the Qwen3-1.7B shape: seconds, device memory, and what a 16k-token forward and backward hides of it.
+
+    python benchmarks/optimizer.py
+
+Beside it, in the same process and where they are installed: Megatron-Core's HybridDeviceOptimizer (fp32 masters on the CPU) and torchao's
+CPUOffloadOptimizer (bfloat16 state, no master). Gradients come from the same forward and backward for all. Peers do not clip; Ebbtide does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from common import Row, save
+
+from ebbtide.config import load
+from ebbtide.loop import seed_everything
+from ebbtide.memory.plan import build_plan
+from ebbtide.memory.residency import Residency
+from ebbtide.optim import streamed
+from ebbtide.optim.adamw import AdamW
+from ebbtide.policy.model import load_model
+from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.policy import Policy
+
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+GIB = 2**30
+TOKENS = 16_384
+REPEATS, WARM_UP = 5, 2
+MODES = {
+    "device": [],
+    "streamed": ["optimizer.place=streamed"],
+    "cpu": ["optimizer.place=cpu"],
+    "cpu, no overlap": ["optimizer.place=cpu", "optimizer.overlap=false"],
+    "split, half cpu, half device": ["optimizer.cpu_fraction=0.5"],
+    "split, half cpu, half streamed": ["optimizer.place=streamed", "optimizer.cpu_fraction=0.5"],
+}
+
+
+def trajectories() -> list[Trajectory]:
+    """Sequences of 126 + 256 tokens that fill one micro-batch."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(TOKENS // 382):
+        tokens = torch.randint(200, (382,), generator=generator).tolist()
+        made.append(Trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1 / TOKENS))
+    return made
+
+
+def timed(backward: Callable[[], object], step: Callable[[], object]) -> tuple[float, float, int]:
+    """(seconds of forward and backward, seconds of the step after it, peak bytes in the step)."""
+    taken = []
+    for _ in range(WARM_UP + REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        backward()
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        taken.append((middle - start, time.perf_counter() - middle, torch.cuda.max_memory_allocated()))
+    backwards, steps, peaks = zip(*taken[WARM_UP:], strict=True)
+    return statistics.median(backwards), statistics.median(steps), max(peaks)
+
+
+def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
+    """The figures of one mode, and the weights after its steps."""
+    config = load(CONFIG, options)
+    seed_everything(0, deterministic=True)
+    loaded = load_model(config)
+    policy, sequences = Policy(loaded, config), trajectories()
+    weights = sum(weight.nbytes for weight in loaded.model.parameters())
+    outside = torch.cuda.memory_allocated() - weights  # buffers, workspaces
+    with Residency(build_plan(config.memory, config.optimizer), torch.device("cuda", 0)) as residency:
+        start = time.perf_counter()
+        optimizer = AdamW(loaded.model.named_parameters(), config.optimizer, residency)
+        built = time.perf_counter() - start
+        backward, step, peak = timed(lambda: policy.accumulate(sequences, lambda *_: None), lambda: optimizer.step(1e-6))
+        exposed = residency.mover.take().exposed / (REPEATS + WARM_UP)
+        ring = 3 * 10 * streamed.CHUNK if config.optimizer.place == "streamed" else 0
+        grads = weights * (1 - config.optimizer.on_cpu if config.optimizer.overlap else 1)
+        held = residency.holdings()
+        promised = weights + grads + ring + held["master"].device + held["moments"].device
+        host = residency.host_bytes
+    rows = [
+        Row(name, "forward and backward, 16k tokens", backward, "s"),
+        Row(name, "step after it", step, "s"),
+        Row(name, "exposed, a step", exposed, "s"),
+        Row(name, "peak in the step", (peak - outside) / GIB, "GiB"),
+        Row(name, "promised", promised / GIB, "GiB"),
+        Row(name, "peak, of what was promised", (peak - outside) / promised * 100, "%"),
+        Row(name, "host memory", host / GIB, "GiB"),
+        Row(name, "building it", built, "s"),
+    ]
+    return rows, [weight.detach().cpu() for weight in loaded.model.parameters()]
+
+
+def megatron(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    return HybridDeviceOptimizer(
+        [{"params": parameters, "lr": 1e-6}],
+        offload_fraction=1.0,
+        cpu_optimizer_cls=functools.partial(torch.optim.AdamW, fused=True),
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=True,
+    )
+
+
+def torchao(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=True, lr=1e-6, fused=True)
+
+
+def peer(name: str, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> list[Row]:
+    config = load(CONFIG)
+    seed_everything(0, deterministic=True)
+    loaded = load_model(config)
+    policy, sequences = Policy(loaded, config), trajectories()
+    try:
+        optimizer = make(list(loaded.model.parameters()))
+    except ImportError as error:
+        print(f"{name}: not installed ({error})", flush=True)
+        return []
+    backward, seconds, peak = timed(
+        lambda: policy.accumulate(sequences, lambda *_: None), lambda: (optimizer.step(), optimizer.zero_grad())
+    )
+    return [
+        Row(name, "forward and backward, 16k tokens", backward, "s"),
+        Row(name, "step after it", seconds, "s"),
+        Row(name, "peak in the step", peak / GIB, "GiB"),
+    ]
+
+
+def show(rows: list[Row]) -> list[Row]:
+    print(*(f"{row.case}: {row.metric} {row.value:.4g} {row.unit}" for row in rows), sep="\n", flush=True)
+    return rows
+
+
+def main() -> None:
+    found: list[Row] = []
+    ends = {}
+    for name, options in MODES.items():
+        rows, ends[name] = mode(name, options)
+        found += show(rows)
+    same = all(torch.equal(a, b) for a, b in zip(ends["device"], ends["streamed"], strict=True))
+    found.append(Row("streamed = device, after all steps", "identical to the bit", float(same), "(1 = yes)"))
+    same = all(torch.equal(a, b) for a, b in zip(ends["cpu"], ends["cpu, no overlap"], strict=True))
+    found.append(Row("cpu = cpu without overlap", "identical to the bit", float(same), "(1 = yes)"))
+    found += show(peer("Megatron-Core HybridDeviceOptimizer", megatron))
+    found += show(peer("torchao CPUOffloadOptimizer (bf16 state, no master)", torchao))
+    steps = {row.case: row.value for row in found if row.metric == "step after it"}
+    if (theirs := steps.get("Megatron-Core HybridDeviceOptimizer")) is not None:
+        found.append(Row("cpu", "times Megatron's speed", theirs / steps["cpu"], "x"))
+    save("optimizer", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The host's cores: which this process may use, and which of them are near the GPU."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SYSTEM = Path("/sys")
+
+
+def usable_cores(system: Path = SYSTEM) -> int:
+    """Cores that this process may keep busy: its affinity, or less if a cgroup's quota says so."""
+    cores = len(os.sched_getaffinity(0))
+    limit = system / "fs/cgroup/cpu.max"
+    if limit.exists():
+        quota, period = limit.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def pci_address(device: torch.device) -> str:
+    """Of a GPU, as the system writes it."""
+    made: Any = torch.cuda.get_device_properties(device)
+    return f"{made.pci_domain_id:04x}:{made.pci_bus_id:02x}:{made.pci_device_id:02x}.0"
+
+
+def near_cores(address: str, system: Path = SYSTEM) -> tuple[int, int, set[int]] | None:
+    """(NUMA node of the GPU, number of nodes, its cores), or None where the host has one node or does not say."""
+    nodes = sorted((system / "devices/system/node").glob("node[0-9]*"))
+    place = system / "bus/pci/devices" / address.lower() / "numa_node"
+    if len(nodes) < 2 or not place.exists():
+        return None
+    node = int(place.read_text())
+    listed = system / f"devices/system/node/node{node}/cpulist"
+    return (node, len(nodes), _numbers(listed.read_text())) if listed.exists() else None
+
+
+def bind_near(address: str, system: Path = SYSTEM) -> str | None:
+    """On a host of several NUMA nodes, keeps all threads on the GPU's, so that the memory they touch first is there too. Says what it did."""
+    near = near_cores(address, system)
+    allowed = os.sched_getaffinity(0)
+    if near is None or not (cores := near[2] & allowed) or cores == allowed:
+        return None
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
+    return f"NUMA: host threads and memory on node {near[0]} of {near[1]}, near the GPU ({len(cores)} cores)"
+
+
+def _numbers(text: str) -> set[int]:
+    """ "0-3,8" -> {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,230 @@
+"""State and arithmetic both on the host. Gradients leave the device as the backward makes them and add up here; each chunk's new weights go up while the next ones
+are stepped.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ebbtide.config.tree import Optimizer as OptimizerConfig
+from ebbtide.memory.host import usable_cores
+from ebbtide.memory.mover import Move
+from ebbtide.memory.residency import Residency
+from ebbtide.optim.layout import Chunk, Segment
+from ebbtide.optim.native import arithmetic
+from ebbtide.optim.part import Trained, chunked, moment_type
+from ebbtide.optim.rule import Rule
+
+CHUNK = 16 * 2**20  # elements whose weights go up at once
+BLOCK = 2**20  # elements that one core steps at once: 4 ms
+SLOTS = 4  # chunks of staging memory in each direction
+
+
+@dataclass(frozen=True)
+class _HostChunk:
+    chunk: Chunk
+    master: Tensor
+    first: Tensor
+    second: Tensor
+    grads: Tensor
+    dtype: torch.dtype  # of the weights
+
+
+@dataclass
+class _Staging:
+    """Pinned bytes on the way between the device and the host, and what still uses them."""
+
+    data: Tensor
+    used_by: Future[float] | Move | None = None
+
+
+class OnCpu:
+    def __init__(self, trained: Sequence[Trained], segments: Sequence[Segment], config: OptimizerConfig, residency: Residency) -> None:
+        self._trained, self._residency, self._mover, self._overlap = trained, residency, residency.mover, config.overlap
+        self._math = arithmetic()
+        # One core is for the thread that feeds the device.
+        self.threads = max(1, usable_cores() - (residency.device.type == "cuda")) if self._math.parallel else 1
+        self._pool = ThreadPoolExecutor(self.threads, "ebbtide-optimizer")
+        self._chunks = self._host_chunks(chunked(trained, segments, CHUNK), config)
+        self._home: dict[int, list[tuple[_HostChunk, Segment]]] = {}
+        for held in self._chunks:
+            for segment in held.chunk.segments:
+                self._home.setdefault(segment.parameter, []).append((held, segment))
+        widest = max(held.grads.nbytes for held in self._chunks)
+        residency.arena.reserve([widest] * 2 * SLOTS)
+        self._down, self._up = ([_Staging(residency.arena.take(widest).data) for _ in range(SLOTS)] for _ in range(2))
+        self._landings = 0
+        self._arrivals: dict[Segment, Future[float]] = {}  # -> the sum of its gradient's squares
+        self._read_weights()
+        # A parameter that is cut has its gradient on the device until the step, for the other part's sake.
+        whole = {segment.parameter for segment in segments if segment.size == trained[segment.parameter].weight.numel()}
+        for number in whole if config.overlap else ():
+            trained[number].weight.register_post_accumulate_grad_hook(_Leaves(self, number))
+
+    def about(self) -> str:
+        """In a phrase: who steps what."""
+        slow = "" if self._math.parallel else "; no C compiler was found (`cc`, or $CC): torch's own kernels do it, slower"
+        return f"the CPU steps {sum(held.chunk.size for held in self._chunks):,} parameters with {self.threads} threads{slow}"
+
+    def _host_chunks(self, chunks: Sequence[tuple[Chunk, torch.dtype]], config: OptimizerConfig) -> list[_HostChunk]:
+        kind = moment_type(config)
+        grad_kinds = [torch.float32 if config.grad_dtype == "float32" else dtype for _, dtype in chunks]
+        sizes = [chunk.size for chunk, _ in chunks]
+        host = self._residency.host
+        masters = host("master", [4 * size for size in sizes], pinned=False)
+        moments = host("moments", [2 * size * kind.itemsize for size in sizes], pinned=False)
+        grads = host("grads", [size * kind.itemsize for size, kind in zip(sizes, grad_kinds, strict=True)], pinned=True)
+        return [
+            _HostChunk(chunk, master.view(torch.float32), *_halves(moment.view(kind)), grad.view(grad_kind), dtype)
+            for (chunk, dtype), master, moment, grad, grad_kind in zip(chunks, masters, moments, grads, grad_kinds, strict=True)
+        ]
+
+    def _read_weights(self) -> None:
+        """The masters from the weights, by way of the gradients' memory."""
+        for held in self._chunks:
+            landed = held.grads.view(torch.uint8)[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
+            pairs = [(self._weight(segment), _stretch(landed, segment)) for segment in held.chunk.segments]
+            self._mover.host_waits(self._mover.move_out([(_bytes(weight), _bytes(host)) for weight, host in pairs], after=None))
+            self._math.add(held.master, landed, first=True)
+        self._mover.take()  # not a part of any phase
+
+    def _weight(self, segment: Segment) -> Tensor:
+        return self._trained[segment.parameter].flat[segment.start : segment.stop]
+
+    # Gradients come down
+
+    def arrive(self, number: int) -> None:
+        """Takes a parameter's gradient off the device, and adds it to what came before it in this accumulation."""
+        self._send(number)
+        self._trained[number].weight.grad = None
+
+    def _send(self, number: int) -> None:
+        grad = self._trained[number].flat_grad
+        assert grad is not None
+        for held, segment in self._home[number]:
+            part, total = grad[segment.start : segment.stop], _stretch(held.grads, segment)
+            before = self._arrivals.get(segment)
+            staging = None if before is None else self._landing()
+            landed = total if staging is None else staging.data[: part.nbytes].view(part.dtype)
+            move = self._mover.move_out([(_bytes(part), _bytes(landed))], after=None)
+            self._arrivals[segment] = self._pool.submit(self._settle, move, total, landed, before)
+            if staging is not None:
+                staging.used_by = self._arrivals[segment]
+            if not self._overlap:
+                self._arrivals[segment].result()
+
+    def _landing(self) -> _Staging:
+        """Staging memory that nothing uses any more."""
+        staging = self._down[self._landings % SLOTS]
+        self._landings += 1
+        if isinstance(staging.used_by, Future):
+            staging.used_by.result()
+        return staging
+
+    def _settle(self, move: Move, total: Tensor, landed: Tensor, before: Future[float] | None) -> float:
+        """On a core of the pool: once the copy is over, adds it up; gives the sum of squares so far."""
+        if move.done is not None:
+            move.done.synchronize()
+        if before is not None:
+            before.result()
+            self._math.add(total, landed, first=False)
+        return self._math.sum_of_squares(total)
+
+    def norms(self) -> list[tuple[int, float]]:
+        for number in self._home:
+            if self._trained[number].weight.grad is not None:
+                self._send(number)
+        squares: dict[int, float] = {}
+        for segment, arrival in self._arrivals.items():
+            squares[segment.parameter] = squares.get(segment.parameter, 0.0) + arrival.result()
+        return [(number, math.sqrt(total)) for number, total in sorted(squares.items())]
+
+    # Weights go up
+
+    def step(self, rules: Mapping[int, Rule]) -> None:
+        stepped: deque[tuple[_HostChunk, _Staging, list[Future[None]]]] = deque()
+        work = [held for held in self._chunks if any(segment.parameter in rules for segment in held.chunk.segments)]
+        for number, held in enumerate(work):
+            staging = self._up[number % SLOTS]
+            if isinstance(staging.used_by, Move):
+                self._mover.host_waits(staging.used_by)
+            stepped.append((held, staging, self._step_chunk(held, staging, rules)))
+            if len(stepped) == SLOTS - 1 or not self._overlap:
+                self._send_up(*stepped.popleft(), rules)
+        while stepped:
+            self._send_up(*stepped.popleft(), rules)
+        if work:
+            last = self._up[(len(work) - 1) % SLOTS].used_by
+            assert isinstance(last, Move)
+            self._mover.compute_waits(last)
+
+    def _step_chunk(self, held: _HostChunk, staging: _Staging, rules: Mapping[int, Rule]) -> list[Future[None]]:
+        """Gives the pool the blocks of a chunk; the new weights come into the staging memory."""
+        weights = staging.data[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
+        tasks = []
+        for segment in held.chunk.segments:
+            rule = rules.get(segment.parameter)
+            if rule is None:
+                continue
+            for start in range(0, segment.size, BLOCK):
+                stretch = slice(segment.offset + start, segment.offset + min(start + BLOCK, segment.size))
+                tasks.append(self._pool.submit(self._step_block, held, weights, stretch, rule, segment.start + start))
+        return tasks
+
+    def _step_block(self, held: _HostChunk, weights: Tensor, s: slice, rule: Rule, start: int) -> None:
+        """On a core of the pool."""
+        self._math.step(held.master[s], held.grads[s], held.first[s], held.second[s], weights[s], rule, start)
+
+    def _send_up(self, held: _HostChunk, staging: _Staging, tasks: Sequence[Future[None]], rules: Mapping[int, Rule]) -> None:
+        for task in tasks:
+            task.result()
+        weights = staging.data[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
+        pairs = [(self._weight(segment), _stretch(weights, segment)) for segment in held.chunk.segments if segment.parameter in rules]
+        staging.used_by = self._mover.move_in([(_bytes(weight), _bytes(new)) for weight, new in pairs], after=None)
+        if not self._overlap:
+            self._mover.host_waits(staging.used_by)
+
+    def clear(self) -> None:
+        for arrival in self._arrivals.values():
+            arrival.result()  # nothing may land in the next step's sums
+        self._arrivals.clear()
+        for number in self._home:
+            self._trained[number].weight.grad = None
+
+
+class _Leaves:
+    """A hook of a parameter that does not keep the optimizer alive."""
+
+    def __init__(self, owner: OnCpu, number: int) -> None:
+        self._owner, self._number = weakref.ref(owner), number
+
+    def __call__(self, _: Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.arrive(self._number)
+
+
+def staging_bytes(parameters: int, grad: int) -> int:
+    """Pinned memory beside the state, for so many parameters with gradients of so many bytes each."""
+    return 2 * SLOTS * min(CHUNK, parameters) * grad
+
+
+def _halves(flat: Tensor) -> tuple[Tensor, Tensor]:
+    return flat[: len(flat) // 2], flat[len(flat) // 2 :]
+
+
+def _stretch(flat: Tensor, segment: Segment) -> Tensor:
+    """A segment's part of its chunk."""
+    return flat[segment.offset : segment.offset + segment.size]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)

@@ -1,0 +1,84 @@
+"""What the ways of stepping share: the parameters, their state in chunks, and the interface behind which each way stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.config.tree import Optimizer as OptimizerConfig
+from ebbtide.optim.layout import Chunk, Segment, lay_out
+from ebbtide.optim.rule import Rule, State, update
+
+
+@dataclass
+class Trained:
+    """A parameter that is trained. The number of its steps stays on the host."""
+
+    name: str
+    weight: nn.Parameter
+    decay: float
+    steps: int = 0
+
+    @property
+    def flat(self) -> Tensor:
+        return self.weight.detach().view(-1)
+
+    @property
+    def flat_grad(self) -> Tensor | None:
+        return None if self.weight.grad is None else self.weight.grad.reshape(-1)
+
+
+class Part(Protocol):
+    """A share of the parameters, and the way in which it is stepped."""
+
+    def norms(self) -> list[tuple[int, float]]:
+        """(parameter, norm of its gradient) for each that has one: of the stretch that is in this part."""
+
+    def step(self, rules: Mapping[int, Rule]) -> None:
+        """Steps the parameters (by number) that have a rule. On a GPU it may only be queued when this returns."""
+
+    def clear(self) -> None:
+        """Forgets the gradients."""
+
+
+def moment_type(config: OptimizerConfig) -> torch.dtype:
+    return torch.float32 if config.state_dtype == "float32" else torch.bfloat16
+
+
+def chunked(trained: Sequence[Trained], segments: Sequence[Segment], limit: int) -> list[tuple[Chunk, torch.dtype]]:
+    """Chunks of weights of one type each."""
+    kinds = dict.fromkeys(trained[segment.parameter].weight.dtype for segment in segments)
+    return [
+        (chunk, kind)
+        for kind in kinds
+        for chunk in lay_out([segment for segment in segments if trained[segment.parameter].weight.dtype == kind], limit)
+    ]
+
+
+def carve(low: Tensor | None, moments: Tensor, size: int, kind: torch.dtype) -> State:
+    """The state of `size` elements from flat bytes: first moments, then second ones."""
+    first, second = moments[: 2 * size * kind.itemsize].view(kind).view(2, size)
+    return State(None if low is None else low[: 2 * size].view(torch.int16), first, second)
+
+
+def device_norms(trained: Sequence[Trained], segments: Sequence[Segment]) -> list[tuple[int, float]]:
+    """Norms of gradients on the device, in fp32 whatever their type; one transfer for all of them."""
+    found = [(segment, grad) for segment in segments if (grad := trained[segment.parameter].flat_grad) is not None]
+    if not found:
+        return []
+    norms = torch._foreach_norm([grad[segment.start : segment.stop] for segment, grad in found], 2, torch.float32)
+    return list(zip([segment.parameter for segment, _ in found], torch.stack(norms).tolist(), strict=True))
+
+
+def step_chunk(trained: Sequence[Trained], chunk: Chunk, state: State, rules: Mapping[int, Rule]) -> None:
+    """Steps a chunk whose state is on the weights' device."""
+    for segment in chunk.segments:
+        rule, grad = rules.get(segment.parameter), trained[segment.parameter].flat_grad
+        if rule is not None and grad is not None:
+            weight = trained[segment.parameter].flat[segment.start : segment.stop]
+            part = state.part(segment.offset, segment.offset + segment.size)
+            update(weight, grad[segment.start : segment.stop], part, rule, segment.start)

@@ -1,0 +1,58 @@
+"""Cores that may be used, and those near a GPU, from what the system says."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ebbtide.memory.host import bind_near, near_cores, usable_cores
+
+
+@pytest.fixture
+def system(tmp_path):
+    """A host of two nodes, with a GPU on the second."""
+    for node, cores in ((0, "1000-1007"), (1, f"{min(os.sched_getaffinity(0))},2000-2003")):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{node}/cpulist").write_text(f"{cores}\n")
+    (tmp_path / "bus/pci/devices/0000:1b:00.0").mkdir(parents=True)
+    (tmp_path / "bus/pci/devices/0000:1b:00.0/numa_node").write_text("1\n")
+    (tmp_path / "fs/cgroup").mkdir(parents=True)
+    return tmp_path
+
+
+def test_a_quota_counts(system) -> None:
+    allowed = len(os.sched_getaffinity(0))
+    assert usable_cores(system) == allowed
+    for text, cores in (("max 100000", allowed), ("100000 100000", 1), ("50000 100000", 1), ("9900000 100000", allowed)):
+        (system / "fs/cgroup/cpu.max").write_text(text)
+        assert usable_cores(system) == cores
+
+
+def test_cores_near_the_gpu(system) -> None:
+    node, nodes, cores = near_cores("0000:1B:00.0", system)
+    assert (node, nodes) == (1, 2)
+    assert cores == {min(os.sched_getaffinity(0)), 2000, 2001, 2002, 2003}
+    assert near_cores("0000:99:00.0", system) is None
+    (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")
+    assert near_cores("0000:1b:00.0", system) is None
+
+
+def test_one_node_needs_no_binding(system) -> None:
+    (system / "devices/system/node/node0/cpulist").unlink()
+    (system / "devices/system/node/node0").rmdir()
+    assert near_cores("0000:1b:00.0", system) is None
+    assert bind_near("0000:1b:00.0", system) is None
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be narrowed")
+def test_binding_keeps_all_threads_near_and_says_so(system) -> None:
+    code = (
+        "import os, sys, threading\nfrom pathlib import Path\nfrom ebbtide.memory.host import bind_near\n"
+        "go = threading.Event(); other = threading.Thread(target=go.wait); other.start()\n"
+        "print(bind_near('0000:1B:00.0', Path(sys.argv[1])))\n"
+        "print(len(os.sched_getaffinity(0)), len(os.sched_getaffinity(other.native_id)))\ngo.set()"
+    )
+    said, cores = subprocess.run([sys.executable, "-c", code, str(system)], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == "NUMA: host threads and memory on node 1 of 2, near the GPU (1 cores)"
+    assert cores == "1 1"

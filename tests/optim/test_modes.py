@@ -1,0 +1,195 @@
+"""The optimizer on the device, streamed, on the CPU and split: the same bits or the same accuracy, whatever the overlap, types and chunks."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.config.tree import Memory, Optimizer
+from ebbtide.errors import UserError
+from ebbtide.memory.plan import build_plan
+from ebbtide.memory.residency import Residency
+from ebbtide.optim import native, on_cpu, on_device, streamed
+from ebbtide.optim.adamw import AdamW, state_bytes
+from ebbtide.optim.rule import join
+from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, trained
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch) -> None:
+    """So that a toy's parameters lie in many chunks, and its matrices in several."""
+    for module in (on_device, streamed, on_cpu):
+        monkeypatch.setattr(module, "CHUNK", 256)
+    monkeypatch.setattr(on_cpu, "BLOCK", 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "bfloat16_stochastic"])
+def test_streamed_is_the_device_to_the_bit(dtype, state) -> None:
+    on, through = (trained(dtype, place=place, state_dtype=state) for place in ("device", "streamed"))
+    assert same(on, through)
+    start = Toy(dtype)
+    changed = {key for key, value in on[0].state_dict().items() if not torch.equal(value, start.state_dict()[key])}
+    assert changed == {name for name in start.state_dict() if "frozen" not in name and "unused" not in name}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("grads", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overlap_changes_no_bit(mode, grads, dtype) -> None:
+    """Also: gradients that leave during the backward and add up on the host are those that add up on the device."""
+    assert same(*(trained(dtype, overlap=overlap, grad_dtype=grads, **MODES[mode]) for overlap in (True, False)))
+
+
+def test_gradients_of_the_cpu_part_do_not_stay_on_the_device() -> None:
+    config = Optimizer(place="cpu")
+    residency = Residency(build_plan(Memory(), config), CPU)
+    model = Toy(torch.bfloat16)
+    optimizer = AdamW(model.named_parameters(), config, residency)
+    for _ in range(2):
+        model(torch.arange(8)).float().square().mean().backward()
+        assert residency.holdings()["grads"].device == 0
+    assert residency.holdings()["grads"].host > 0
+    assert optimizer.step(1e-3)["grad_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return in_double()
+
+
+@pytest.mark.parametrize("options", [*MODES.values(), *({"cpu_fraction": k / 8} for k in range(9))], ids=str)
+def test_every_mode_is_as_near_to_float64_as_the_device(options, truth) -> None:
+    mine, device = error(trained(**options)[0], truth), error(trained()[0], truth)
+    assert device < 1e-4  # against weights of size 1 and steps of 1e-2
+    assert mine < 2 * device
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_moments_are_near_and_not_exact(mode, truth) -> None:
+    exact = trained(**MODES[mode])[0]
+    for kind in ("bfloat16", "bfloat16_stochastic"):
+        near = trained(state_dtype=kind, **MODES[mode])[0]
+        assert 1e-5 < error(near, exact.state_dict()) < 0.3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_narrow_weights_are_wide_ones_rounded(mode) -> None:
+    """The master of a bfloat16 weight, wherever it is and however it is stored, is what fp32 weights would be with the same gradients."""
+    config = Optimizer(weight_decay=0.1, clip_norm=0.5, lr=1e-2, **MODES[mode])
+    ends = []
+    for dtype in (torch.bfloat16, torch.float32):
+        residency = Residency(build_plan(Memory(), config), CPU)
+        generator = torch.Generator().manual_seed(3)
+        named = {name: nn.Parameter(torch.randn(size, generator=generator).bfloat16().to(dtype)) for name, size in (("a", 301), ("b", 700))}
+        optimizer = AdamW(named.items(), config, residency)
+        for _ in range(50):
+            for weight in named.values():
+                weight.grad = torch.randn(weight.shape, generator=generator).bfloat16().to(dtype)
+            optimizer.step(1e-2)
+        ends.append(named)
+    narrow, wide = ends
+    for name, weight in narrow.items():
+        assert torch.equal(weight.detach(), wide[name].detach().bfloat16())
+        assert not torch.equal(weight.detach().float(), wide[name].detach())
+
+
+def test_the_low_half_with_the_weight_is_the_master_to_the_bit() -> None:
+    _, residency, optimizer, _ = trained(torch.bfloat16)
+    (part,) = optimizer._parts
+    wide = trained(torch.float32, steps=0)[2]
+    assert wide._parts[0]._chunks[0][1].low is None
+    for chunk, state in part._chunks:
+        for segment in chunk.segments:
+            stretch = slice(segment.offset, segment.offset + segment.size)
+            weight = optimizer._trained[segment.parameter].flat[segment.start : segment.stop]
+            master = join(weight, state.low[stretch], state.second[stretch])
+            assert torch.equal(master.bfloat16(), weight)
+    held = residency.holdings()
+    assert held["moments"].device == 4 * held["master"].device  # 2 bytes of master beside 8 of moments
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(mode, bad) -> None:
+    model, _, optimizer, _ = trained(steps=2, **MODES[mode])
+
+    def state():
+        return [weight.clone() for weight in model.parameters()], [one.steps for one in optimizer._trained]
+
+    def give(name, value) -> None:
+        weight = dict(model.named_parameters())[name]
+        weight.grad = torch.full_like(weight, value)
+
+    before = state()
+    give("hidden.weight", 1.0)
+    give("norm.bias", bad)
+    give("last.weight", bad)
+    figures = optimizer.step(1e-3)
+    assert figures["updates_skipped"] == 1
+    assert not math.isfinite(figures["grad_norm"])
+    assert optimizer.skipped == "norm.bias"
+    after = state()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    assert before[1] == after[1]
+    give("norm.bias", 1.0)  # and the next one is as if nothing had been
+    assert optimizer.step(1e-3)["updates_skipped"] == 0
+    assert optimizer.skipped is None
+    clean = trained(steps=2, **MODES[mode])
+    dict(clean[0].named_parameters())["norm.bias"].grad = torch.ones(17)
+    clean[2].step(1e-3)
+    assert same((model, None, None, 0), (clean[0], None, None, 0))
+
+
+def test_stop_and_ignore() -> None:
+    model, _, optimizer, _ = trained(steps=1, check_for_nan_in_grad="stop")
+    before = model.last.weight.detach().clone()
+    model.last.weight.grad = torch.full_like(model.last.weight, math.nan)
+    with pytest.raises(UserError, match=r"first in last\.weight.*check_for_nan_in_grad"):
+        optimizer.step(1e-3)
+    assert torch.equal(model.last.weight, before)
+    model, _, optimizer, _ = trained(steps=1, check_for_nan_in_grad="ignore")
+    model.last.weight.grad = torch.full_like(model.last.weight, math.nan)
+    assert optimizer.step(1e-3)["updates_skipped"] == 0
+    assert model.last.weight.isnan().all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_plan_changes_a_bit_in_any_mode(mode) -> None:
+    kept, moved = (trained(torch.bfloat16, memory=Memory(preset=preset), **MODES[mode]) for preset in ("keep", "lean"))
+    assert same(kept, moved)
+    on_host = Optimizer(**MODES[mode]).state_on_host
+    assert (moved[1].plan.place("generate", "moments") == "host") == on_host
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_foretold_are_the_bytes_held(mode, dtype) -> None:
+    model, residency, optimizer, _ = trained(dtype, steps=1, **MODES[mode])
+    parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    device, host = state_bytes(optimizer._config, parameters, dtype)
+    gaps = 128 * 12 * len(optimizer._trained)  # segments start on round places
+    for name in ("master", "moments"):
+        held = residency.holdings().get(name, (0, 0))
+        assert abs(held[0] - device.get(name, 0)) <= gaps
+        assert abs(held[1] - host.get(name, 0)) <= gaps
+        assert (held[0] > 0) == (device.get(name, 0) > 0)
+
+
+@pytest.mark.parametrize("mode", ON_CPU)
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "bfloat16_stochastic"])
+def test_without_a_compiler_it_works_as_well(mode, state, monkeypatch, truth) -> None:
+    with_one = trained(state_dtype=state, **MODES[mode])
+    monkeypatch.setattr(on_cpu, "arithmetic", native.Torch)
+    without = trained(state_dtype=state, **MODES[mode])
+    if state == "float32":
+        assert error(without[0], truth) < 2 * error(with_one[0], truth)
+    else:
+        assert error(without[0], with_one[0].state_dict()) < 0.05
+
+
+def test_the_cpu_part_uses_the_cores_there_are(monkeypatch) -> None:
+    monkeypatch.setattr(on_cpu, "usable_cores", lambda: 7)
+    _, _, optimizer, _ = trained(steps=1, place="cpu")
+    assert optimizer._parts[0].threads == 7

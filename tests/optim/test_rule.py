@@ -1,0 +1,124 @@
+"""The rule: halves of a master, stochastic rounding, and the compiled arithmetic against torch's."""
+
+import itertools
+
+import pytest
+import torch
+
+from ebbtide.config.tree import Optimizer
+from ebbtide.optim import native
+from ebbtide.optim.rule import Rule, State, divide, join, noise, rounded, update
+
+
+def test_two_halves_and_a_sign_are_the_master_for_every_pattern() -> None:
+    lower = torch.arange(2**16, dtype=torch.int32)
+    for upper in (0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, -0x8000, -0x7FFF, -0x4080, -0x407F, -0x81):
+        master = ((upper << 16) | lower).view(torch.float32)
+        second = torch.linspace(0, 1, len(master))
+        weight, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
+        signed = divide(master, weight, low, second)
+        assert torch.equal(weight, master.bfloat16())
+        assert torch.equal(join(weight, low, signed).view(torch.int32), master.view(torch.int32))
+        assert torch.equal(signed.abs(), second)
+
+
+def test_the_middle_needs_the_sign() -> None:
+    masters = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)  # rounded down to 3F80, up to 3F82
+    weight, low = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16)
+    signed = divide(masters, weight, low, torch.zeros(2))
+    assert signed.signbit().tolist() == [False, True]  # minus zero as well
+    assert torch.equal(join(weight, low, signed), masters)
+
+
+def test_stochastic_rounding_is_right_on_average_and_depends_on_the_place_alone() -> None:
+    value = torch.full((20_000,), 1.0 + 2**-9)  # a quarter of the way to the next bfloat16
+    bits = noise(len(value), 0, key=5)
+    found = rounded(value, bits & 0xFFFF).float()
+    assert set(found.tolist()) == {1.0, 1.0 + 2**-7}
+    assert found.mean().item() == pytest.approx(1.0 + 2**-9, abs=2e-4)
+    other = rounded(value, bits >> 16).float()
+    assert not torch.equal(found, other)
+    assert torch.equal(noise(100, 50, 5), bits[50:150])
+    assert not torch.equal(noise(100, 50, 6), bits[50:150])
+    exact = torch.tensor([1.0, -2.0, 0.0]).repeat(100)
+    assert torch.equal(rounded(exact, noise(300, 0, 1) & 0xFFFF).float(), exact)
+
+
+def tensors(size: int, state: torch.dtype, grads: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(dtype):
+        return torch.randn(size, generator=generator).to(dtype)
+
+    return random(torch.float32), random(grads), random(state), random(state).abs()
+
+
+compiled = native.arithmetic()
+
+
+@pytest.mark.skipif(not compiled.parallel, reason="no C compiler")
+@pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "bfloat16_stochastic"])
+def test_compiled_and_torch_steps_agree(grads, state) -> None:
+    rule = Rule(Optimizer(state_dtype=state), 1e-2, decay=0.1, step=3, scale=0.5, parameter=2)
+    kind = torch.float32 if state == "float32" else torch.bfloat16
+    ends = []
+    for math in (compiled, native.Torch()):
+        master, grad, first, second = tensors(1003, kind, grads)
+        weight = torch.empty(1003, dtype=grads)
+        math.step(master, grad, first, second, weight, rule, 17)
+        assert torch.equal(weight, master.to(grads))
+        ends.append((master, first, second))
+    for mine, theirs in zip(*ends, strict=True):
+        # Stochastic roundings agree too, but where the last bit of fp32 decides.
+        assert ((mine.float() - theirs.float()).abs() > 2e-6 * theirs.float().abs() + 1e-7).float().mean() <= 0.002
+
+
+@pytest.mark.skipif(not compiled.parallel, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("total", "part"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+)
+def test_compiled_sums_are_torchs_to_the_bit(total, part) -> None:
+    for first in (True, False):
+        sums = []
+        for math in (compiled, native.Torch()):
+            generator = torch.Generator().manual_seed(2)
+            into, more = torch.randn(5001, generator=generator).to(total), torch.randn(5001, generator=generator).to(part)
+            more[7], more[8] = torch.inf, torch.nan
+            math.add(into, more, first)
+            sums.append(into)
+        assert torch.equal(*(one.nan_to_num(nan=-77.0) for one in sums))
+    clean = torch.randn(9001).to(part)
+    wanted = clean.double().square().sum().item()
+    assert compiled.sum_of_squares(clean) == pytest.approx(wanted, rel=1e-6)
+    assert native.Torch().sum_of_squares(clean) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_no_compiler_is_no_error(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native._compiled() is None
+    assert isinstance(native.arithmetic.__wrapped__(), native.Torch)
+
+
+def test_a_broken_compiler_is_no_error(monkeypatch, tmp_path) -> None:
+    false = tmp_path / "cc"
+    false.write_text("#!/bin/sh\nexit 1\n")
+    false.chmod(0o755)
+    monkeypatch.setenv("CC", str(false))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native._compiled() is None
+
+
+def test_an_update_in_stretches_is_the_update_of_the_whole() -> None:
+    rule = Rule(Optimizer(state_dtype="bfloat16_stochastic"), 1e-2, decay=0.1, step=3, scale=0.5)
+    ends = []
+    for cuts in ([0, 1000], [0, 128, 640, 1000]):
+        _, grad, first, second = tensors(1000, torch.bfloat16, torch.bfloat16)
+        weight, low = torch.randn(1000, generator=torch.Generator().manual_seed(9)).bfloat16(), torch.zeros(1000, dtype=torch.int16)
+        state = State(low, first, second)
+        for start, stop in itertools.pairwise(cuts):
+            update(weight[start:stop], grad[start:stop], state.part(start, stop), rule, start)
+        ends.append((weight, low, first, second))
+    for mine, theirs in zip(*ends, strict=True):
+        assert torch.equal(mine, theirs)
