@@ -23,9 +23,9 @@ from common import Row, save, seconds
 from ebbtide.config import load
 from ebbtide.config.tree import Memory
 from ebbtide.loop import train
+from ebbtide.memory.buckets import buckets
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.optim.adamw import AdamW
 from ebbtide.policy.model import load_model
 from ebbtide.report.report import Report
 
@@ -72,7 +72,8 @@ def moved(rows: list[Row]) -> None:
     ]
 
     residency = Residency(build_plan(Memory(preset="lean")), torch.device("cuda", 0))
-    AdamW(model.named_parameters(), config.optimizer, residency)
+    residency.hold("master", buckets(shapes, torch.float32, residency.device)[0])
+    residency.hold("moments", [flat for _ in range(2) for flat in buckets(shapes, torch.float32, residency.device)[0]])
     pinning = seconds(residency.pin, repeats=1, warm_up=0)
     held = residency.holdings()
     bytes_held = held["master"].device + held["moments"].device

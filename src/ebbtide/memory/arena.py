@@ -45,7 +45,8 @@ def check_host_budget(needs: dict[str, int], budget_gib: float | None) -> int:
         )
         raise UserError(
             f"the memory plan sends {wanted / GIB:.2f} GiB to host memory ({listed}), more than {which} "
-            f"({free / GIB:.2f} GiB are free): name fewer holdings in `memory.away`, or raise the budget"
+            f"({free / GIB:.2f} GiB are free): name fewer holdings in `memory.away`, keep more of the optimizer on the device "
+            "(`optimizer.place`, `optimizer.cpu_fraction`), or raise the budget"
         )
     return wanted
 
