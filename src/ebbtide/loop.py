@@ -65,6 +65,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
         residency.hold("weights", list(policy.model.parameters()))
         optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
         reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
+        notes += [*optimizer.about, *policy.place_activations(residency)]
         engine = HuggingFaceEngine(loaded, config.rollout.batch)
     with report.working("pinning host memory"):
         residency.pin()
@@ -74,7 +75,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
         tests = encode(held_out, policy.tokenizer, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
-    report.begin(policy.model, residency, [*notes, *optimizer.about], prompts=len(prompts), tests=len(tests))
+    report.begin(policy.model, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
     updates_per_step = config.train.epochs * config.train.minibatches

@@ -35,10 +35,10 @@ def test_bytes_survive_many_moves_while_compute_runs() -> None:
         del junk
         residency.enter("train")
         residency.enter("step")
-        residency.need("moments", write=True)
-        for tensor, true in zip(tensors, truth, strict=True):
-            tensor.mul_(1.001).add_(0.5)
-            true.mul_(1.001).add_(0.5)
+        with residency.changing("moments"):
+            for tensor, true in zip(tensors, truth, strict=True):
+                tensor.mul_(1.001).add_(0.5)
+                true.mul_(1.001).add_(0.5)
     assert all(torch.equal(a, b) for a, b in zip(tensors, truth, strict=True))
     residency.__exit__()
 

@@ -68,11 +68,11 @@ class AnyRun(RuleBasedStateMachine):
     def step(self) -> None:
         """An optimizer step: changes master and moments, drops the gradient."""
         for name in ("master", "moments"):
-            self.residency.need(name, write=True)
-            for tensor, true in zip(self.held[name], self.truth[name], strict=True):
-                change = torch.randn_like(true)
-                tensor += change
-                true += change
+            with self.residency.changing(name):
+                for tensor, true in zip(self.held[name], self.truth[name], strict=True):
+                    change = torch.randn_like(true)
+                    tensor += change
+                    true += change
         self.weight.grad = self.gradient = None
         self.residency.dropped("grads")
 
@@ -148,8 +148,8 @@ def test_frozen_holdings_are_copied_out_once() -> None:
             pass
     figures = residency.meter.take()
     assert figures["moved_gib"] * 2**30 == pytest.approx(tensor.nbytes * 3)  # out once, in twice
-    with pytest.raises(RuntimeError, match="frozen"):
-        residency.need("reference", write=True)
+    with pytest.raises(RuntimeError, match="frozen"), residency.changing("reference"):
+        pass
 
 
 def test_views_of_a_bucket_come_back_with_it() -> None:
@@ -161,9 +161,9 @@ def test_views_of_a_bucket_come_back_with_it() -> None:
     residency.enter("generate")
     assert bucket.untyped_storage().nbytes() == 0
     residency.enter("step")
-    residency.need("moments", write=True)
-    assert left.tolist() == [[0, 1], [2, 3]]
-    right[0] = 40
+    with residency.changing("moments"):
+        assert left.tolist() == [[0, 1], [2, 3]]
+        right[0] = 40
     assert bucket[4] == 40
 
 
@@ -206,12 +206,48 @@ def test_a_write_waits_for_a_reader_in_another_thread() -> None:
         return wait_for(predicate)
 
     residency._released.wait_for = waits
-    residency.need("moments", write=True)
-    order.append("write")
+    with residency.changing("moments"):
+        order.append("write")
     thread.join()
     assert order == ["read", "write"]
-    with residency.lease("moments"), pytest.raises(RuntimeError, match="wait for ever"):
-        residency.need("moments", write=True)
+    with residency.lease("moments"), pytest.raises(RuntimeError, match="wait for ever"), residency.changing("moments"):
+        pass
+
+
+def test_a_reader_waits_for_a_write_under_way() -> None:
+    residency = lean()
+    tensor = torch.zeros(5)
+    residency.hold("moments", [tensor])
+    asked, seen = threading.Event(), []
+
+    def reader() -> None:
+        wait_for = residency._released.wait_for
+
+        def waits(predicate) -> bool:
+            asked.set()
+            return wait_for(predicate)
+
+        residency._released.wait_for = waits
+        with residency.lease("moments"):
+            seen.append(tensor.sum().item())
+
+    with residency.changing("moments"):
+        thread = threading.Thread(target=reader)
+        thread.start()
+        asked.wait()
+        tensor += 1
+        assert not seen
+    thread.join()
+    assert seen == [5.0]
+
+
+def test_a_lease_on_what_is_not_there_leaves_no_trace() -> None:
+    residency = lean()
+    residency.hold("moments", [torch.zeros(5)])
+    with pytest.raises(KeyError), residency.lease("moments", "master"):
+        pass
+    with residency.changing("moments"):
+        pass
 
 
 def test_a_holding_is_held_once() -> None:
@@ -253,6 +289,6 @@ def test_what_lives_on_the_host_is_in_the_table_and_never_moves() -> None:
     residency.enter("generate")
     assert residency.holdings()["moments"] == (0, 120)
     residency.enter("step")
-    residency.need("moments", write=True)
+    residency.need("moments")
     assert residency.holdings()["moments"] == (20, 100)
     assert here.unique().tolist() == [7]

@@ -1,6 +1,7 @@
 """The rule: halves of a master, stochastic rounding, and the compiled arithmetic against torch's."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -42,6 +43,16 @@ def test_stochastic_rounding_is_right_on_average_and_depends_on_the_place_alone(
     assert not torch.equal(noise(100, 50, 6), bits[50:150])
     exact = torch.tensor([1.0, -2.0, 0.0]).repeat(100)
     assert torch.equal(rounded(exact, noise(300, 0, 1) & 0xFFFF).float(), exact)
+
+
+def test_every_step_and_parameter_has_noise_of_its_own() -> None:
+    def key(**changed) -> int:
+        return Rule(Optimizer(), **{"lr": 1e-3, "decay": 0.0, "step": 5, "scale": 1.0, "parameter": 2, **changed}).key
+
+    keys = {key(step=step, parameter=parameter) for step in range(50) for parameter in range(50)}
+    assert len(keys) == 2500
+    assert not torch.equal(noise(100, 1, key()), noise(100, 0, key(parameter=3)))
+    assert not torch.equal(noise(100, 1, key()), noise(100, 0, key(step=6)))
 
 
 def tensors(size: int, state: torch.dtype, grads: torch.dtype):
@@ -97,8 +108,19 @@ def test_compiled_sums_are_torchs_to_the_bit(total, part) -> None:
 def test_no_compiler_is_no_error(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert native._compiled() is None
     assert isinstance(native.arithmetic.__wrapped__(), native.Torch)
+
+
+@pytest.mark.skipif(not compiled.parallel, reason="no C compiler")
+def test_a_cache_folder_that_cannot_be_written_to_is_no_error(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    access = os.access
+    monkeypatch.setattr(native.os, "access", lambda path, mode, **more: mode != os.W_OK and access(path, mode, **more))
+    library = native._compiled()
+    assert library is not None
+    assert tmp_path not in library.parents
 
 
 def test_a_broken_compiler_is_no_error(monkeypatch, tmp_path) -> None:

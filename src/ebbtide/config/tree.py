@@ -443,6 +443,62 @@ class Away(Section):
     """While held-out problems are tried."""
 
 
+Activation = Literal[
+    "block_input",
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp_fc1",
+    "mlp_act",
+    "mlp_fc2",
+    "expert_fc1",
+    "moe_act",
+    "moe_router",
+]
+
+
+class Activations(Section):
+    """What a training step's forward saves for its backward: kept on the device, parked in pinned host memory, or dropped and made again, by module."""
+
+    preset: Literal["keep", "recompute", "offload", "balanced"] = "keep"
+    """For modules in none of the lists: `keep` all; `recompute` whole blocks from their inputs; `offload` the same with the inputs on the host; `balanced` makes again what is cheap and parks what the link carries beside the forward."""
+
+    keep: list[Activation] | None = None
+    """Modules whose saved tensors stay on the device."""
+
+    offload: list[Activation] | None = None
+    """Modules whose saved tensors wait in pinned host memory."""
+
+    recompute: list[Activation] | None = None
+    """Modules whose saved tensors are made again in the backward."""
+
+    gate: Literal["downgrade", "refuse", "ignore"] = "downgrade"
+    """What happens where the link cannot carry the offloaded bytes beside the forward: `downgrade` makes some of them again instead, `refuse` is an error, `ignore` lets compute wait. All say the figures."""
+
+    keep_last: Natural = 1
+    """Last blocks of which nothing is offloaded: their backward comes at once."""
+
+    minimum_kib: Natural = 64
+    """Smaller tensors are never offloaded."""
+
+    @model_validator(mode="after")
+    def _one_list_each(self) -> Activations:
+        lists = {name: getattr(self, name) for name in ("keep", "offload", "recompute")}
+        seen: dict[str, str] = {}
+        for name, modules in lists.items():
+            if modules is not None and not modules:
+                raise ValueError(f"`memory.activations.{name}: []` names no module: name some, or remove the key")
+            for module in modules or []:
+                if module in seen:
+                    raise ValueError(
+                        f"`{module}` is in `memory.activations.{seen[module]}` and in `memory.activations.{name}`: remove one of the two"
+                    )
+                seen[module] = name
+        return self
+
+
 class Memory(Section):
     """What lives on the device in each phase; the rest waits in pinned host memory."""
 
@@ -451,6 +507,9 @@ class Memory(Section):
 
     away: Away = Away()
     """Holdings that leave in a phase: `grads`, `master`, `moments` (the optimizer's state), `reference`. One that does not exist in a run is passed over."""
+
+    activations: Activations = Activations()
+    """What the forward saves for the backward, by module."""
 
     host_budget_gib: Positive | None = None
     """Most host memory to pin, checked before the model loads; `null` is 80% of what is free."""

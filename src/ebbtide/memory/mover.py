@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,57 +42,89 @@ class Tally:
 
 class Mover:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._on_gpu = device.type == "cuda"
         self._tally = Tally()
         # (figure, first event, last event): read once they are over, as reading them earlier would wait for them.
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         if self._on_gpu:
-            self._out, self._in = ((torch.cuda.Stream(device), torch.cuda.Stream(device)) for _ in range(2))
+            self._out, self._in, self._aside = ((torch.cuda.Stream(device), torch.cuda.Stream(device)) for _ in range(3))
 
-    def move_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Move | None) -> Move:
+    def move_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Move | None, *, held: bool = False) -> Move:
         """Copies flat device bytes to flat host bytes, after what compute has queued so far and after `after`.
 
-        The device memory may be freed at once: the allocator keeps it until the copies are over.
+        The device memory may be freed at once: the allocator keeps it until the copies are over. With `held` the caller keeps it until compute has
+        waited for the move: then the allocator hands it out again in the order of compute, however far the host is ahead.
         """
         copies = [(host, device) for device, host in pairs]
         self._tally.bytes_out += sum(host.numel() for host, _ in copies)
         if not self._on_gpu:
             return self._copied_here(copies, "seconds_out")
-        for _, device in copies:
+        for _, device in copies if not held else ():
             _used_by(device, self._out)
         return self._copied(copies, self._out, after, "seconds_out")
 
-    def move_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Move | None) -> Move:
-        """Copies flat host bytes to flat device bytes that were allocated just now, after `after`.
+    def move_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Move | None, *, held: bool = False) -> Move:
+        """Copies flat host bytes to flat device bytes, after `after` and after what compute has queued so far, as that may still use their memory.
 
-        It follows what compute has queued so far: the new memory may have belonged to something that compute is not done with.
+        `held` is as in `move_out`.
         """
         copies = list(pairs)
         self._tally.bytes_in += sum(device.numel() for device, _ in copies)
         if not self._on_gpu:
             return self._copied_here(copies, "seconds_in")
-        for device, _ in copies:
+        for device, _ in copies if not held else ():
             _used_by(device, self._in)
         return self._copied(copies, self._in, after, "seconds_in")
+
+    def move_in_aside(self, pairs: Iterable[tuple[Tensor, Tensor]], since: Move) -> Move:
+        """As `move_in`, for memory that nothing has used since `since`: it waits neither for compute nor for the other moves."""
+        copies = list(pairs)
+        self._tally.bytes_in += sum(device.numel() for device, _ in copies)
+        if not self._on_gpu:
+            return self._copied_here(copies, "seconds_in")
+        return self._copied(copies, self._aside, since, "seconds_in", ordered=False)
+
+    def mark(self) -> Move:
+        """What compute has queued so far, for others to come after."""
+        if not self._on_gpu:
+            return Move(None)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        return Move(done)
 
     def compute_waits(self, move: Move) -> None:
         """Compute goes on only after `move`; the time that it stands still is counted as exposed."""
         if move.done is None:
             return
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
         stream.wait_event(move.done)
         after.record(stream)
         self._pending.append(("exposed", before, after))
 
-    def host_waits(self, move: Move | None) -> None:
-        """The host goes on only after `move`."""
-        if move is not None and move.done is not None:
-            start = time.perf_counter()
+    def host_waits(self, move: Move | Future[Any] | None) -> None:
+        """The host goes on only after `move`, or after a thread that works on what was moved."""
+        start = time.perf_counter()
+        if isinstance(move, Future):
+            move.result()
+        elif move is not None and move.done is not None:
             move.done.synchronize()
-            self._tally.exposed += time.perf_counter() - start
+        self._tally.exposed += time.perf_counter() - start
+
+    def rate_out(self) -> float:
+        """Bytes a second to the host, as measured now with pinned memory."""
+        device, host = torch.empty(2**28, dtype=torch.uint8, device=self.device), torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+        taken = []
+        for _ in range(3):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            host.copy_(device, non_blocking=True)
+            last.record()
+            last.synchronize()
+            taken.append(first.elapsed_time(last) / 1000)
+        return float(host.numel() / min(taken))
 
     def finish(self) -> None:
         """Waits until every move is over."""
@@ -110,7 +144,12 @@ class Mover:
         return tally
 
     def _copied(
-        self, copies: list[tuple[Tensor, Tensor]], streams: tuple[torch.cuda.Stream, torch.cuda.Stream], after: Move | None, name: str
+        self,
+        copies: list[tuple[Tensor, Tensor]],
+        streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
+        after: Move | None,
+        name: str,
+        ordered: bool = True,
     ) -> Move:
         """Each (target, source), slice after slice."""
         slices = [
@@ -118,10 +157,12 @@ class Mover:
             for target, source in copies
             for start in range(0, source.numel(), SLICE)
         ]
-        streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        if ordered:
+            streams[0].wait_stream(torch.cuda.current_stream(self.device))
         if after is not None and after.done is not None:
             streams[0].wait_event(after.done)
-        started, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # A thread that waits for it sleeps.
+        started, done = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         started.record(streams[0])
         last, turn = started, torch.cuda.Event()
         for number, (target, source) in enumerate(slices):

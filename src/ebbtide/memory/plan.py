@@ -12,12 +12,13 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
 
 Phase = Literal["generate", "score", "logprob", "train", "step", "evaluate"]
-Name = Literal["weights", "grads", "master", "moments", "reference"]
+Name = Literal["weights", "grads", "master", "moments", "reference", "activations"]
 Place = Literal["device", "away", "stays", "host"]
 """In a plan: must be on the device; must not be; stays where it is; or lives on the host in every phase."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-HOLDINGS: tuple[Name, ...] = get_args(Name)
+HOLDINGS: tuple[Name, ...] = tuple(name for name in get_args(Name) if name != "activations")
+"""What a plan places. Activations come and go inside the train phase: `memory.activations` says how."""
 MOVABLE: tuple[Movable, ...] = get_args(Movable)
 
 NEEDS: Mapping[Phase, frozenset[Name]] = {

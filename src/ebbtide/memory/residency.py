@@ -42,6 +42,10 @@ class _Holding:
     """A move that compute has not waited for yet."""
     readers: list[int] = field(default_factory=list)
     """The threads that hold a lease."""
+    changing: bool = False
+    """Its bytes are being written to."""
+    returning: Move | None = None
+    """The last copy into its resident memory."""
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Each once: several tensors may share one."""
@@ -137,14 +141,9 @@ class Residency:
             if name in self._holdings:
                 self._fetch(self._holdings[name])
 
-    def need(self, name: Name, *, write: bool = False) -> None:
-        """Right before the first use on the device: compute waits for the move, if one is under way.
-
-        With `write` its bytes are about to change, so readers that hold a lease are waited for.
-        """
+    def need(self, name: Name) -> None:
+        """Right before the first use on the device: compute waits for the move, if one is under way."""
         holding = self._holdings[name]
-        if write:
-            self._wait_for_readers(holding)
         self._fetch(holding)
         if holding.last is not None:
             self.mover.compute_waits(holding.last)
@@ -158,42 +157,68 @@ class Residency:
     def lease(self, *names: Name) -> Iterator[None]:
         """For a reader beside the loop, such as a save: what it holds neither moves nor changes until it is done."""
         me = threading.get_ident()
+        held = [self._holdings[name] for name in names]
         with self._released:
-            for name in names:
-                self._holdings[name].readers.append(me)
+            self._released.wait_for(lambda: not any(holding.changing for holding in held))
+            for holding in held:
+                holding.readers.append(me)
         try:
+            for holding in held:
+                self.mover.host_waits(holding.returning)
             yield
         finally:
             with self._released:
-                for name in names:
-                    self._holdings[name].readers.remove(me)
+                for holding in held:
+                    holding.readers.remove(me)
                 self._released.notify_all()
 
-    def _wait_for_readers(self, holding: _Holding) -> None:
-        if holding.frozen:
-            raise RuntimeError(f"{holding.name} is frozen and cannot be written to")
+    @contextmanager
+    def changing(self, *names: Name) -> Iterator[None]:
+        """For the one that writes: has them on the device, waits for readers that hold a lease, and lets no new ones in until it is done."""
+        held = [self._holdings[name] for name in names]
+        for holding in held:
+            if holding.frozen:
+                raise RuntimeError(f"{holding.name} is frozen and cannot be written to")
         with self._released:
-            if threading.get_ident() in holding.readers:
-                raise RuntimeError(f"{holding.name} would wait for ever: the thread that writes to it holds a lease on it")
-            self._released.wait_for(lambda: not holding.readers)
+            for holding in held:
+                if threading.get_ident() in holding.readers:
+                    raise RuntimeError(f"{holding.name} would wait for ever: the thread that writes to it holds a lease on it")
+            self._released.wait_for(lambda: not any(holding.readers for holding in held))
+            for holding in held:
+                holding.changing = True
+        try:
+            for name in names:
+                self.need(name)
+            yield
+        finally:
+            with self._released:
+                for holding in held:
+                    holding.changing = False
+                self._released.notify_all()
+
+    def returning(self, name: Name, move: Move | None) -> None:
+        """Tells of a copy into host memory in which a holding lives: readers there wait for it."""
+        if name in self._holdings:
+            self._holdings[name].returning = move
 
     # Moves
 
     def _leave(self, holding: _Holding) -> None:
         """Copies a holding to the host and frees its device memory. One with a reader stays until a later phase."""
-        storages = [] if holding.away or holding.readers else holding.storages()
-        if not storages:
-            return
-        sizes = [storage.nbytes() for storage in storages]
-        if [block.size for block in holding.blocks] != sizes:
-            self._new_blocks(holding, sizes)
-        if not holding.copied:
-            pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True)]
-            holding.last = self.mover.move_out(pairs, after=holding.last)
-            holding.copied = holding.frozen
-        for storage in storages:
-            storage.resize_(0)
-        holding.away = True
+        with self._released:  # no reader comes in meanwhile
+            storages = [] if holding.away or holding.readers else holding.storages()
+            if not storages:
+                return
+            sizes = [storage.nbytes() for storage in storages]
+            if [block.size for block in holding.blocks] != sizes:
+                self._new_blocks(holding, sizes)
+            if not holding.copied:
+                pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True)]
+                holding.last = self.mover.move_out(pairs, after=holding.last)
+                holding.copied = holding.frozen
+            for storage in storages:
+                storage.resize_(0)
+            holding.away = True
 
     def _fetch(self, holding: _Holding) -> None:
         """Gives a holding device memory and copies it there."""

@@ -31,6 +31,11 @@ class AdamW:
             for name, weight in named_parameters
             if weight.requires_grad
         ]
+        for one in self._trained:
+            if one.weight.dtype not in (torch.float32, torch.bfloat16) or not one.weight.is_contiguous():
+                raise ValueError(
+                    f"{one.name} is {one.weight.dtype}, strides {one.weight.stride()}: trained weights are contiguous float32 or bfloat16"
+                )
         gpu_part, cpu_part = shared_out([one.weight.numel() for one in self._trained], config.on_cpu)
         self._parts: list[Part] = []
         if gpu_part:
@@ -54,22 +59,29 @@ class AdamW:
 
         The norm is known before anything changes. Where it is not finite, weights and state stay as they were (unless the config says to ignore it).
         """
-        self._residency.need("grads", write=True)
+        self._residency.need("grads")
         norms = sorted(norm for part in self._parts for norm in part.norms())
-        norm = math.sqrt(sum(value * value for _, value in norms))
-        self.skipped = None if math.isfinite(norm) else self._first_bad(norms)
+        norm = math.hypot(*(value for _, value in norms))
+        bad = next((number for number, value in norms if not math.isfinite(value)), None)
+        self.skipped = None if bad is None else self._trained[bad].name
         if self.skipped is not None and self._config.check_for_nan_in_grad == "stop":
+            self.discard()
             raise UserError(
                 f"the gradient is not finite, first in {self.skipped}: lower `optimizer.lr`, or set `optimizer.check_for_nan_in_grad: skip` to go on "
                 "without such steps. Weights and optimizer are as they were before it"
             )
         if self.skipped is None or self._config.check_for_nan_in_grad == "ignore":
             self.skipped = None
-            self._step(lr, norm, {number for number, _ in norms})
+            # A gradient that is not finite, and is to be ignored, does not change what the clip leaves of the others.
+            self._step(lr, math.hypot(*(value for _, value in norms if math.isfinite(value))), {number for number, _ in norms})
+        self.discard()
+        return {"grad_norm": norm, "lr": lr, "updates_skipped": float(self.skipped is not None)}
+
+    def discard(self) -> None:
+        """Lets go of the gradients, wherever they are."""
         for part in self._parts:
             part.clear()
         self._residency.dropped("grads")
-        return {"grad_norm": norm, "lr": lr, "updates_skipped": float(self.skipped is not None)}
 
     def _step(self, lr: float, norm: float, numbers: set[int]) -> None:
         clip = self._config.clip_norm
@@ -79,16 +91,12 @@ class AdamW:
             one = self._trained[number]
             one.steps += 1
             rules[number] = Rule(self._config, lr, one.decay, one.steps, scale, number)
-        state: tuple[Name, ...] = ("master", "moments")
-        for holding in state:
-            if holding in self._residency.holdings():  # there is no master where all weights are fp32
-                self._residency.need(holding, write=True)
-        for part in self._parts:
-            part.step(rules)
-
-    def _first_bad(self, norms: list[tuple[int, float]]) -> str:
-        bad = [number for number, value in norms if not math.isfinite(value)]
-        return self._trained[bad[0]].name if bad else "the norm of all of it together"
+        state: tuple[Name, ...] = ("weights", "master", "moments")
+        changed = [name for name in state if name in self._residency.holdings()]  # there is no master where all weights are fp32
+        with self._residency.changing(*changed):
+            since = self._residency.mover.mark()
+            for part in self._parts:
+                part.step(rules, since)
 
 
 def state_bytes(config: OptimizerConfig, parameters: int, dtype: torch.dtype) -> tuple[dict[Name, int], dict[str, int]]:

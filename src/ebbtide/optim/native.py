@@ -24,7 +24,7 @@ from ebbtide.optim import rule as plain
 from ebbtide.optim.rule import Rule
 
 SOURCE = Path(__file__).with_name("native.c")
-# The products are not fused with the sums, so that every machine computes the same bits.
+# The products are not fused with the sums, so that every machine steps to the same bits. (Sums of squares are added up in the machine's own vectors.)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-shared", "-fPIC")
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 STOCHASTIC = 2
@@ -112,20 +112,22 @@ def arithmetic() -> Arithmetic:
 
 def _compiled() -> Path | None:
     """The library for this machine's processor, compiled if it is not there yet; None without a compiler that works."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
-        return None
     cpu = hashlib.sha256(platform.machine().encode())
     cpu.update("".join(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))).encode())
     cpu.update(" ".join(FLAGS).encode() + SOURCE.read_bytes())
-    cache_folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ebbtide"
-    library = cache_folder / f"native-{cpu.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
+    name = f"native-{cpu.hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ebbtide"
+    if (folder / name).exists():
+        return folder / name
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        return None
     try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
     except OSError:
-        library = Path(tempfile.mkdtemp(prefix="ebbtide-")) / library.name
+        writable = False
+    library = (folder if writable else Path(tempfile.mkdtemp(prefix="ebbtide-"))) / name
     made = library.with_suffix(f".{os.getpid()}")
     done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"], capture_output=True, check=False)  # noqa: S603
     if done.returncode != 0:

@@ -71,8 +71,8 @@ class OnCpu:
 
     def about(self) -> str:
         """In a phrase: who steps what."""
-        slow = "" if self._math.parallel else "; no C compiler was found (`cc`, or $CC): torch's own kernels do it, slower"
-        return f"the CPU steps {sum(held.chunk.size for held in self._chunks):,} parameters with {self.threads} threads{slow}"
+        slow = "" if self._math.parallel else "; a C compiler (`cc`, or $CC) is missing or fails: torch's own kernels do it, slower"
+        return f"the CPU steps {sum(segment.size for held in self._chunks for segment in held.chunk.segments):,} parameters with {self.threads} threads{slow}"
 
     def _host_chunks(self, chunks: Sequence[tuple[Chunk, torch.dtype]], config: OptimizerConfig) -> list[_HostChunk]:
         kind = moment_type(config)
@@ -125,8 +125,7 @@ class OnCpu:
         """Staging memory that nothing uses any more."""
         staging = self._down[self._landings % SLOTS]
         self._landings += 1
-        if isinstance(staging.used_by, Future):
-            staging.used_by.result()
+        self._mover.host_waits(staging.used_by)
         return staging
 
     def _settle(self, move: Move, total: Tensor, landed: Tensor, before: Future[float] | None) -> float:
@@ -149,18 +148,17 @@ class OnCpu:
 
     # Weights go up
 
-    def step(self, rules: Mapping[int, Rule]) -> None:
+    def step(self, rules: Mapping[int, Rule], since: Move) -> None:
         stepped: deque[tuple[_HostChunk, _Staging, list[Future[None]]]] = deque()
         work = [held for held in self._chunks if any(segment.parameter in rules for segment in held.chunk.segments)]
         for number, held in enumerate(work):
             staging = self._up[number % SLOTS]
-            if isinstance(staging.used_by, Move):
-                self._mover.host_waits(staging.used_by)
+            self._mover.host_waits(staging.used_by)
             stepped.append((held, staging, self._step_chunk(held, staging, rules)))
             if len(stepped) == SLOTS - 1 or not self._overlap:
-                self._send_up(*stepped.popleft(), rules)
+                self._send_up(*stepped.popleft(), rules, since)
         while stepped:
-            self._send_up(*stepped.popleft(), rules)
+            self._send_up(*stepped.popleft(), rules, since)
         if work:
             last = self._up[(len(work) - 1) % SLOTS].used_by
             assert isinstance(last, Move)
@@ -183,12 +181,13 @@ class OnCpu:
         """On a core of the pool."""
         self._math.step(held.master[s], held.grads[s], held.first[s], held.second[s], weights[s], rule, start)
 
-    def _send_up(self, held: _HostChunk, staging: _Staging, tasks: Sequence[Future[None]], rules: Mapping[int, Rule]) -> None:
+    def _send_up(self, held: _HostChunk, staging: _Staging, tasks: Sequence[Future[None]], rules: Mapping[int, Rule], since: Move) -> None:
         for task in tasks:
             task.result()
         weights = staging.data[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
         pairs = [(self._weight(segment), _stretch(weights, segment)) for segment in held.chunk.segments if segment.parameter in rules]
-        staging.used_by = self._mover.move_in([(_bytes(weight), _bytes(new)) for weight, new in pairs], after=None)
+        # Beside whatever the GPU steps and fetches meanwhile.
+        staging.used_by = self._mover.move_in_aside([(_bytes(weight), _bytes(new)) for weight, new in pairs], since)
         if not self._overlap:
             self._mover.host_waits(staging.used_by)
 

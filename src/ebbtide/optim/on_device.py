@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
+from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Segment
 from ebbtide.optim.part import Trained, carve, chunked, device_norms, moment_type, step_chunk
@@ -35,7 +36,7 @@ class OnDevice:
     def norms(self) -> list[tuple[int, float]]:
         return device_norms(self._trained, self._segments)
 
-    def step(self, rules: Mapping[int, Rule]) -> None:
+    def step(self, rules: Mapping[int, Rule], since: Move) -> None:
         for chunk, state in self._chunks:
             step_chunk(self._trained, chunk, state, rules)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
+from ebbtide.memory.mover import Move
 from ebbtide.optim.layout import Chunk, Segment, lay_out
 from ebbtide.optim.rule import Rule, State, update
 
@@ -38,8 +39,8 @@ class Part(Protocol):
     def norms(self) -> list[tuple[int, float]]:
         """(parameter, norm of its gradient) for each that has one: of the stretch that is in this part."""
 
-    def step(self, rules: Mapping[int, Rule]) -> None:
-        """Steps the parameters (by number) that have a rule. On a GPU it may only be queued when this returns."""
+    def step(self, rules: Mapping[int, Rule], since: Move) -> None:
+        """Steps the parameters (by number) that have a rule; nothing has used their weights since `since`. On a GPU it may only be queued when this returns."""
 
     def clear(self) -> None:
         """Forgets the gradients."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 
 MIDDLE = 0x8000  # of the lower 16 bits
+MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of a hash of 32 bits
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ class Rule:
 
     @cached_property
     def key(self) -> int:
-        """Seeds the noise of this step: 32 bits."""
-        return (self.parameter * 0x9E3779B1 + self.step * 0x85EBCA77) & 0xFFFFFFFF
+        """Seeds the noise of this step: 32 bits, mixed, so that no parameter's noise is another's at another place."""
+        x = (self.parameter * 0xC2B2AE3D + self.step * 0x85EBCA77 + 1) & 0xFFFFFFFF
+        for shift, factor in MIX:
+            x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
+        return x ^ (x >> 16)
 
     @property
     def stochastic(self) -> bool:
@@ -83,8 +87,6 @@ def update(weight: Tensor, grad: Tensor, state: State, rule: Rule, start: int) -
     adamw(master, grad, state.first, second, rule, start)
     if state.low is not None:
         state.second.copy_(divide(master, weight, state.low, second))
-    elif second is not state.second:
-        state.second.copy_(second)
 
 
 def adamw(master: Tensor, grad: Tensor, first: Tensor, second: Tensor, rule: Rule, start: int) -> None:
@@ -130,7 +132,7 @@ def divide(master: Tensor, weight: Tensor, low: Tensor, second: Tensor) -> Tenso
 def noise(size: int, start: int, key: int) -> Tensor:
     """32 random bits for each element from `start` on: a hash of its place, the same in any chunk and on any device."""
     x = torch.arange(start, start + size) * 0x9E3779B1 + key & 0xFFFFFFFF
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    for shift, factor in MIX:
         x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
     return x ^ (x >> 16)
 

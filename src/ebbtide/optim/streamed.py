@@ -42,17 +42,13 @@ class Streamed:
     def norms(self) -> list[tuple[int, float]]:
         return device_norms(self._trained, self._segments)
 
-    def step(self, rules: Mapping[int, Rule]) -> None:
+    def step(self, rules: Mapping[int, Rule], since: Move) -> None:
         mover, device = self._residency.mover, self._residency.device
         work = [held for held in self._chunks if any(segment.parameter in rules for segment in held.chunk.segments)]
         largest = max((held.chunk.size for held in work), default=0)
-        ring = [
-            (
-                torch.empty(2 * largest, dtype=torch.uint8, device=device),
-                torch.empty(2 * largest * self._kind.itemsize, dtype=torch.uint8, device=device),
-            )
-            for _ in range(min(SLOTS, len(work)))
-        ]
+        narrow = any(held.low is not None for held in work)
+        sizes = (2 * largest if narrow else 0, 2 * largest * self._kind.itemsize)
+        ring = [[torch.empty(size, dtype=torch.uint8, device=device) for size in sizes] for _ in range(min(SLOTS, len(work)))]
 
         def pairs(number: int) -> list[tuple[Tensor, Tensor]]:
             (low, moments), held = ring[number % SLOTS], work[number]
@@ -81,6 +77,8 @@ class Streamed:
                 fetch(number + 2)
             else:
                 mover.host_waits(self._returned)
+        for name in ("master", "moments"):
+            self._residency.returning(name, self._returned)
 
     def clear(self) -> None:
         for segment in self._segments:

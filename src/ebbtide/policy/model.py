@@ -66,6 +66,8 @@ def load_model(config: Config) -> Loaded:
                 f"({', '.join(absent[:3])}): they would be random. Get the whole model"
             )
         model = model.to(device)
+    for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
+        parameter.data = parameter.data.contiguous()
     model.eval()
     _check(model, tokenizer, config)
     return Loaded(model, tokenizer, model.config._attn_implementation)
@@ -186,6 +188,16 @@ def decoder(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its output head: token ids in, last hidden states out."""
     found: torch.nn.Module = model.base_model
     return found
+
+
+def blocks_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The model's blocks, first to last."""
+    blocks = getattr(decoder(model), "layers", None)
+    if not isinstance(blocks, torch.nn.ModuleList) or not all(
+        hasattr(block, "input_layernorm") and hasattr(block, "mlp") for block in blocks
+    ):
+        raise UserError(f"{type(model).__name__} has no blocks of the usual shape: `memory.activations` cannot be set for it")
+    return list(blocks)
 
 
 def head_weight(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:

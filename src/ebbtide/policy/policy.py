@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -11,12 +12,19 @@ from torch.func import functional_call
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
+from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.memory.activations import Parking
+from ebbtide.memory.arena import check_host_budget
+from ebbtide.memory.meter import GIB
+from ebbtide.memory.residency import Residency
+from ebbtide.policy.activation_plan import capacity, choose, described, figures_for
+from ebbtide.policy.activations import Activations
 from ebbtide.policy.attention import PACKED, attention
 from ebbtide.policy.head import token_logprobs
 from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
-from ebbtide.policy.model import Loaded, decoder, head_shape, head_weight
+from ebbtide.policy.model import Loaded, blocks_of, decoder, head_shape, head_weight
 from ebbtide.policy.pack import MicroBatch, Trajectory, pack
 from ebbtide.progress import Progress
 
@@ -57,6 +65,8 @@ class Policy:
         self.device: torch.device = loaded.model.device
         self._generate_attention = loaded.generate_attention
         self._module = _Logprobs(loaded.model)
+        self._activations: Activations | None = None
+        self._parking: Parking | None = None
 
     def _logprobs(self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Log-prob [P] and entropy [P] of each completion token; by other weights than the model's own, if given."""
@@ -84,8 +94,39 @@ class Policy:
                 setattr(trajectories[member], name, part)
             progress(done + 1, len(batches))
 
+    def place_activations(self, residency: Residency) -> list[str]:
+        """Carries out `memory.activations` from here on; gives what a person should know of it."""
+        config, tokens = self.config.memory.activations, self.config.train.microbatch_tokens
+        if config == ActivationsConfig():
+            return []
+        blocks = blocks_of(self.model)
+        figures = figures_for(config, blocks, self._probe, residency, tokens)
+        choice, notes = choose(config, blocks[0], figures)
+        reserved = capacity(config, blocks, choice, self._probe, tokens)
+        if reserved:
+            check_host_budget({"activations": reserved}, self.config.memory.host_budget_gib)
+            (memory,) = residency.host("activations", [reserved], pinned=True)
+            self._parking = Parking(memory, residency.mover)
+        self._activations = Activations(blocks, choice, self._parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)
+        return [*notes, described(choice, reserved)]
+
+    def _probe(self, tokens: int) -> int:
+        """A forward and backward like those of training, on about so many tokens, without a gradient left behind; gives how many it were."""
+        length = min(1024, tokens, self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens)
+        probes = [Trajectory([1], [1] * (length - 1), []) for _ in range(tokens // length)]
+        (batch,) = pack(probes, budget=tokens, device=self.device)
+        with attention(self.model, PACKED):
+            logprobs, _ = self._logprobs(batch, temperature=1.0)
+            torch.autograd.grad(logprobs.sum(), [next(weight for weight in self.model.parameters() if weight.requires_grad)])
+        return batch.token_ids.numel()
+
     def accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
         """Adds the gradient of the loss on a minibatch, micro-batch by micro-batch; says what it saw."""
+        # The backward runs parts of the forward again where activations are recomputed, and so needs the same attention.
+        with attention(self.model, PACKED), self._activations or nullcontext():
+            return self._accumulate(minibatch, progress)
+
+    def _accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
         batches = pack(minibatch, self.config.train.microbatch_tokens, self.device)
         seen: list[dict[str, Tensor]] = []
         for done, batch in enumerate(batches):
@@ -96,7 +137,11 @@ class Policy:
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
             seen.append(reported)
             progress(done + 1, len(batches))
-        return _summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
+        summary = _summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
+        if self._parking is not None:
+            parked, refused = self._parking.take()
+            summary |= {"activations_offloaded_gib": parked / GIB, "activations_without_room_gib": refused / GIB}
+        return summary
 
     def _loss_inputs(self, batch: MicroBatch, members: Sequence[Trajectory]) -> LossInputs:
         logprobs, entropies = self._logprobs(batch, self.config.rollout.temperature)

@@ -72,7 +72,7 @@ class Report:
         for note in notes:
             self.terminal.say(note)
         if residency.host_bytes:
-            self.terminal.say(f"\nwhat lives where in each phase, {residency.host_bytes / GIB:.2f} GiB of host memory beside it:")
+            self.terminal.say(f"\nwhat lives where in each phase, with {residency.host_bytes / GIB:.2f} GiB of host memory taken:")
             self.terminal.table(residency.plan.rows())
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:

@@ -1,0 +1,194 @@
+"""Forward and backward with activations kept, offloaded or made again, module by module: seconds and peak memory.
+
+    python benchmarks/activations.py
+
+The Qwen3-1.7B shape with random weights and no output head, 4,096, 16,384 and 65,536 tokens in sequences of 1,024, and a Qwen3-MoE shape; beside it in the
+same process Hugging Face's gradient checkpointing and torch's `save_on_cpu`. Gradients of every case are compared with `keep`, bit by bit.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from common import Row, save
+
+from ebbtide.config import load
+from ebbtide.config.tree import Activations as ActivationsConfig
+from ebbtide.loop import seed_everything
+from ebbtide.memory.activations import Parking
+from ebbtide.memory.plan import build_plan
+from ebbtide.memory.residency import Residency
+from ebbtide.policy.activation_plan import capacity, choose, figures_for
+from ebbtide.policy.activations import Activations, names_of
+from ebbtide.policy.attention import PACKED, attention
+from ebbtide.policy.model import blocks_of, decoder, load_model
+
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+MOE = [
+    "model.scratch.architecture=qwen3_moe",
+    "model.scratch.layers=12",
+    "model.scratch.experts=32",
+    "model.scratch.experts_per_token=4",
+    "model.scratch.mlp=768",
+]
+GIB = 2**30
+
+
+class Bench:
+    """One model and a number of tokens."""
+
+    def __init__(self, options: list[str], tokens: int) -> None:
+        seed_everything(0, deterministic=True)
+        self.config, self.tokens = load(CONFIG, options), tokens
+        self.model = load_model(self.config).model
+        self.blocks = blocks_of(self.model)
+        self.grads: list[torch.Tensor] | None = None
+        self.base = torch.cuda.memory_allocated()
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        self.ids = torch.randint(200, (1, tokens), generator=generator, device="cuda")
+        self.upstream = torch.randn(1, tokens, 2048, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, tokens: int) -> torch.Tensor:
+        length = min(1024, tokens)
+        starts = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
+        with attention(self.model, PACKED):
+            found: torch.Tensor = decoder(self.model)(
+                input_ids=self.ids[:, :tokens],
+                position_ids=torch.arange(tokens, device="cuda")[None] % length,
+                use_cache=False,
+                cu_seq_lens_q=starts,
+                cu_seq_lens_k=starts,
+                max_length_q=length,
+                max_length_k=length,
+            ).last_hidden_state
+        return found
+
+    def measured(self, name: str, around: Callable[[], AbstractContextManager[Any]], repeats: int = 3) -> list[Row]:
+        case = f"{self.tokens:,} tokens, {name}"
+        seconds, peaks = [], []
+        try:
+            for _ in range(1 + repeats):
+                for parameter in self.model.parameters():
+                    parameter.grad = None
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+                with around(), attention(self.model, PACKED):
+                    self.forward(self.tokens).backward(self.upstream)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+                peaks.append(torch.cuda.max_memory_allocated())
+        except torch.OutOfMemoryError:
+            print(f"{case}: does not fit", flush=True)
+            return [Row(case, "does not fit", 1.0, "(1 = yes)")]
+        taken = statistics.median(seconds[1:])
+        rows = [
+            Row(case, "forward and backward", taken * 1000, "ms"),
+            Row(case, "tokens a second", self.tokens / taken, "tok/s"),
+            Row(case, "peak", max(peaks[1:]) / GIB, "GiB"),
+        ]
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if self.grads is None:
+            self.grads = [grad.cpu() for grad in grads] if name == "keep" else None
+        else:
+            same = all(torch.equal(mine.cpu(), kept) for mine, kept in zip(grads, self.grads, strict=True))
+            rows.append(Row(case, "gradients identical to keep", float(same), "(1 = yes)"))
+        print(*(f"{row.value:.4g} {row.unit}" for row in rows), case, sep="  ", flush=True)
+        return rows
+
+    def ours(self, name: str, config: ActivationsConfig, link: Residency) -> list[Row]:
+        with Residency(build_plan(self.config.memory), torch.device("cuda", 0)) as residency:
+            figures = figures_for(config, self.blocks, self.forward, residency, self.tokens)
+            choice, notes = choose(config, self.blocks[0], figures)
+            reserved = capacity(config, self.blocks, choice, self.forward, self.tokens)
+            parking = Parking(residency.host("activations", [reserved], pinned=True)[0], residency.mover) if reserved else None
+            held = Activations(self.blocks, choice, parking, keep_last=config.keep_last)
+            rows = self.measured(name, lambda: held)
+            parked, refused = parking.take() if parking is not None else (0, 0)
+            residency.mover.finish()
+            exposed = residency.mover.take().exposed / 4
+            print(
+                "   ",
+                *notes,
+                f"exposed {exposed:.3f} s, offloaded {parked / 4 / GIB:.1f} GiB, without room {refused / 4 / GIB:.1f} GiB",
+                flush=True,
+            )
+            if name == "keep":
+                case = f"{self.tokens:,} tokens, saved by a block"
+                rows += [Row(case, module, size / 1024, "KiB a token") for module, size in figures.saved.items()]
+            return [*rows, Row(rows[0].case, "offloaded", parked / 4 / GIB, "GiB"), Row(rows[0].case, "exposed", exposed, "s")]
+
+
+def gradient_checkpointing(model: Any) -> AbstractContextManager[Any]:
+    class On:
+        def __enter__(self) -> None:
+            model.train()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+        def __exit__(self, *_: object) -> None:
+            model.gradient_checkpointing_disable()
+            model.eval()
+
+    return On()
+
+
+PRESETS = {
+    "keep": {},
+    "preset recompute": {"preset": "recompute"},
+    "preset offload": {"preset": "offload", "gate": "ignore"},
+    "preset balanced": {"preset": "balanced"},
+}
+
+
+def compare(rows: list[Row], options: list[str], tokens: int, label: str = "", alone: bool = False, saved_on_cpu: bool = False) -> None:
+    bench = Bench(options, tokens)
+    found: list[Row] = []
+    for name, settings in PRESETS.items():
+        found += bench.ours(name, ActivationsConfig.model_validate(settings), None)
+    found += bench.measured("Hugging Face gradient checkpointing", lambda: gradient_checkpointing(bench.model))
+    if saved_on_cpu:
+        found += bench.measured("save_on_cpu(pin_memory=True)", lambda: torch.autograd.graph.save_on_cpu(pin_memory=True), repeats=1)
+    for name in names_of(bench.blocks[0]) if alone else ():
+        for place in ("offload", "recompute"):
+            settings = {place: [name], "gate": "ignore"}
+            if name == "attn_proj" and place == "offload":
+                settings["offload"] = ["core_attn", "attn_proj"]
+            if name == "block_input":
+                if place == "recompute":
+                    continue
+                settings["recompute"] = ["attn_norm"]
+            found += bench.ours(f"{place} {' + '.join(settings[place])}", ActivationsConfig.model_validate(settings), None)
+    rows += [Row(label + row.case, row.metric, row.value, row.unit) for row in found]
+
+
+if __name__ == "__main__":
+    import sys
+
+    found: list[Row] = []
+    if "quick" in sys.argv:
+        compare(found, [], 16_384, saved_on_cpu=False)
+        bench = Bench([], 16_384)
+        bench.ours("keep", ActivationsConfig(), None)
+        for settings in (
+            {"recompute": ["attn_norm", "mlp_norm"]},
+            {"recompute": ["attn_norm", "mlp_norm", "mlp_fc2"]},
+            {"offload": ["qkv_linear"], "gate": "ignore"},
+            {"recompute": ["attn_norm", "mlp_norm", "mlp_fc2"], "offload": ["mlp_act"], "gate": "ignore"},
+            {"recompute": ["attn_norm", "qkv_linear", "mlp_norm", "mlp_fc1", "mlp_fc2"]},
+        ):
+            bench.ours(str(settings), ActivationsConfig.model_validate(settings), None)
+    else:
+        compare(found, [], 16_384, alone=True, saved_on_cpu=True)
+        compare(found, [], 4_096)
+        compare(found, [], 65_536)
+        compare(found, MOE, 16_384, label="MoE, ")
+        save("activations", found)

@@ -1,0 +1,179 @@
+"""From `memory.activations` to a choice for this very model: checked, measured, and held against what the link carries."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import nn
+
+from ebbtide.config.tree import Activation
+from ebbtide.config.tree import Activations as ActivationsConfig
+from ebbtide.errors import UserError
+from ebbtide.memory.meter import GIB
+from ebbtide.memory.residency import Residency
+from ebbtide.policy.activations import Activations, Choice, local_names, names_of
+
+SHARE = 0.9  # of what the link carries during a forward is planned for
+PROBE = 512  # tokens: what a forward saves grows with them in a line
+
+Probe = Callable[[int], int]
+"""A forward and backward like those of training that leave no gradient, on about so many tokens: gives how many it were."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of this model on this machine."""
+
+    saved: dict[Activation, int]
+    """Bytes that one block saves per token, by name."""
+    forward: float
+    """Seconds of a forward per token: a third of forward and backward; 0 on a CPU, where no copy runs beside it."""
+    link: float
+    """Bytes a second from the device to the host."""
+    blocks: int
+    """Blocks that may offload."""
+
+    def carried(self) -> int:
+        """Bytes per token and block that the link carries beside the forward."""
+        return int(SHARE * self.link * self.forward / max(1, self.blocks))
+
+
+def choose(config: ActivationsConfig, block: nn.Module, figures: Figures) -> tuple[Choice, list[str]]:
+    """The choice, and what a person should know of it."""
+    names, local = names_of(block), local_names(block)
+    _check_names(config, names, type(block).__name__)
+    listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
+    notes: list[str] = []
+    base = {
+        "keep": dict.fromkeys(names, "keep"),
+        "recompute": {name: "keep" if name == "block_input" else "recompute" for name in names},
+        "offload": {name: "offload" if name == "block_input" else "recompute" for name in names},
+    }
+    if config.preset == "balanced":
+        places, notes = _balanced(listed, names, local, figures)
+    else:
+        places = base[config.preset] | listed
+    _check_sense(places)
+    choice = _choice(places, local)
+    if figures.forward and config.preset != "balanced":
+        choice, gated = _gate(config, choice, figures)
+        notes += gated
+    return choice, notes
+
+
+def _choice(places: dict[Activation, str], local: frozenset[Activation]) -> Choice:
+    offload, recompute = (frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute"))
+    return Choice(offload, recompute, local)
+
+
+def _check_names(config: ActivationsConfig, names: Sequence[Activation], kind: str) -> None:
+    for place in ("keep", "offload", "recompute"):
+        for name in getattr(config, place) or []:
+            if name not in names:
+                raise UserError(f"`memory.activations.{place}` names `{name}`, which {kind} does not have: it has {', '.join(names)}")
+
+
+def _check_sense(places: dict[Activation, str]) -> None:
+    again = [name for name, place in places.items() if place == "recompute"]
+    if places["block_input"] == "recompute":
+        raise UserError(
+            "`memory.activations.recompute` names `block_input`: that would run the block before again. A block is made again from its input: keep or offload it"
+        )
+    if places["block_input"] == "offload" and not any(name for name in again if name != "mlp_norm" and name != "mlp_fc2"):
+        raise UserError(
+            "`memory.activations.offload` names `block_input`, which is saved only where `attn_norm` or more is made again from it: "
+            "add `memory.activations.recompute: [attn_norm]`, or remove it"
+        )
+    if places["attn_proj"] == "offload" and places["core_attn"] == "keep":
+        raise UserError(
+            "`memory.activations.offload` names `attn_proj` without `core_attn`: both save the same tensor, which would stay on the device for the latter. "
+            "Offload both, or neither"
+        )
+
+
+def _bytes(names: frozenset[Activation] | tuple[Activation, ...], figures: Figures) -> int:
+    return sum(figures.saved.get(name, 0) for name in names)
+
+
+def _balanced(
+    listed: dict[Activation, str], names: Sequence[Activation], local: frozenset[Activation], figures: Figures
+) -> tuple[dict[Activation, str], list[str]]:
+    """Makes again what one module can, and parks the names that come nearest to what the link carries."""
+    places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
+    fixed = frozenset(name for name, place in places.items() if place == "offload")
+    free = [name for name in names if name not in listed and places[name] == "keep" and name not in ("block_input", "attn_proj")]
+    room = figures.carried() - _bytes(fixed, figures)
+    sets = [some for count in range(len(free) + 1) for some in combinations(free, count) if _bytes(some, figures) <= room]
+    best = max(sets, key=lambda some: _bytes(some, figures), default=())
+    places |= dict.fromkeys(best, "offload")
+    whole, parked = sum(figures.saved.values()), _bytes(frozenset(best) | fixed, figures)
+    again = [name for name, place in places.items() if place == "recompute"]
+    notes = [
+        f"activations: a block saves {whole / 1024:.0f} KiB a token; the link carries {figures.carried() / 1024:.0f} beside the forward "
+        f"({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token). "
+        f"Offloaded: {', '.join([*best, *sorted(fixed)]) or 'nothing'} ({parked / 1024:.0f} KiB); made again: {', '.join(again) or 'nothing'}"
+    ]
+    return places, notes
+
+
+def _gate(config: ActivationsConfig, choice: Choice, figures: Figures) -> tuple[Choice, list[str]]:
+    """Offloading more than the link carries would make compute wait."""
+    wanted = _bytes(choice.offload, figures)
+    if wanted <= figures.carried() or config.gate == "ignore" or not choice.offload:
+        return choice, []
+    said = (
+        f"a block offloads {wanted / 1024:.0f} KiB a token ({', '.join(sorted(choice.offload))}), and the link carries {figures.carried() / 1024:.0f} beside the forward "
+        f"({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token)"
+    )
+    if config.gate == "refuse":
+        raise UserError(f"{said}: offload less, or set `memory.activations.gate` to `downgrade` or `ignore`")
+    again: set[Activation] = set()
+    for name in sorted(choice.offload - {"block_input"}, key=lambda name: -figures.saved.get(name, 0)):
+        if _bytes(choice.offload - again, figures) > figures.carried():
+            again.add(name)
+    mended = Choice(choice.offload - again, choice.recompute | again, choice.local)
+    return mended, [f"activations: {said}; made again instead: {', '.join(sorted(again))}"]
+
+
+def measure(blocks: Sequence[nn.Module], choice: Choice, run: Probe) -> dict[Activation, int]:
+    """Bytes that a block saves per token under a choice, by name."""
+    counting = Activations(blocks, choice, None, keep_last=0, minimum=1)
+    counting.counted = Counter()
+    with counting:
+        tokens = run(PROBE)
+    return {name: size // (tokens * len(blocks)) for name, size in counting.counted.items()}
+
+
+def figures_for(config: ActivationsConfig, blocks: Sequence[nn.Module], run: Probe, residency: Residency, tokens: int) -> Figures:
+    saved, forward, link = measure(blocks, Choice(), run), 0.0, 0.0
+    if residency.device.type == "cuda":
+        count = min(tokens, 8192)
+        for _ in range(2):  # the first one warms up
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            done = run(count)
+            torch.cuda.synchronize()
+            forward = (time.perf_counter() - start) / done / 3  # a backward takes twice as long
+        link = residency.mover.rate_out()
+    return Figures(saved, forward, link, max(0, len(blocks) - config.keep_last))
+
+
+def capacity(config: ActivationsConfig, blocks: Sequence[nn.Module], choice: Choice, run: Probe, tokens: int) -> int:
+    """Host memory for all that one micro-batch offloads."""
+    if not choice.offload:
+        return 0
+    saved = measure(blocks, choice, run)
+    per_token = sum(saved.get(name, 0) for name in choice.offload)
+    return int(1.02 * per_token * tokens * max(0, len(blocks) - config.keep_last)) + 64 * 2**20 * (tokens > PROBE)
+
+
+def described(choice: Choice, reserved: int) -> str:
+    parts = [
+        f"{place} {', '.join(sorted(names))}" for place, names in (("offload", choice.offload), ("recompute", choice.recompute)) if names
+    ]
+    return f"activations: {'; '.join(parts)}" + (f"; {reserved / GIB:.2f} GiB of host memory for them" if reserved else "")

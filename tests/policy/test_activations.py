@@ -1,0 +1,259 @@
+"""Activations kept, offloaded or made again: the same gradients to the bit, for every module and any mix; sense and nonsense in the config."""
+
+import gc
+import random
+
+import pytest
+import torch
+
+from conftest import FAMILIES, TINY, family, merged
+from ebbtide.config.tree import Activations as ActivationsConfig
+from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+from ebbtide.memory.activations import Parking
+from ebbtide.memory.mover import Mover
+from ebbtide.policy.activation_plan import Figures, capacity, choose, measure
+from ebbtide.policy.activations import Activations, Choice, local_names, names_of
+from ebbtide.policy.model import blocks_of, load_model
+from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.policy import Policy
+
+CPU = torch.device("cpu")
+DENSE = ["block_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
+SPARSE = ["block_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "moe_router"]
+
+
+class Setup:
+    """A tiny model of four blocks, some packed sequences in several micro-batches, and their gradients."""
+
+    def __init__(self, name: str, dtype: str = "float32") -> None:
+        changes = {**family(name), "model.scratch.layers": 4, "model.dtype": dtype}
+        config = Config.model_validate(merged(TINY, changes))
+        torch.manual_seed(0)
+        loaded = load_model(config)
+        self.model, self.policy, self.blocks = loaded.model, Policy(loaded, config), blocks_of(loaded.model)
+        generator = torch.Generator().manual_seed(1)
+
+        def tokens(count: int) -> list[int]:
+            return torch.randint(11, (count,), generator=generator).tolist()
+
+        self.sequences = [Trajectory(tokens(3 + i % 3), tokens(4 + i % 5), [-2.0] * (4 + i % 5), (-1.0) ** i, 0.01) for i in range(12)]
+        self.kept = self.grads()
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        self.policy.accumulate(self.sequences, lambda *_: None)
+        found = {name: weight.grad.clone() for name, weight in self.model.named_parameters() if weight.grad is not None}
+        self.model.zero_grad()
+        return found
+
+    def with_choice(self, offload=(), recompute=(), room=2**22, **options) -> Parking:
+        """Gradients under a choice are those of keeping everything."""
+        parking = Parking(torch.zeros(room, dtype=torch.uint8), Mover(CPU))
+        choice = Choice(frozenset(offload), frozenset(recompute), local_names(self.blocks[0]))
+        self.policy._activations = Activations(self.blocks, choice, parking, **{"minimum": 1, **options})
+        got = self.grads()
+        self.policy._activations = None
+        assert got.keys() == self.kept.keys()
+        assert all(torch.equal(self.kept[name], grad) for name, grad in got.items())
+        assert not parking._stack  # all of it was taken back
+        return parking
+
+
+@pytest.fixture(scope="module")
+def dense() -> Setup:
+    return Setup("qwen3")
+
+
+@pytest.fixture(scope="module")
+def sparse() -> Setup:
+    return Setup("qwen3_moe")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_names_that_a_model_has(name) -> None:
+    block = Setup(name).blocks[0]
+    assert names_of(block) == (SPARSE if name == "qwen3_moe" else DENSE)
+    assert local_names(block) == {"attn_norm", "mlp_norm"} | (set() if name == "qwen3_moe" else {"mlp_fc2"})
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("place", ["offload", "recompute"])
+@pytest.mark.parametrize("number", range(9))
+def test_each_module_alone(kind, place, number, request) -> None:
+    setup = request.getfixturevalue(kind)
+    name = names_of(setup.blocks[0])[number]
+    if name == "block_input":
+        recompute = ["attn_norm"] if place == "offload" else [other for other in names_of(setup.blocks[0]) if other != name]
+        setup.with_choice([name], recompute)
+        return
+    parked = setup.with_choice(**{place: [name]}).take()[0]
+    assert (parked > 0) == (place == "offload")
+
+
+@pytest.mark.parametrize(
+    ("offload", "recompute"),
+    [(["mlp_act"], []), (["core_attn"], ["attn_norm", "mlp_fc2"]), (["block_input"], DENSE[1:]), (["mlp_act"], ["core_attn"])],
+)
+def test_nothing_is_left_for_the_garbage_collector(dense, offload, recompute) -> None:
+    """On a GPU what waits for it is memory: a step's tensors go with the step."""
+    dense.with_choice(offload, recompute)
+    gc.collect()
+    gc.disable()
+    try:
+        dense.with_choice(offload, recompute)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [thing for thing in gc.garbage if isinstance(thing, torch.Tensor) and thing.numel() > 100]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_any_mix(kind, request) -> None:
+    setup = request.getfixturevalue(kind)
+    names = names_of(setup.blocks[0])
+    chance = random.Random(0)
+    for _ in range(40):
+        places = {name: chance.choice(["keep", "offload", "recompute"]) for name in names}
+        offload = [name for name, place in places.items() if place == "offload"]
+        recompute = [name for name, place in places.items() if place == "recompute" and name != "block_input"]
+        setup.with_choice(offload, recompute, keep_last=chance.randrange(3), minimum=chance.choice([1, 4000]))
+
+
+def test_in_bfloat16() -> None:
+    setup = Setup("llama", "bfloat16")
+    setup.with_choice(["core_attn", "mlp_act"], ["attn_norm", "mlp_norm", "mlp_fc2"])
+    setup.with_choice(["block_input"], DENSE[1:])
+    setup.with_choice(["mlp_act"], ["core_attn", "qkv_linear"])
+
+
+def test_what_finds_no_room_stays_and_is_counted(dense) -> None:
+    parked, refused = dense.with_choice(["mlp_act"], room=20_000).take()
+    assert parked > 0
+    assert refused > parked
+
+
+def test_frozen_blocks(dense) -> None:
+    for weight in dense.blocks[1].parameters():
+        weight.requires_grad = False
+    kept, dense.kept = dense.kept, dense.grads()
+    try:
+        dense.with_choice(["core_attn"], ["attn_norm", "mlp_norm"])
+        dense.with_choice(["block_input"], DENSE[1:])
+    finally:
+        dense.kept = kept
+        for weight in dense.blocks[1].parameters():
+            weight.requires_grad = True
+
+
+def test_a_backward_that_fails_leaves_nothing_behind(dense) -> None:
+    parking = Parking(torch.zeros(2**22, dtype=torch.uint8), Mover(CPU))
+    activations = Activations(dense.blocks, Choice(frozenset({"mlp_act"})), parking, minimum=1)
+    forward = dense.blocks[0].forward
+    with pytest.raises(KeyError), activations:  # noqa: PT012
+        dense.policy._probe(16)
+        raise KeyError("in the middle")
+    assert not parking._stack
+    assert dense.blocks[0].forward == forward
+    assert not dense.blocks[0].get_submodule("mlp")._forward_hooks
+    dense.with_choice(["mlp_act"])
+
+
+def test_forwards_without_gradient_are_left_alone(dense) -> None:
+    parking = Parking(torch.zeros(2**22, dtype=torch.uint8), Mover(CPU))
+    with Activations(dense.blocks, Choice(frozenset({"mlp_act"})), parking, minimum=1):
+        dense.policy.fill("old_logprobs", dense.sequences, lambda *_: None)
+        for sequence in dense.sequences:
+            sequence.old_logprobs = None
+    assert parking.take() == (0, 0)
+
+
+def test_half_of_the_bytes_are_where_they_are_said_to_be(dense) -> None:
+    """What is foretold for a micro-batch has room for what it parks, and little more."""
+    config = ActivationsConfig(offload=["mlp_act", "core_attn"], keep_last=1)
+    choice = Choice(frozenset(config.offload))
+    foretold = capacity(config, dense.blocks, choice, dense.policy._probe, tokens=64)
+    parking = dense.with_choice(config.offload, room=foretold + 64 * 512)
+    parked, refused = parking.take()
+    assert refused == 0
+    longest = 64  # tokens of the fullest micro-batch
+    assert parked / 3 <= foretold <= 1.1 * parked / 3 * longest / 30
+
+
+SAVED = {"attn_norm": 10, "qkv_linear": 20, "core_attn": 12, "mlp_norm": 10, "mlp_fc1": 4, "mlp_act": 36, "mlp_fc2": 12}
+
+
+def chosen(settings, block, carried=10**9):
+    figures = Figures({name: 1024 * size for name, size in SAVED.items()}, forward=1.0, link=carried * 1024 / 0.9, blocks=1)
+    return choose(ActivationsConfig.model_validate(settings), block, figures)
+
+
+def test_presets(dense) -> None:
+    block = dense.blocks[0]
+    assert chosen({}, block)[0].recompute == frozenset()
+    assert chosen({"preset": "recompute"}, block)[0].recompute == set(DENSE[1:])
+    assert chosen({"preset": "offload"}, block)[0].offload == {"block_input"}
+    mixed = chosen({"preset": "recompute", "keep": ["core_attn", "attn_proj"], "offload": ["mlp_act"]}, block)[0]
+    assert mixed.offload == {"mlp_act"}
+    assert mixed.recompute == {"attn_norm", "qkv_linear", "mlp_norm", "mlp_fc1", "mlp_fc2"}
+
+
+def test_balanced_takes_what_the_link_carries_and_says_so(dense) -> None:
+    for carried, offload in (
+        (0, set()),
+        (13, {"core_attn"}),
+        (16, {"core_attn", "mlp_fc1"}),
+        (37, {"mlp_act"}),
+        (100, {"qkv_linear", "core_attn", "mlp_fc1", "mlp_act"}),
+    ):
+        choice, notes = chosen({"preset": "balanced"}, dense.blocks[0], carried)
+        assert choice.offload == offload
+        assert choice.recompute == {"attn_norm", "mlp_norm", "mlp_fc2"}
+        assert f"the link carries {carried} " in notes[0]
+    choice, _ = chosen({"preset": "balanced", "offload": ["mlp_fc1"], "keep": ["core_attn"]}, dense.blocks[0], 24)
+    assert choice.offload == {"mlp_fc1", "qkv_linear"}
+
+
+def test_the_gate(dense) -> None:
+    wanted = {"offload": ["mlp_act", "core_attn"]}
+    assert chosen(wanted, dense.blocks[0], 48) == (
+        Choice(frozenset(wanted["offload"]), local=frozenset({"attn_norm", "mlp_norm", "mlp_fc2"})),
+        [],
+    )
+    choice, (note,) = chosen(wanted, dense.blocks[0], 20)
+    assert (choice.offload, choice.recompute) == ({"core_attn"}, {"mlp_act"})
+    assert "48 KiB a token" in note
+    assert "made again instead: mlp_act" in note
+    with pytest.raises(UserError, match=r"48 KiB a token.*carries 20.*`memory.activations.gate`"):
+        chosen({**wanted, "gate": "refuse"}, dense.blocks[0], 20)
+    assert chosen({**wanted, "gate": "ignore"}, dense.blocks[0], 20)[0].offload == set(wanted["offload"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"offload": ["moe_act"]}, ["`memory.activations.offload` names `moe_act`", "it has block_input, attn_norm"]),
+        ({"recompute": ["block_input"]}, ["`block_input`", "keep or offload it"]),
+        ({"offload": ["block_input"]}, ["`block_input`", "recompute: [attn_norm]"]),
+        ({"offload": ["attn_proj"]}, ["`attn_proj` without `core_attn`", "both"]),
+    ],
+)
+def test_nonsense_is_named(dense, settings, words) -> None:
+    with pytest.raises(UserError) as caught:
+        chosen(settings, dense.blocks[0])
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_measured_bytes_are_what_a_norm_and_a_product_save(dense) -> None:
+    saved = measure(dense.blocks, Choice(), dense.policy._probe)
+    hidden, mlp = 32 * 4, 48 * 4
+    assert saved["mlp_fc2"] == mlp
+    assert saved["mlp_act"] == 3 * mlp
+    assert saved["mlp_fc1"] == hidden
+    local = local_names(dense.blocks[0])
+    assert "mlp_fc2" not in measure(dense.blocks, Choice(recompute=frozenset({"mlp_fc2"}), local=local), dense.policy._probe)
+    whole = measure(dense.blocks, Choice(recompute=frozenset(DENSE[1:]), local=local), dense.policy._probe)
+    assert whole == {"block_input": hidden}
