@@ -1,17 +1,19 @@
 """Forward and backward with activations kept, offloaded or made again, module by module: seconds and peak memory.
 
-    python benchmarks/activations.py
+    python benchmarks/activations.py [16k] [4k] [64k] [moe]
 
 The Qwen3-1.7B shape with random weights and no output head, 4,096, 16,384 and 65,536 tokens in sequences of 1,024, and a Qwen3-MoE shape; beside it in the
 same process Hugging Face's gradient checkpointing and torch's `save_on_cpu`. Gradients of every case are compared with `keep`, bit by bit.
+Stages that are not named keep the figures of an earlier run.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from common import Row, save
+from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.config.tree import Activations as ActivationsConfig
@@ -27,7 +29,7 @@ from ebbtide.loop import seed_everything
 from ebbtide.memory.activations import Parking
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activation_plan import capacity, choose, figures_for
+from ebbtide.policy.activation_plan import Figures, capacity, choose, figures_for
 from ebbtide.policy.activations import Activations, names_of
 from ebbtide.policy.attention import PACKED, attention
 from ebbtide.policy.model import blocks_of, decoder, load_model
@@ -46,16 +48,23 @@ GIB = 2**30
 class Bench:
     """One model and a number of tokens."""
 
-    def __init__(self, options: list[str], tokens: int) -> None:
+    def __init__(self, options: list[str], tokens: int, label: str) -> None:
         seed_everything(0, deterministic=True)
-        self.config, self.tokens = load(CONFIG, options), tokens
+        self.config, self.tokens, self.label = load(CONFIG, options), tokens, label
         self.model = load_model(self.config).model
         self.blocks = blocks_of(self.model)
-        self.grads: list[torch.Tensor] | None = None
+        self.grads: dict[str, torch.Tensor] = {}
+        self.figures: Figures | None = None
         self.base = torch.cuda.memory_allocated()
         generator = torch.Generator(device="cuda").manual_seed(1)
-        self.ids = torch.randint(200, (1, tokens), generator=generator, device="cuda")
+        # Not token 0: its embedding is zero, stays zero through every block, and norms of zero multiply gradients by 1,000 each.
+        self.ids = torch.randint(1, 200, (1, tokens), generator=generator, device="cuda")
         self.upstream = torch.randn(1, tokens, 2048, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The gradients of `keep`, which are there to compare with."""
+        return sum(grad.nbytes for grad in self.grads.values())
 
     def forward(self, tokens: int) -> torch.Tensor:
         length = min(1024, tokens)
@@ -72,8 +81,13 @@ class Bench:
             ).last_hidden_state
         return found
 
+    def probe(self, tokens: int) -> int:
+        with attention(self.model, PACKED):
+            torch.autograd.grad(self.forward(tokens).sum(), [self.model.get_input_embeddings().weight])
+        return tokens
+
     def measured(self, name: str, around: Callable[[], AbstractContextManager[Any]], repeats: int = 3) -> list[Row]:
-        case = f"{self.tokens:,} tokens, {name}"
+        case = f"{self.label}{self.tokens:,} tokens, {name}"
         seconds, peaks = [], []
         try:
             for _ in range(1 + repeats):
@@ -94,22 +108,28 @@ class Bench:
         rows = [
             Row(case, "forward and backward", taken * 1000, "ms"),
             Row(case, "tokens a second", self.tokens / taken, "tok/s"),
-            Row(case, "peak", max(peaks[1:]) / GIB, "GiB"),
+            Row(case, "peak", (max(peaks[1:]) - self.kept_bytes) / GIB, "GiB"),
         ]
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if self.grads is None:
-            self.grads = [grad.cpu() for grad in grads] if name == "keep" else None
-        else:
-            same = all(torch.equal(mine.cpu(), kept) for mine, kept in zip(grads, self.grads, strict=True))
-            rows.append(Row(case, "gradients identical to keep", float(same), "(1 = yes)"))
+        grads = {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+        if name == "keep":
+            self.grads = {name: grad.clone() for name, grad in grads.items()}
+        elif self.grads:
+            apart = [name for name, grad in grads.items() if not torch.equal(grad, self.grads[name])]
+            rows.append(Row(case, "gradients identical to keep", float(not apart), "(1 = yes)"))
+            if apart:
+                worst = max((grads[name] - self.grads[name]).abs().max().item() for name in apart)
+                print(
+                    f"    {len(apart)} of {len(grads)} gradients differ, first {apart[0]}, by {worst:.3g}; finite: {all(g.isfinite().all() for g in grads.values())}"
+                )
         print(*(f"{row.value:.4g} {row.unit}" for row in rows), case, sep="  ", flush=True)
         return rows
 
-    def ours(self, name: str, config: ActivationsConfig, link: Residency) -> list[Row]:
+    def ours(self, name: str, config: ActivationsConfig) -> list[Row]:
         with Residency(build_plan(self.config.memory), torch.device("cuda", 0)) as residency:
-            figures = figures_for(config, self.blocks, self.forward, residency, self.tokens)
+            self.figures = self.figures or figures_for(config, self.blocks, self.probe, residency, self.tokens)
+            figures = self.figures
             choice, notes = choose(config, self.blocks[0], figures)
-            reserved = capacity(config, self.blocks, choice, self.forward, self.tokens)
+            reserved = capacity(config, self.blocks, choice, self.probe, self.tokens)
             parking = Parking(residency.host("activations", [reserved], pinned=True)[0], residency.mover) if reserved else None
             held = Activations(self.blocks, choice, parking, keep_last=config.keep_last)
             rows = self.measured(name, lambda: held)
@@ -123,7 +143,7 @@ class Bench:
                 flush=True,
             )
             if name == "keep":
-                case = f"{self.tokens:,} tokens, saved by a block"
+                case = f"{self.label}{self.tokens:,} tokens, saved by a block"
                 rows += [Row(case, module, size / 1024, "KiB a token") for module, size in figures.saved.items()]
             return [*rows, Row(rows[0].case, "offloaded", parked / 4 / GIB, "GiB"), Row(rows[0].case, "exposed", exposed, "s")]
 
@@ -143,20 +163,31 @@ def gradient_checkpointing(model: Any) -> AbstractContextManager[Any]:
 
 PRESETS = {
     "keep": {},
+    "keep, again": {},
     "preset recompute": {"preset": "recompute"},
     "preset offload": {"preset": "offload", "gate": "ignore"},
     "preset balanced": {"preset": "balanced"},
 }
 
 
-def compare(rows: list[Row], options: list[str], tokens: int, label: str = "", alone: bool = False, saved_on_cpu: bool = False) -> None:
-    bench = Bench(options, tokens)
-    found: list[Row] = []
+MIXES: list[dict[str, Any]] = [
+    {"recompute": ["mlp_fc2"], "offload": ["core_attn"]},
+    {"recompute": ["mlp_norm", "mlp_fc2"], "offload": ["core_attn"]},
+    {"recompute": ["attn_norm", "mlp_norm", "mlp_fc2"]},
+]
+
+
+def compare(
+    tokens: int, options: list[str] | None = None, label: str = "", alone: bool = False, saved_on_cpu: bool = False
+) -> Iterator[list[Row]]:
+    """The rows of each case."""
+    bench = Bench(options or [], tokens, label)
     for name, settings in PRESETS.items():
-        found += bench.ours(name, ActivationsConfig.model_validate(settings), None)
-    found += bench.measured("Hugging Face gradient checkpointing", lambda: gradient_checkpointing(bench.model))
-    if saved_on_cpu:
-        found += bench.measured("save_on_cpu(pin_memory=True)", lambda: torch.autograd.graph.save_on_cpu(pin_memory=True), repeats=1)
+        yield bench.ours(name, ActivationsConfig.model_validate(settings))
+    for settings in MIXES if alone else ():
+        name = ", ".join(f"{place} {' + '.join(names)}" for place, names in settings.items())
+        yield bench.ours(name, ActivationsConfig.model_validate(settings | {"gate": "ignore"}))
+    yield bench.measured("Hugging Face gradient checkpointing", lambda: gradient_checkpointing(bench.model))
     for name in names_of(bench.blocks[0]) if alone else ():
         for place in ("offload", "recompute"):
             settings = {place: [name], "gate": "ignore"}
@@ -166,29 +197,24 @@ def compare(rows: list[Row], options: list[str], tokens: int, label: str = "", a
                 if place == "recompute":
                     continue
                 settings["recompute"] = ["attn_norm"]
-            found += bench.ours(f"{place} {' + '.join(settings[place])}", ActivationsConfig.model_validate(settings), None)
-    rows += [Row(label + row.case, row.metric, row.value, row.unit) for row in found]
+            yield bench.ours(f"{place} {' + '.join(settings[place])}", ActivationsConfig.model_validate(settings))
+    if saved_on_cpu:
+        yield bench.measured("save_on_cpu(pin_memory=True)", lambda: torch.autograd.graph.save_on_cpu(pin_memory=True), repeats=1)
 
+
+STAGES: dict[str, dict[str, Any]] = {
+    "16k": {"tokens": 16_384, "alone": True, "saved_on_cpu": True},
+    "4k": {"tokens": 4_096},
+    "64k": {"tokens": 65_536},
+    "moe": {"tokens": 16_384, "options": MOE, "label": "MoE, "},
+}
 
 if __name__ == "__main__":
-    import sys
-
-    found: list[Row] = []
-    if "quick" in sys.argv:
-        compare(found, [], 16_384, saved_on_cpu=False)
-        bench = Bench([], 16_384)
-        bench.ours("keep", ActivationsConfig(), None)
-        for settings in (
-            {"recompute": ["attn_norm", "mlp_norm"]},
-            {"recompute": ["attn_norm", "mlp_norm", "mlp_fc2"]},
-            {"offload": ["qkv_linear"], "gate": "ignore"},
-            {"recompute": ["attn_norm", "mlp_norm", "mlp_fc2"], "offload": ["mlp_act"], "gate": "ignore"},
-            {"recompute": ["attn_norm", "qkv_linear", "mlp_norm", "mlp_fc1", "mlp_fc2"]},
-        ):
-            bench.ours(str(settings), ActivationsConfig.model_validate(settings), None)
-    else:
-        compare(found, [], 16_384, alone=True, saved_on_cpu=True)
-        compare(found, [], 4_096)
-        compare(found, [], 65_536)
-        compare(found, MOE, 16_384, label="MoE, ")
-        save("activations", found)
+    for stage in sys.argv[1:] or list(STAGES):
+        found: list[Row] = []
+        try:
+            for rows in compare(**STAGES[stage]):
+                found += rows
+        finally:  # also what was measured before Ctrl-C
+            again = {row.case for row in found}
+            save("activations", [*kept("activations", again.__contains__), *found])

@@ -40,6 +40,13 @@ def seconds(work: Callable[[], object], repeats: int = 5, warm_up: int = 1) -> f
     return statistics.median(taken)
 
 
+def kept(name: str, cases: Callable[[str], bool]) -> list[Row]:
+    """The rows of an earlier run whose case is not among `cases`: for a benchmark that is run in parts."""
+    file = RESULTS / f"{name}.json"
+    rows = [Row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+    return [row for row in rows if not cases(row.case)]
+
+
 def save(name: str, rows: list[Row]) -> None:
     """Prints the table and writes benchmarks/results/NAME.json."""
     width = max(len(row.case) for row in rows)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import RESULTS, Row, save
+from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.errors import UserError
@@ -92,8 +92,7 @@ def largest(mode: str) -> dict[str, float]:
 
 
 def main(modes: list[str]) -> None:
-    kept = RESULTS / "largest.json"
-    rows = [Row(**row) for row in json.loads(kept.read_text())["rows"] if row["case"] not in modes] if kept.exists() else []
+    rows = kept("largest", modes.__contains__)
     for mode in modes:
         found = largest(mode)
         rows += [

@@ -1,9 +1,10 @@
 """The optimizer's step in each mode, on the Qwen3-1.7B shape: seconds, device memory, and what a 16k-token forward and backward hides of it.
 
-    python benchmarks/optimizer.py
+    python benchmarks/optimizer.py [MODE]...
 
 Beside it, in the same process and where they are installed: Megatron-Core's HybridDeviceOptimizer (fp32 masters on the CPU) and torchao's
 CPUOffloadOptimizer (bfloat16 state, no master). Gradients come from the same forward and backward for all. Peers do not clip; Ebbtide does.
+Modes named on the command line are measured anew; the other rows are kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from common import Row, save
+from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.loop import seed_everything
@@ -147,6 +149,13 @@ def show(rows: list[Row]) -> list[Row]:
     return rows
 
 
+def some(names: list[str]) -> None:
+    found = kept("optimizer", names.__contains__)
+    for name in names:
+        found += show(mode(name, MODES[name])[0])
+    save("optimizer", found)
+
+
 def main() -> None:
     found: list[Row] = []
     ends = {}
@@ -166,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    some(sys.argv[1:]) if len(sys.argv) > 1 else main()

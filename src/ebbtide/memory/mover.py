@@ -161,8 +161,7 @@ class Mover:
             streams[0].wait_stream(torch.cuda.current_stream(self.device))
         if after is not None and after.done is not None:
             streams[0].wait_event(after.done)
-        # A thread that waits for it sleeps.
-        started, done = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        started, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started.record(streams[0])
         last, turn = started, torch.cuda.Event()
         for number, (target, source) in enumerate(slices):

@@ -2,7 +2,7 @@
 
 A name stands for the tensors that its module saves. Three things carry it out, all of them exact:
 - what is offloaded is packed by autograd's own hooks, which know the module that runs;
-- what can be made again inside one module (a norm from its input, a gated activation from its two halves) is checkpointed there;
+- what can be made again inside one module (a norm from its input, a gated activation from its two halves) is made again there;
 - where more is to be made again, the whole block is checkpointed, and the results of products (matrices, attention) that feed a module
   whose tensors are kept or offloaded are stored, so that only the rest of the block runs twice.
 Outside of training steps the model is as it was.
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ebbtide.config.tree import Activation
 from ebbtide.memory.activations import Parking, View
+from ebbtide.policy.norms import Again, NormCall, follows
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
 
@@ -55,6 +56,8 @@ _SPARSE: dict[str, Activation] = {
     "mlp.experts": "moe_act",
     "mlp.experts.act_fn": "moe_act",
 }
+
+NORMS: dict[str, Activation] = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default}
@@ -115,6 +118,10 @@ class _Block:
     hidden: int
     everything: bool
     """All of it is made again from its input."""
+    follow: bool = False
+    """Its norms are made again by `NormCall`."""
+    call: NormCall | None = None
+    """Of the norm that is running."""
     stack: list[Activation] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
     """Storages that come from outside: positions, masks."""
@@ -141,10 +148,12 @@ class Activations:
         self._parking, self._minimum = parking, minimum
         self._parameters = {parameter.untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
         # The backward begins with the last blocks: what they park would be wanted back at once.
+        weight = next(blocks[0].parameters())
+        follow = all(follows(blocks[0].get_submodule(path), weight.dtype, weight.device) for path in NORMS)
         everything = choice.recompute >= set(names_of(blocks[0])) - {"block_input"}
         kept = Choice(recompute=choice.recompute, local=choice.local)
         self._blocks = [
-            _Block(number, block, choice if number < len(blocks) - keep_last else kept, _scopes(block), _width(block), everything)
+            _Block(number, block, choice if number < len(blocks) - keep_last else kept, _scopes(block), _width(block), everything, follow)
             for number, block in enumerate(blocks)
         ]
         self.counted: Counter[Activation] | None = None
@@ -174,9 +183,12 @@ class Activations:
                 self._hooked(module.register_forward_hook(partial(_out_of, block), always_call=True))
         if not block.choice.whole_block:
             local = block.choice.recompute
-            for path, name in (("input_layernorm", "attn_norm"), ("post_attention_layernorm", "mlp_norm")):
-                if name in local:
-                    module = block.module.get_submodule(path)
+            for path, name in NORMS.items():
+                module = inside[path]
+                if name in local and block.follow:
+                    self._hooked(module.register_forward_pre_hook(partial(self._norm_begins, block, name)))
+                    self._hooked(module.register_forward_hook(partial(_norm_ends, block), always_call=True))
+                elif name in local:
                     self._replace(module, partial(_checkpointed, module.forward))
             if "mlp_fc2" in local:
                 mlp = block.module.get_submodule("mlp")
@@ -217,7 +229,14 @@ class Activations:
                 **kwargs,
             )
 
-    def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View:
+    def _norm_begins(self, block: _Block, name: Activation, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            x = args[0].detach()
+            block.call = NormCall(x, self._place(block, "block_input" if name == "attn_norm" else name, x), self._unpack)
+
+    def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View | Again:
+        if block.call is not None:
+            return block.call.pack(tensor)
         return self._place(block, block.name(tensor), tensor)
 
     def _place(self, block: _Block, name: Activation | None, tensor: Tensor) -> Tensor | View:
@@ -235,9 +254,11 @@ class Activations:
             return self._parking.park(tensor) or tensor
         return tensor
 
-    def _unpack(self, saved: Tensor | View) -> Tensor:
+    def _unpack(self, saved: Tensor | View | Again) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, Again):
+            return saved.make()
         assert self._parking is not None
         return self._parking.fetch(saved)
 
@@ -311,6 +332,10 @@ def _into(block: _Block, name: Activation, *_: Any) -> None:
 def _out_of(block: _Block, *_: Any) -> None:
     if block.stack:
         block.stack.pop()
+
+
+def _norm_ends(block: _Block, *_: Any) -> None:
+    block.call = None
 
 
 def _fresh(block: _Block, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

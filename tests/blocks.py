@@ -1,0 +1,61 @@
+"""A tiny model whose gradients are compared under any choice of activations."""
+
+import torch
+
+from conftest import TINY, family, merged
+from ebbtide.config.tree import Config
+from ebbtide.memory.activations import Parking
+from ebbtide.memory.mover import Mover
+from ebbtide.policy.activations import Activations, Choice, local_names
+from ebbtide.policy.model import blocks_of, load_model
+from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.policy import Policy
+
+CPU = torch.device("cpu")
+DENSE = ["block_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
+SPARSE = ["block_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "moe_router"]
+
+
+class Setup:
+    """A tiny model of four blocks, some packed sequences in several micro-batches, and their gradients."""
+
+    def __init__(self, name: str, dtype: str = "float32", device: str = "cpu", size: int = 1) -> None:
+        changes = {**family(name), "model.scratch.layers": 4, "model.dtype": dtype, "device": device}
+        if size > 1:  # long enough that copies take time
+            changes |= {
+                "model.scratch.hidden": 32 * size,
+                "model.scratch.mlp": 48 * size,
+                "train.microbatch_tokens": 64 * size,
+                "model.scratch.context": 64 * size,
+            }
+        config = Config.model_validate(merged(TINY, changes))
+        torch.manual_seed(0)
+        loaded = load_model(config)
+        self.model, self.policy, self.blocks = loaded.model, Policy(loaded, config), blocks_of(loaded.model)
+        generator = torch.Generator().manual_seed(1)
+
+        def tokens(count: int) -> list[int]:
+            return torch.randint(11, (count,), generator=generator).tolist()
+
+        lengths = [size * (4 + i % 5) for i in range(12)]
+        self.sequences = [Trajectory(tokens(3 + i % 3), tokens(n), [-2.0] * n, (-1.0) ** i, 0.01) for i, n in enumerate(lengths)]
+        self.kept = self.grads()
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        self.policy.accumulate(self.sequences, lambda *_: None)
+        found = {name: weight.grad.clone() for name, weight in self.model.named_parameters() if weight.grad is not None}
+        self.model.zero_grad()
+        return found
+
+    def with_choice(self, offload=(), recompute=(), room=2**22, **options) -> Parking:
+        """Gradients under a choice are those of keeping everything."""
+        memory = torch.zeros(room, dtype=torch.uint8, pin_memory=self.policy.device.type == "cuda")
+        parking = Parking(memory, Mover(self.policy.device))
+        choice = Choice(frozenset(offload), frozenset(recompute), local_names(self.blocks[0]))
+        self.policy._activations = Activations(self.blocks, choice, parking, **{"minimum": 1, **options})
+        got = self.grads()
+        self.policy._activations = None
+        assert got.keys() == self.kept.keys()
+        assert all(torch.equal(self.kept[name], grad) for name, grad in got.items())
+        assert not parking._stack  # all of it was taken back
+        return parking
