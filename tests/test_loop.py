@@ -92,6 +92,30 @@ def test_every_optimizer_mode_trains_the_same_policy(tiny, tmp_path, dtype) -> N
             torch.testing.assert_close(other[2][key], device[2][key], rtol=0, atol=2e-2)  # a step is 1e-3, eight of them
 
 
+@pytest.mark.parametrize(
+    "activations",
+    [
+        {"preset": "recompute"},
+        {"preset": "offload", "keep_last": 0, "minimum_kib": 0},
+        {"preset": "balanced", "minimum_kib": 0},
+        {"recompute": ["attn_norm", "mlp_fc2"], "offload": ["mlp_act"], "keep_last": 0, "minimum_kib": 0},
+    ],
+    ids=str,
+)
+def test_no_choice_of_activations_changes_a_bit(tiny, tmp_path, activations) -> None:
+    """A whole GRPO run, with packing, several micro-batches, KL and the optimizer away between steps."""
+    changes = {**EVERYTHING, "memory.preset": "lean"}
+    kept = run(tiny, tmp_path / "keep", changes)
+    other = run(tiny, tmp_path / "other", {**changes, "memory.activations": activations})
+    for mine, theirs in zip(kept[0], other[0], strict=True):
+        assert mine == {key: value for key, value in theirs.items() if not key.startswith("activations_")}
+    assert other[1] == kept[1]
+    assert all(torch.equal(kept[2][key], other[2][key]) for key in kept[2])
+    offloads = "offload" in (activations.get("preset"), *activations)
+    assert any(line.get("activations_offloaded_gib", 0) > 0 for line in other[0]) == offloads
+    assert not any(line.get("activations_without_room_gib", 0) for line in other[0])
+
+
 def test_metrics_hold_what_the_step_line_shows(tiny, tmp_path) -> None:
     (before, first, second), rollouts, _ = run(tiny, tmp_path / "a", EVERYTHING)
     assert before["step"] == 0

@@ -98,6 +98,12 @@ def test_strict_types_are_not_coerced() -> None:
         (["loss.kind=gspo", "loss.normalise=token"], ["`loss.kind: gspo`", "`loss.normalise: token`"]),
         (["run.overwrite=true"], ["`run.overwrite`", "`run.folder`"]),
         (["optimizer.final_lr_fraction=0.1"], ["`optimizer.final_lr_fraction: 0.1`", "`optimizer.schedule"]),
+        (["memory.activations.offload=[]"], ["`memory.activations.offload: []` names no module"]),
+        (
+            ["memory.activations.offload=[mlp_act]", "memory.activations.recompute=[mlp_act]"],
+            ["`mlp_act` is in `memory.activations.offload` and in `memory.activations.recompute`"],
+        ),
+        (["memory.activations.offload=[mlp_fc3]"], ["mlp_fc3", "mlp_fc2"]),
         (["optimizer.place=cpu", "optimizer.cpu_fraction=0.5"], ["`optimizer.place: cpu`", "`optimizer.cpu_fraction: 0.5`", "`streamed`"]),
         (["task.held_out=0"], ["`task.held_out: 0`", "`evaluate: null`"]),
         (["train.minibatches=100000"], ["`train.minibatches: 100000`", "512 sequences"]),

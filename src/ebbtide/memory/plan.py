@@ -60,7 +60,7 @@ class Plan:
         return [holding for holding in HOLDINGS if holding in NEEDS[phase]] + [h for h in ahead if h not in NEEDS[phase]]
 
     def ever_away(self, holding: Name) -> bool:
-        return any(self.table[phase][holding] == "away" for phase in PHASES)
+        return any(self.table[phase].get(holding) == "away" for phase in PHASES)
 
     @property
     def moves(self) -> bool:

@@ -113,9 +113,13 @@ def _balanced(
     places |= dict.fromkeys(best, "offload")
     whole, parked = sum(figures.saved.values()), _bytes(frozenset(best) | fixed, figures)
     again = [name for name, place in places.items() if place == "recompute"]
+    carries = (
+        f"the link carries {figures.carried() / 1024:.0f} beside the forward ({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token)"
+        if figures.forward
+        else "on a CPU no copy runs beside the forward"
+    )
     notes = [
-        f"activations: a block saves {whole / 1024:.0f} KiB a token; the link carries {figures.carried() / 1024:.0f} beside the forward "
-        f"({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token). "
+        f"activations: a block saves {whole / 1024:.0f} KiB a token; {carries}. "
         f"Offloaded: {', '.join([*best, *sorted(fixed)]) or 'nothing'} ({parked / 1024:.0f} KiB); made again: {', '.join(again) or 'nothing'}"
     ]
     return places, notes
@@ -169,7 +173,7 @@ def capacity(config: ActivationsConfig, blocks: Sequence[nn.Module], choice: Cho
         return 0
     saved = measure(blocks, choice, run)
     per_token = sum(saved.get(name, 0) for name in choice.offload)
-    return int(1.02 * per_token * tokens * max(0, len(blocks) - config.keep_last)) + 64 * 2**20 * (tokens > PROBE)
+    return int(1.02 * per_token * tokens * max(0, len(blocks) - config.keep_last)) + 2**20  # tensors start on round places
 
 
 def described(choice: Choice, reserved: int) -> str:
