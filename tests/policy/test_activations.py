@@ -128,16 +128,15 @@ def test_forwards_without_gradient_are_left_alone(dense) -> None:
     assert parking.take() == (0, 0)
 
 
-def test_half_of_the_bytes_are_where_they_are_said_to_be(dense) -> None:
-    """What is foretold for a micro-batch has room for what it parks, and little more."""
+def test_the_host_memory_foretold_is_what_is_used(dense) -> None:
     config = ActivationsConfig(offload=["mlp_act", "core_attn"], keep_last=1)
-    choice = Choice(frozenset(config.offload))
-    foretold = capacity(config, dense.blocks, choice, dense.policy._probe, tokens=64)
-    parking = dense.with_choice(config.offload, room=foretold + 64 * 512)
+    foretold = capacity(config, dense.blocks, Choice(frozenset(config.offload)), dense.policy._probe, tokens=640) - 2**20
+    parking = Parking(torch.zeros(2**24, dtype=torch.uint8), Mover(CPU))
+    with Activations(dense.blocks, Choice(frozenset(config.offload)), parking, keep_last=1, minimum=1):
+        tokens = dense.policy._probe(640)
     parked, refused = parking.take()
     assert refused == 0
-    longest = 64  # tokens of the fullest micro-batch
-    assert parked / 3 <= foretold <= 1.1 * parked / 3 * longest / 30
+    assert foretold == pytest.approx(1.02 * parked * 640 / tokens, rel=0.01)
 
 
 SAVED = {"attn_norm": 10, "qkv_linear": 20, "core_attn": 12, "mlp_norm": 10, "mlp_fc1": 4, "mlp_act": 36, "mlp_fc2": 12}
