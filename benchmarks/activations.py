@@ -3,7 +3,7 @@
     python benchmarks/activations.py [16k] [4k] [64k] [moe]
 
 The Qwen3-1.7B shape with random weights and no output head, 4,096, 16,384 and 65,536 tokens in sequences of 1,024, and a Qwen3-MoE shape; beside it in the
-same process Hugging Face's gradient checkpointing and torch's `save_on_cpu`. Gradients of every case are compared with `keep`, bit by bit.
+same process Hugging Face's gradient checkpointing, torch's `save_on_cpu`, and TRL's `OffloadActivations` where it is installed. Gradients of every case are compared with `keep`, bit by bit.
 Stages that are not named keep the figures of an earlier run.
 """
 
@@ -188,6 +188,12 @@ def compare(
         name = ", ".join(f"{place} {' + '.join(names)}" for place, names in settings.items())
         yield bench.ours(name, ActivationsConfig.model_validate(settings | {"gate": "ignore"}))
     yield bench.measured("Hugging Face gradient checkpointing", lambda: gradient_checkpointing(bench.model))
+    try:
+        from trl.models.activation_offloading import OffloadActivations
+    except ImportError as error:
+        print(f"TRL's OffloadActivations: not installed ({error})", flush=True)
+    else:
+        yield bench.measured("TRL OffloadActivations", lambda: OffloadActivations(use_pin_memory=True, use_streams=True))
     for name in names_of(bench.blocks[0]) if alone else ():
         for place in ("offload", "recompute"):
             settings = {place: [name], "gate": "ignore"}

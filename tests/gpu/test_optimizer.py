@@ -9,7 +9,8 @@ from torch import nn
 from ebbtide.config.tree import Memory, Optimizer
 from ebbtide.memory.host import pci_address
 from ebbtide.optim import on_cpu, on_device, streamed
-from ebbtide.optim.rule import Rule, State, join, noise, update
+from ebbtide.optim.part import update
+from ebbtide.optim.rule import Rule, State, join, noise
 from toy import MODES, error, in_double, same, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
+from ebbtide.optim import rule as plain
 from ebbtide.optim.layout import Chunk, Segment, lay_out
-from ebbtide.optim.rule import Rule, State, update
+from ebbtide.optim.rule import Rule, State
 
 
 @dataclass
@@ -73,6 +74,16 @@ def device_norms(trained: Sequence[Trained], segments: Sequence[Segment]) -> lis
         return []
     norms = torch._foreach_norm([grad[segment.start : segment.stop] for segment, grad in found], 2, torch.float32)
     return list(zip([segment.parameter for segment, _ in found], torch.stack(norms).tolist(), strict=True))
+
+
+def update(weight: Tensor, grad: Tensor, state: State, rule: Rule, start: int) -> None:
+    """Steps a stretch in place, on the device that it is on. `start` is its first element's place in its parameter."""
+    if weight.is_cuda:
+        from ebbtide.optim import kernels  # needs triton, which torch brings along on a GPU
+
+        kernels.update(weight, grad, state, rule, start)
+    else:
+        plain.update(weight, grad, state, rule, start)
 
 
 def step_chunk(trained: Sequence[Trained], chunk: Chunk, state: State, rules: Mapping[int, Rule]) -> None:

@@ -76,12 +76,7 @@ class State:
 
 
 def update(weight: Tensor, grad: Tensor, state: State, rule: Rule, start: int) -> None:
-    """Steps a stretch in place, on the device that it is on. `start` is its first element's place in its parameter."""
-    if weight.is_cuda:
-        from ebbtide.optim import kernels
-
-        kernels.update(weight, grad, state, rule, start)
-        return
+    """Steps a stretch in place, on a CPU. `start` is its first element's place in its parameter."""
     second = state.second if state.low is None else state.second.abs()
     master = weight if state.low is None else join(weight, state.low, state.second)
     adamw(master, grad, state.first, second, rule, start)
