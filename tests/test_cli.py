@@ -245,3 +245,27 @@ def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
         check=True,
     )
     assert str(tmp_path) in where.stdout
+
+
+def test_checkpoints_resume_and_export(capsys, tmp_path, monkeypatch) -> None:
+    """As a user would: train, list, go on, export."""
+    monkeypatch.chdir(tmp_path)
+    small = ["evaluate=null", "report.samples_every=0", "checkpoint.every=1", "checkpoint.keep=2"]
+    assert ebbtide(capsys, "train", "quickstart", "train.steps=2", *small)[0] == 0
+    code, out, _ = ebbtide(capsys, "checkpoints", "runs/quickstart-001", "--verify")
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines()] == ["1", "2"]
+    assert out.count("verified") == 2
+    code, out, _ = ebbtide(capsys, "train", "quickstart", "train.steps=3", "resume=auto", *small)
+    assert code == 0
+    assert "going on after step 2" in out
+    assert [json.loads(line)["step"] for line in Path("runs/quickstart-001/metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    code, out, _ = ebbtide(capsys, "export", "runs/quickstart-001", "out")
+    assert code == 0
+    assert Path("out/model.safetensors").exists()
+    code, _, error = ebbtide(capsys, "export", "runs/nowhere", "out2")
+    assert code == 2
+    assert "no complete checkpoint" in error
+    code, _, error = ebbtide(capsys, "train", "quickstart", "train.steps=3", "resume=auto", *small)
+    assert code == 2
+    assert "raise it to go on" in error

@@ -42,19 +42,25 @@ class Toy(nn.Module):
         return self.last(self.norm(self.frozen(x))) @ self.embedding.weight.T
 
 
-def trained(dtype=torch.float32, steps=STEPS, microbatches=3, memory=None, lr=1e-2, device=CPU, **options):
+def trained(
+    dtype=torch.float32, steps=STEPS, microbatches=3, memory=None, lr=1e-2, device=CPU, start=0, state=None, weights=None, **options
+):
     """(model, residency, optimizer, the figures of each step) after some steps on random targets."""
     config = Optimizer(**{"weight_decay": 0.1, "clip_norm": 0.5, **options})
     residency = Residency(build_plan(memory or Memory(), config), device)
     model = Toy(dtype).to(device)
     optimizer = AdamW(model.named_parameters(), config, residency)
+    if state is not None:
+        if dtype == torch.float32:  # such weights are their own masters: whoever sets the state has set them
+            model.load_state_dict(weights)
+        optimizer.restore(*state)
     residency.pin()
     generator = torch.Generator().manual_seed(1)
     figures = []
-    for step in range(steps):
+    batches = torch.randint(31, (steps, microbatches, 2, 8), generator=generator).to(device)
+    for step in range(start, steps):
         with residency.phase("train"):
-            for _ in range(microbatches):
-                tokens, targets = torch.randint(31, (2, 8), generator=generator).to(device)
+            for tokens, targets in batches[step]:
                 (nn.functional.cross_entropy(model(tokens).float(), targets) / microbatches).backward()
         with residency.phase("step"):
             figures.append(optimizer.step(lr * 0.95**step))
@@ -72,11 +78,10 @@ def in_double(lr=1e-2, betas=(0.9, 0.999), decay=0.1, eps=1e-8, clip=0.5):
     model = Toy(torch.float32).double()
     named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     first, second = ({name: torch.zeros_like(weight) for name, weight in named.items()} for _ in range(2))
-    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(31, (STEPS, 3, 2, 8), generator=torch.Generator().manual_seed(1))
     for step in range(1, STEPS + 1):
         rate = lr * 0.95 ** (step - 1)
-        for _ in range(3):
-            tokens, targets = torch.randint(31, (2, 8), generator=generator)
+        for tokens, targets in batches[step - 1]:
             (nn.functional.cross_entropy(model(tokens), targets) / 3).backward()
         grads = {name: weight.grad for name, weight in named.items() if weight.grad is not None}
         norm = math.sqrt(sum(grad.square().sum().item() for grad in grads.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ebbtide import __version__
+from ebbtide.checkpoint.resume import FOLDER, find
+from ebbtide.checkpoint.store import listed
 from ebbtide.config import load, recipes
 from ebbtide.config.document import explained
 from ebbtide.errors import UserError
@@ -48,11 +51,12 @@ def _train(source: str, overrides: list[str]) -> None:
     sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     build_plan(config.memory, config.optimizer)  # what can be found wrong without torch is found now, not ten seconds later
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
+    resumed = find(config, Console(stderr=True, highlight=False, soft_wrap=True).print)
     Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
     from ebbtide.loop import train as run_loop
     from ebbtide.report.report import Report
 
-    with Report(config, source) as report:
+    with Report(config, source, resumed=resumed) as report:
         try:
             run_loop(config, report)
         except KeyboardInterrupt:
@@ -63,6 +67,38 @@ def _train(source: str, overrides: list[str]) -> None:
             raise typer.Exit(130) from None
         report.terminal.stop()
         report.end(f"done: {config.train.steps} steps")
+
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart-001.")]
+
+
+@app.command()
+def checkpoints(
+    run: Run, verify: Annotated[bool, typer.Option(help="Read each one whole and compare it with its manifest.")] = False
+) -> None:
+    """List the checkpoints of a run."""
+    found = listed(run / FOLDER)
+    if not found:
+        raise UserError(f"{run} has no complete checkpoint")
+    for saved in found:
+        reward = f"  reward {saved.metrics['reward']:.3f}" if "reward" in saved.metrics else ""
+        checked = f"  {saved.problem() or 'verified'}" if verify else ""
+        typer.echo(f"step {saved.step:>6}  {saved.bytes / 2**30:.3f} GiB{reward}  {saved.path}{checked}")
+
+
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    step: Annotated[int | None, typer.Option(help="Of this step; the newest without it.")] = None,
+) -> None:
+    """Write a checkpoint's model, tokenizer and chat template as an ordinary Hugging Face folder."""
+    from ebbtide.checkpoint.export import export as write_folder
+    from ebbtide.checkpoint.export import pick
+
+    saved = pick(run, step)
+    write_folder(saved, out)
+    typer.echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
 
 
 @app.command(name="recipes")

@@ -13,6 +13,8 @@ import numpy
 import torch
 
 from ebbtide.batch import assemble, averaged, minibatches, requests, training_sampling
+from ebbtide.checkpoint.keep import is_due, keep
+from ebbtide.checkpoint.state import State
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
@@ -78,6 +80,11 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
     report.begin(policy.model, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
+    state = State(config, policy.model, optimizer, sampler)
+    begun = 0
+    if report.resumed is not None:
+        with report.working("reading the checkpoint"):
+            begun = state.load(report.resumed.path, load_rng=config.checkpoint is None or config.checkpoint.load_rng)
     updates_per_step = config.train.epochs * config.train.minibatches
 
     with ScoringPool(config.task, config.seed) as scoring:
@@ -86,10 +93,10 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
             with residency.phase("evaluate"), report.phase("evaluate") as progress:
                 return evaluate(config, engine, scoring, tests, progress)
 
-        if config.evaluate:
+        if config.evaluate and not begun:
             report.step(0, examined() | meter.take(), [])
 
-        for step in range(1, config.train.steps + 1):
+        for step in range(begun + 1, config.train.steps + 1):
             started = time.perf_counter()
             asked = sampler.take(config.rollout.prompts)
 
@@ -124,4 +131,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
             if config.evaluate and (step % config.evaluate.every == 0 or step == config.train.steps):
                 metrics |= examined()
             report.step(step, metrics | meter.take(), batch.samples)
+            if config.checkpoint is not None and is_due(config, step):
+                with residency.phase("save"), report.phase("save"):
+                    keep(config.checkpoint, report.folder.path, state, step, metrics)
     return policy

@@ -282,3 +282,21 @@ def test_the_cpu_part_uses_the_cores_there_are(monkeypatch) -> None:
     monkeypatch.setattr(on_cpu, "usable_cores", lambda: 7)
     _, _, optimizer, _ = trained(steps=1, place="cpu")
     assert optimizer._parts[0].threads == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_goes_into_any_mode_and_on_from_there_to_the_bit(mode, dtype) -> None:
+    """Saved in one mode and set in the same: as if never stopped. Set in another: the same weights and state."""
+    straight = trained(dtype, steps=6, **MODES[mode])
+    stopped = trained(dtype, steps=3, **MODES[mode])
+    saved = stopped[2].state()
+    for other in MODES:
+        _, _, optimizer, _ = began = trained(dtype, steps=0, state=saved, weights=stopped[0].state_dict(), **MODES[other])
+        again = optimizer.state()
+        assert saved[1] == again[1]
+        assert all(torch.equal(saved[0][key], again[0][key]) for key in saved[0])
+        assert all(torch.equal(a, b) for a, b in zip(stopped[0].parameters(), began[0].parameters(), strict=True))
+    resumed = trained(dtype, steps=6, start=3, state=saved, weights=stopped[0].state_dict(), **MODES[mode])
+    assert same((resumed[0], None, None, 0), (straight[0], None, None, 0))
+    assert straight[3][3:] == resumed[3]

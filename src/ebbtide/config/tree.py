@@ -439,6 +439,9 @@ class Away(Section):
     step: list[Movable] | None = None
     """During the optimizer's step."""
 
+    save: list[Movable] | None = None
+    """While a checkpoint is written."""
+
     evaluate: list[Movable] | None = None
     """While held-out problems are tried."""
 
@@ -547,6 +550,25 @@ class Evaluate(Section):
         return self
 
 
+class Checkpoint(Section):
+    """What is needed to go on after a stop, and the weights to use elsewhere (`ebbtide export`)."""
+
+    every: Count | None = 50
+    """Steps between checkpoints; `null` is none along the way. There is one after the last step."""
+
+    keep: Count = 1
+    """Newest checkpoints to keep."""
+
+    keep_best: Natural = 1
+    """Checkpoints to keep that have the largest `metric`."""
+
+    metric: str = "reward"
+    """Key of metrics.jsonl that says which are best, such as `evaluate/reward`."""
+
+    load_rng: bool = True
+    """A resumed run takes up the random states as well, and goes on to the bit as if it had never stopped."""
+
+
 class Wandb(Section):
     """Weights & Biases (package `wandb`)."""
 
@@ -611,6 +633,12 @@ class Config(Section):
 
     evaluate: Evaluate | None = None
     """Present: held-out problems are tried along the way."""
+
+    checkpoint: Checkpoint | None = Checkpoint()
+    """Present: checkpoints are written to `checkpoints/` in the run folder."""
+
+    resume: str | None = None
+    """Go on from a checkpoint: `auto` is the newest of `run.folder`, or of the newest run of this name, and starts anew where there is none; or the path of a run folder or of one checkpoint."""
 
     report: Report = Report()
     """What is shown and written."""

@@ -11,7 +11,7 @@ from ebbtide.config.tree import Movable
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
 
-Phase = Literal["generate", "score", "logprob", "train", "step", "evaluate"]
+Phase = Literal["generate", "score", "logprob", "train", "step", "save", "evaluate"]
 Name = Literal["weights", "grads", "master", "moments", "reference", "activations"]
 Place = Literal["device", "away", "stays", "host"]
 """In a plan: must be on the device; must not be; stays where it is; or lives on the host in every phase."""
@@ -27,6 +27,7 @@ NEEDS: Mapping[Phase, frozenset[Name]] = {
     "logprob": frozenset({"weights", "reference"}),
     "train": frozenset({"weights", "grads"}),
     "step": frozenset({"weights", "grads", "master", "moments"}),
+    "save": frozenset({"weights", "master", "moments"}),
     "evaluate": frozenset({"weights"}),
 }
 """What each phase uses on the device."""
@@ -37,6 +38,7 @@ NEXT: Mapping[Phase, Phase] = {
     "logprob": "train",
     "train": "step",
     "step": "generate",
+    "save": "generate",
     "evaluate": "generate",
 }
 """What usually follows: its needs are fetched ahead, while the phase before it computes."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
@@ -15,7 +15,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import shared_out
 from ebbtide.optim.on_cpu import OnCpu, staging_bytes
 from ebbtide.optim.on_device import OnDevice
-from ebbtide.optim.part import Part, Trained, moment_type
+from ebbtide.optim.part import Exact, Part, Trained, moment_type
 from ebbtide.optim.rule import Rule
 from ebbtide.optim.streamed import Streamed
 
@@ -76,6 +76,36 @@ class AdamW:
             self._step(lr, math.hypot(*(value for _, value in norms if math.isfinite(value))), {number for number, _ in norms})
         self.discard()
         return {"grad_norm": norm, "lr": lr, "updates_skipped": float(self.skipped is not None)}
+
+    @torch.no_grad()
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """(masters and moments, on the host; the steps that each parameter has taken): the same whatever the mode. An fp32 weight has no master beside it."""
+        tensors = {
+            f"{kind}/{one.name}": torch.empty(one.weight.numel(), dtype=dtype)
+            for one in self._trained
+            for kind, dtype in (("master", torch.float32), ("first", moment_type(self._config)), ("second", moment_type(self._config)))
+            if kind != "master" or one.weight.dtype != torch.float32
+        }
+        for part in self._parts:
+            for segment, exact in part.stretches():
+                for kind, tensor in exact._asdict().items():
+                    if (whole := tensors.get(f"{kind}/{self._trained[segment.parameter].name}")) is not None:
+                        whole[segment.start : segment.stop] = tensor
+        return tensors, {one.name: one.steps for one in self._trained}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:
+        """Sets masters, moments, steps, and the weights that follow from masters; fp32 weights are their own and are set already."""
+        for one in self._trained:
+            one.steps = steps[one.name]
+
+        def find(number: int) -> Exact:
+            one = self._trained[number]
+            master = tensors[f"master/{one.name}"] if one.weight.dtype != torch.float32 else one.flat.cpu()
+            return Exact(master, tensors[f"first/{one.name}"], tensors[f"second/{one.name}"])
+
+        for part in self._parts:
+            part.restore(find)
 
     def discard(self) -> None:
         """Lets go of the gradients, wherever they are."""

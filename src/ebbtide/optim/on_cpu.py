@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
 from ebbtide.optim.native import arithmetic
-from ebbtide.optim.part import Trained, chunked, moment_type
+from ebbtide.optim.part import Exact, Trained, chunked, moment_type
 from ebbtide.optim.rule import Rule
 
 CHUNK = 16 * 2**20  # elements whose weights go up at once
@@ -190,6 +190,19 @@ class OnCpu:
         staging.used_by = self._mover.move_in_aside([(_bytes(weight), _bytes(new)) for weight, new in pairs], since)
         if not self._overlap:
             self._mover.host_waits(staging.used_by)
+
+    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
+        for held in self._chunks:
+            for segment in held.chunk.segments:
+                yield segment, Exact(*(_stretch(flat, segment).clone() for flat in (held.master, held.first, held.second)))
+
+    def restore(self, find: Callable[[int], Exact]) -> None:
+        for held in self._chunks:
+            for segment in held.chunk.segments:
+                exact = find(segment.parameter).part(segment)
+                for flat, tensor in zip((held.master, held.first, held.second), exact, strict=True):
+                    _stretch(flat, segment).copy_(tensor)
+                self._weight(segment).copy_(exact.master)
 
     def clear(self) -> None:
         for arrival in self._arrivals.values():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Segment
-from ebbtide.optim.part import Trained, carve, chunked, device_norms, moment_type, step_chunk
+from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, exact, moment_type, put, step_chunk
 from ebbtide.optim.rule import Rule
 
 CHUNK = 64 * 2**20  # elements: 128 MiB of low halves and 512 MiB of moments, long enough for a copy at link speed
@@ -39,6 +40,20 @@ class OnDevice:
     def step(self, rules: Mapping[int, Rule], since: Move) -> None:
         for chunk, state in self._chunks:
             step_chunk(self._trained, chunk, state, rules)
+
+    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
+        for chunk, state in self._chunks:
+            for segment in chunk.segments:
+                yield segment, exact(self._weight(segment), state.part(segment.offset, segment.offset + segment.size))
+
+    def restore(self, find: Callable[[int], Exact]) -> None:
+        for chunk, state in self._chunks:
+            for segment in chunk.segments:
+                whole = find(segment.parameter)
+                put(whole.part(segment), self._weight(segment), state.part(segment.offset, segment.offset + segment.size))
+
+    def _weight(self, segment: Segment) -> Tensor:
+        return self._trained[segment.parameter].flat[segment.start : segment.stop]
 
     def clear(self) -> None:
         for segment in self._segments:

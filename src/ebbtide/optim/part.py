@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,42 @@ class Part(Protocol):
 
     def clear(self) -> None:
         """Forgets the gradients."""
+
+    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
+        """All of its state, stretch by stretch, on the host."""
+
+    def restore(self, find: Callable[[int], Exact]) -> None:
+        """Sets all of its state, and the weights, from what `find` has for each parameter (by number)."""
+
+
+class Exact(NamedTuple):
+    """The state of a stretch as every mode understands it, on the host."""
+
+    master: Tensor  # fp32
+    first: Tensor
+    second: Tensor
+
+    def part(self, segment: Segment) -> Exact:
+        """Of a whole parameter: a segment's."""
+        return Exact(*(tensor[segment.start : segment.stop] for tensor in self))
+
+
+def exact(weight: Tensor, state: State) -> Exact:
+    """From a weight and its state, wherever they are."""
+    if state.low is None:
+        return Exact(weight.cpu().clone(), state.first.cpu().clone(), state.second.cpu().clone())
+    return Exact(plain.join(weight, state.low, state.second).cpu(), state.first.cpu().clone(), state.second.abs().cpu())
+
+
+def put(exact: Exact, weight: Tensor, state: State) -> None:
+    """Into a weight and its state, on the device that they are on."""
+    master, first, second = (tensor.to(weight.device) for tensor in exact)
+    state.first.copy_(first)
+    if state.low is None:
+        weight.copy_(master)
+    else:
+        second = plain.divide(master, weight, state.low, second)
+    state.second.copy_(second)
 
 
 def moment_type(config: OptimizerConfig) -> torch.dtype:

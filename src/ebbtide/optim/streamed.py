@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
-from ebbtide.optim.part import Trained, carve, chunked, device_norms, moment_type, step_chunk
-from ebbtide.optim.rule import Rule
+from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, exact, moment_type, put, step_chunk
+from ebbtide.optim.rule import Rule, State
 
 CHUNK = 16 * 2**20  # elements: 160 MiB of state, 3 ms on the link, so that what cannot overlap (the first fetch, the last return) is short
 SLOTS = 3  # one arrives, one is stepped, one returns
@@ -79,6 +79,26 @@ class Streamed:
                 mover.host_waits(self._returned)
         for name in ("master", "moments"):
             self._residency.returning(name, self._returned)
+
+    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
+        self._residency.mover.host_waits(self._returned)
+        for held in self._chunks:
+            for segment in held.chunk.segments:
+                yield segment, exact(self._weight(segment).cpu(), self._state(held, segment))
+
+    def restore(self, find: Callable[[int], Exact]) -> None:
+        self._residency.mover.host_waits(self._returned)
+        for held in self._chunks:
+            for segment in held.chunk.segments:
+                weight = self._weight(segment).cpu()
+                put(find(segment.parameter).part(segment), weight, self._state(held, segment))
+                self._weight(segment).copy_(weight)
+
+    def _state(self, held: _HostChunk, segment: Segment) -> State:
+        return carve(held.low, held.moments, held.chunk.size, self._kind).part(segment.offset, segment.offset + segment.size)
+
+    def _weight(self, segment: Segment) -> Tensor:
+        return self._trained[segment.parameter].flat[segment.start : segment.stop]
 
     def clear(self) -> None:
         for segment in self._segments:

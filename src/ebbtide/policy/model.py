@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import struct
 import warnings
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ebbtide.config.tree import Config
@@ -71,6 +79,17 @@ def load_model(config: Config) -> Loaded:
     model.eval()
     _check(model, tokenizer, config)
     return Loaded(model, tokenizer, model.config._attn_implementation)
+
+
+def unfilled_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The configured model on the CPU with weights that mean nothing yet, and its tokenizer: to be filled from a checkpoint."""
+    model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
+    if hasattr(model.config, "quantization_config"):  # of a GGUF file: its weights are no longer quantised
+        del model.config.quantization_config
+    if config.model.path is not None and _locate(config.model.path)[1] is None:
+        with suppress(OSError):  # not every model has one
+            model.generation_config = GenerationConfig.from_pretrained(_locate(config.model.path)[0])
+    return model, _tokenizer(config.model)
 
 
 def model_config(config: Config) -> PretrainedConfig:

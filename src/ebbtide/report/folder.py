@@ -9,25 +9,32 @@ from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from ebbtide.checkpoint.store import Saved
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 
 LOCK = ".lock"
-CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb"}
+CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints"}
 
 
 class RunFolder:
     """`config.yaml`, `metrics.jsonl`, `rollouts.jsonl`. One running process holds its lock."""
 
-    def __init__(self, config: Config) -> None:
-        self.path, self._made = _make(config)
-        _refuse_what_is_there(self.path, config.run.overwrite)
-        self._lock = _locked(self.path)
-        _remove_run(self.path)
+    def __init__(self, config: Config, resumed: Saved | None = None) -> None:
+        if resumed is not None:  # the run goes on in its own folder
+            self.path, self._made = resumed.path.parent.parent, False
+            self._lock = _locked(self.path)
+            for name in ("metrics.jsonl", "rollouts.jsonl"):
+                _forget_after(self.path / name, resumed.step)
+        else:
+            self.path, self._made = _make(config)
+            _refuse_what_is_there(self.path, config.run.overwrite)
+            self._lock = _locked(self.path)
+            _remove_run(self.path)
         # Without the folder: run again, it goes to a folder of its own and never over this one.
         elsewhere = config.run.model_copy(update={"folder": None, "overwrite": False})
-        (self.path / "config.yaml").write_text(resolved(config.model_copy(update={"run": elsewhere})))
+        (self.path / "config.yaml").write_text(resolved(config.model_copy(update={"run": elsewhere, "resume": None})))
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self._rollouts = (self.path / "rollouts.jsonl").open("ab", buffering=0) if config.report.rollouts else None
 
@@ -39,7 +46,7 @@ class RunFolder:
             _write(self._rollouts, lines)
 
     def close(self, discard: bool = False) -> None:
-        """Lets go of the folder; `discard` takes back what this run made of it, when the run never began."""
+        """Lets go of the folder; `discard` takes back what this run made of it, when the run never began and the folder was new to it."""
         for file in (self._metrics, self._rollouts):
             if file is not None:
                 file.close()
@@ -94,6 +101,22 @@ def _remove_run(folder: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
+
+
+def _forget_after(file: Path, step: int) -> None:
+    """Drops the lines of steps that will be done again, and one that was cut in the middle."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue
+    rewritten = file.with_suffix(".rewritten")
+    rewritten.write_bytes(b"".join(kept))
+    rewritten.replace(file)
 
 
 def _locked(folder: Path) -> TextIOWrapper:

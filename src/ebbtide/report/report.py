@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from ebbtide.batch import Sample
+from ebbtide.checkpoint.store import Saved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.meter import GIB, Meter
@@ -24,17 +25,17 @@ MOST_REASONS = 5  # a scorer can fail in a new way for every sample
 class Report:
     """Use as a context manager: it opens the run folder, and closes everything however the run ends."""
 
-    def __init__(self, config: Config, source: str, terminal: Terminal | None = None) -> None:
-        self._config, self._source = config, source
+    def __init__(self, config: Config, source: str, terminal: Terminal | None = None, resumed: Saved | None = None) -> None:
+        self._config, self._source, self.resumed = config, source, resumed
         self.terminal = terminal or Terminal(config.train.steps)
-        self.folder = RunFolder(config)
+        self.folder = RunFolder(config, resumed)
         self._sinks: list[Sink] = []
         self._meter: Meter | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._seen: Counter[str] = Counter()
         self._told: set[str] = set()
-        self.steps_done = 0
+        self.steps_done = resumed.step if resumed is not None else 0
 
     def __enter__(self) -> Report:
         self.terminal.start()
@@ -45,7 +46,7 @@ class Report:
         for sink in self._sinks:
             sink.close()
         never_began = not self.began and kind is not None and issubclass(kind, UserError | KeyboardInterrupt)
-        self.folder.close(discard=never_began)
+        self.folder.close(discard=never_began and self.resumed is None)
 
     def working(self, what: str) -> AbstractContextManager[Progress]:
         """Something before the first step that may take seconds."""
@@ -69,6 +70,8 @@ class Report:
             f"{prompts:,} problems, {tests} held-out ones to evaluate on, {rollout.prompts} x {rollout.samples} samples a step, {self._config.loss.kind} for {self._config.train.steps} steps; writing to {self.folder.path}"
         )
 
+        if self.resumed is not None:
+            self.terminal.say(f"going on after step {self.resumed.step}, from {self.resumed.path}")
         for note in notes:
             self.terminal.say(note)
         if residency.host_bytes:
@@ -130,6 +133,8 @@ class Report:
         settings = f"ebbtide config {self.folder.path / 'config.yaml'}"
         say(f"  {again}   the same with another seed")
         say(f"  {settings:<{len(again)}}   every setting, with its meaning")
+        if (self.folder.path / "checkpoints").exists():
+            say(f"  {f'ebbtide export {self.folder.path} OUT':<{len(again)}}   the weights as a Hugging Face folder")
         if (self.folder.path / "tensorboard").exists():
             say(f"  tensorboard --logdir {self.folder.path}")
 

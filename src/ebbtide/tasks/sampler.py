@@ -22,6 +22,11 @@ class Sampler(Generic[Item]):
         random.Random(f"{self._seed}/{self.epoch}").shuffle(order)
         return order
 
+    def seek(self, epoch: int, position: int) -> None:
+        """Goes to where another sampler of the same items and seed was."""
+        self.epoch, self.position = epoch, position
+        self._order = self._shuffled()
+
     def take(self, count: int) -> list[Item]:
         taken = []
         for _ in range(count):

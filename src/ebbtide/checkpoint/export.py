@@ -1,0 +1,42 @@
+"""A checkpoint's weights as an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+
+from ebbtide.checkpoint.resume import FOLDER
+from ebbtide.checkpoint.state import CONFIG, read, saved_dtype
+from ebbtide.checkpoint.store import Saved, listed
+from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+from ebbtide.policy.model import unfilled_model
+
+
+def pick(run: Path, step: int | None) -> Saved:
+    """A checkpoint of a run: of a step, or the newest."""
+    found = [saved for saved in listed(run / FOLDER) if step in (None, saved.step)]
+    if not found:
+        raise UserError(
+            f"{run} has no complete checkpoint"
+            + (f" of step {step}" if step is not None else "")
+            + " (`ebbtide checkpoints RUN` lists them)"
+        )
+    if (problem := found[-1].problem()) is not None:
+        raise UserError(f"the checkpoint {found[-1].path} is damaged ({problem}): choose another with `--step`")
+    return found[-1]
+
+
+@torch.no_grad()
+def export(saved: Saved, out: Path) -> None:
+    """Writes model, tokenizer and chat template to a new folder that transformers loads."""
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty: choose another folder")
+    config = Config.model_validate(yaml.safe_load((saved.path / CONFIG).read_text()))
+    model, tokenizer = unfilled_model(config, saved_dtype(saved.path))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    read({"model": weights}, saved.path)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)

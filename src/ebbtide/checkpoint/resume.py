@@ -1,0 +1,74 @@
+"""From `resume` to a checkpoint that is whole and fits this config; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ebbtide.checkpoint.store import Saved, listed, newest_sound
+from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+
+FOLDER = "checkpoints"
+# Another value of these is another run.
+FIXED = ("model.", "seed", "optimizer.state_dtype")
+# Where a run writes, how long it is and what it shows may change at will.
+FREE = ("run.", "resume", "report.", "train.steps", "checkpoint.")
+
+
+def find(config: Config, say: Callable[[str], None]) -> Saved | None:
+    """The checkpoint to go on from, or None to start anew."""
+    if config.resume is None:
+        return None
+    if config.resume == "auto":
+        for folder in _candidates(config):
+            if saved := newest_sound(listed(folder / FOLDER), say):
+                return _fitting(saved, config, say)
+        return None
+    path = Path(config.resume).expanduser()
+    found = [saved for saved in listed(path.parent) if saved.path.name == path.name] or listed(path / FOLDER) or listed(path)
+    if not found:
+        raise UserError(
+            f"`resume: {config.resume}` has no complete checkpoint: name a run folder or a checkpoint in it (`ebbtide checkpoints RUN` lists them)"
+        )
+    saved = newest_sound(found, say)
+    if saved is None:
+        raise UserError(f"`resume: {config.resume}`: no checkpoint there is whole")
+    return _fitting(saved, config, say)
+
+
+def _candidates(config: Config) -> Iterator[Path]:
+    if config.run.folder is not None:
+        yield Path(config.run.folder).expanduser()
+    else:
+        yield from sorted(Path("runs").glob(f"{config.run.name}-[0-9]*"), reverse=True)
+
+
+def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
+    """Says what differs from the config that the checkpoint was made with; refuses what would make it another run."""
+    then = dict(_flat(yaml.safe_load((saved.path / "config.yaml").read_text())))
+    now = dict(_flat(config.model_dump(mode="json")))
+    changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key) and not key.startswith(FREE)]
+    told = [f"`{key}` was {then.get(key)!r} and is {now.get(key)!r}" for key in changed]
+    if refused := [text for key, text in zip(changed, told, strict=True) if key.startswith(FIXED)]:
+        raise UserError(
+            f"the checkpoint {saved.path} is of another run: {'; '.join(refused)}. Resume with the values it was made with, or start anew"
+        )
+    if saved.step >= config.train.steps:
+        raise UserError(
+            f"the checkpoint {saved.path} is of step {saved.step}, and `train.steps` is {config.train.steps}: raise it to go on"
+        )
+    for text in told:
+        say(f"since the checkpoint, {text}")
+    return saved
+
+
+def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
