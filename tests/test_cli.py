@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ebbtide.checkpoint.store import listed
 from ebbtide.cli import main
 from ebbtide.config import load
 from ebbtide.config.document import resolved
@@ -195,10 +196,21 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
     folder = tmp_path / "run"
     code, out, err = interrupted(folder, "step   3/100", "evaluate=null")
     assert code == 130
-    assert "stopped by you after step" in out
+    assert "stopping: this step is finished and saved first" in out
+    assert "stopped after step" in out
+    assert "go on from the checkpoint" in out
     assert "written to" in out
     assert "Traceback" not in out + err
-    assert sorted(entry.name for entry in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard"]
+    assert sorted(entry.name for entry in folder.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "tensorboard",
+    ]
+    (saved,) = listed(folder / "checkpoints")
+    assert saved.problem() is None
+    assert saved.step == json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     lines = [json.loads(line) for name in ("metrics", "rollouts") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     assert len(lines) >= 3
 

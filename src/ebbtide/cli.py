@@ -63,7 +63,7 @@ def _train(source: str, overrides: list[str]) -> None:
             report.terminal.stop()
             if not report.began:
                 raise
-            report.end(f"stopped by you after step {report.steps_done} of {config.train.steps}")
+            report.end(f"stopped after step {report.steps_done} of {config.train.steps}")
             raise typer.Exit(130) from None
         report.terminal.stop()
         report.end(f"done: {config.train.steps} steps")

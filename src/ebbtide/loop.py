@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from ebbtide.batch import assemble, averaged, minibatches, requests, training_sampling
-from ebbtide.checkpoint.keep import is_due, keep
+from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.state import State
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
@@ -87,7 +87,8 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
             begun = state.load(report.resumed.path, load_rng=config.checkpoint is None or config.checkpoint.load_rng)
     updates_per_step = config.train.epochs * config.train.minibatches
 
-    with ScoringPool(config.task, config.seed) as scoring:
+    keeper = Keeper(config, report.folder.path, state, report.terminal.say)
+    with ScoringPool(config.task, config.seed) as scoring, keeper:
 
         def examined() -> dict[str, float]:
             with residency.phase("evaluate"), report.phase("evaluate") as progress:
@@ -131,7 +132,9 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
             if config.evaluate and (step % config.evaluate.every == 0 or step == config.train.steps):
                 metrics |= examined()
             report.step(step, metrics | meter.take(), batch.samples)
-            if config.checkpoint is not None and is_due(config, step):
+            if keeper.step_done(step):
                 with residency.phase("save"), report.phase("save"):
-                    keep(config.checkpoint, report.folder.path, state, step, metrics)
+                    keeper.save(step, metrics)
+            if keeper.stopping and step < config.train.steps:
+                raise KeyboardInterrupt
     return policy

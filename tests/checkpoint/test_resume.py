@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebbtide.checkpoint.export import export, pick
+from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.resume import find
 from ebbtide.checkpoint.store import UNFINISHED, listed, prune, write
 from ebbtide.errors import UserError
@@ -189,10 +191,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(50))
 def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, number) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(0.02 + 0.013 * number)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", KILLED, str(tmp_path), str(0.1 + 0.008 * number)], capture_output=True, text=True, check=False
     )
     assert done.returncode == -9
     finished = [int(line) for line in done.stdout.split()]
@@ -217,3 +219,85 @@ def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:
         export(pick(tmp_path / "run", None), tmp_path / "out")
     with pytest.raises(UserError, match="no complete checkpoint of step 9"):
         pick(tmp_path / "run", 9)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keeper(tiny, tmp_path, **options):
+    """(a keeper whose state writes nothing, its clock)."""
+
+    class Nothing:
+        def save(self, folder: Path, step: int) -> None:
+            (folder / "step").write_text(str(step))
+
+    clock = Clock()
+    config = tiny({"checkpoint": {"every": None, **options}, "train.steps": 100})
+    return Keeper(config, tmp_path, Nothing(), print, clock), clock
+
+
+def test_a_checkpoint_is_due_after_so_many_minutes(tiny, tmp_path) -> None:
+    made, clock = keeper(tiny, tmp_path, minutes=1.0)
+    due = []
+    for step in range(1, 8):
+        clock.now += 25
+        if made.step_done(step):
+            made.save(step, {})
+            due.append(step)
+    assert due == [3, 6]
+    assert made.step_done(100)  # and after the last step
+    assert not made.stopping
+
+
+def test_a_run_stops_before_its_deadline(tiny, tmp_path) -> None:
+    made, clock = keeper(tiny, tmp_path, deadline_minutes=10.0)
+    for step in range(1, 100):
+        clock.now += 60
+        if made.step_done(step):
+            break
+    assert made.stopping
+    assert clock.now == 540  # another step of 60 s, half as long again, would end after 600 s
+
+
+def test_the_first_signal_waits_for_the_step_and_the_second_does_not(tiny, tmp_path) -> None:
+    made, _ = keeper(tiny, tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    with made:
+        assert not made.stopping
+        signal.raise_signal(signal.SIGTERM)
+        assert made.stopping
+        assert made.step_done(3)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:
+    """kill -9 in the middle of a step or a save, then the same command again."""
+    options = ["train.steps=6", "checkpoint.every=1", "evaluate=null", "report.samples_every=0", "rollout.prompts=4"]
+
+    def command(name: str) -> list[str]:
+        return [sys.executable, "-u", "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path / name}", "resume=auto", *options]
+
+    process = subprocess.Popen(command("killed"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step 3/6" in line:
+            process.kill()
+            break
+    process.wait()
+    assert listed(tmp_path / "killed" / "checkpoints")[-1].step < 6
+    for name in ("killed", "straight"):
+        subprocess.run(command(name), check=True, capture_output=True)
+    ends = []
+    for name in ("killed", "straight"):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        ends.append([{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines])
+        export(pick(tmp_path / name, 6), tmp_path / f"{name} out")
+    assert ends[0] == ends[1]
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} out").state_dict() for name in ("killed", "straight"))
+    assert all(torch.equal(one[key], other[key]) for key in one)

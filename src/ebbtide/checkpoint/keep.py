@@ -1,22 +1,73 @@
-"""When a checkpoint is due, and which earlier ones go when it is there."""
+"""When a checkpoint is due, when a run must stop for one, and which earlier ones go when it is there."""
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.state import State
 from ebbtide.checkpoint.store import prune, write
-from ebbtide.config.tree import Checkpoint, Config
+from ebbtide.config.tree import Config
+
+SPARE = 1.5  # a step or a save may take so many times as long as the last one
 
 
-def is_due(config: Config, step: int) -> bool:
-    assert config.checkpoint is not None
-    every = config.checkpoint.every
-    return step == config.train.steps or (every is not None and step % every == 0)
+class Keeper:
+    """Around the steps of a run: the first Ctrl-C or SIGTERM lets the step under way end and be saved, the second stops at once."""
 
+    def __init__(
+        self, config: Config, run: Path, state: State, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config, self._run, self._state, self._say, self._clock = config, run, state, say, clock
+        self._began = self._stepped = self._saved = clock()
+        self._step_seconds = self._save_seconds = 0.0
+        self._asked = False
+        self._before: dict[int, Any] = {}
 
-def keep(config: Checkpoint, run: Path, state: State, step: int, metrics: dict[str, float]) -> None:
-    """Writes the checkpoint of a step, then removes those that are neither new nor good enough."""
-    write(run / FOLDER, step, metrics, lambda folder: state.save(folder, step))
-    prune(run / FOLDER, config.keep, config.keep_best, config.metric)
+    def __enter__(self) -> Keeper:
+        if self._config.checkpoint is not None:
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._say("stopping: this step is finished and saved first (again to stop at once)")
+
+    def step_done(self, step: int) -> bool:
+        """Whether the step that just ended is to be saved."""
+        now, config = self._clock(), self._config.checkpoint
+        self._step_seconds, self._stepped = now - self._stepped, now
+        if config is None:
+            return False
+        old = config.minutes is not None and now - self._saved >= 60 * config.minutes
+        return step == self._config.train.steps or (config.every is not None and step % config.every == 0) or old or self.stopping
+
+    @property
+    def stopping(self) -> bool:
+        """The run is to end with the step that just ended."""
+        config = self._config.checkpoint
+        if config is None or config.deadline_minutes is None:
+            return self._asked
+        another = SPARE * (self._step_seconds + self._save_seconds)
+        return self._asked or self._stepped - self._began + another > 60 * config.deadline_minutes
+
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the checkpoint of a step, then removes those that are neither new nor good enough."""
+        config = self._config.checkpoint
+        assert config is not None
+        start = self._clock()
+        write(self._run / FOLDER, step, metrics, lambda folder: self._state.save(folder, step))
+        prune(self._run / FOLDER, config.keep, config.keep_best, config.metric)
+        self._saved = self._stepped = self._clock()
+        self._save_seconds = self._saved - start

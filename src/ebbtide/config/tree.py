@@ -554,7 +554,13 @@ class Checkpoint(Section):
     """What is needed to go on after a stop, and the weights to use elsewhere (`ebbtide export`)."""
 
     every: Count | None = 50
-    """Steps between checkpoints; `null` is none along the way. There is one after the last step."""
+    """Steps between checkpoints; `null` is none along the way. There is one after the last step, and one when the run is stopped by Ctrl-C or SIGTERM."""
+
+    minutes: Positive | None = None
+    """Also when the last one is this old."""
+
+    deadline_minutes: Positive | None = None
+    """Stop with a checkpoint while another step would still end before the run is this old: for queues that kill."""
 
     keep: Count = 1
     """Newest checkpoints to keep."""

@@ -132,6 +132,8 @@ class Report:
         again = f"ebbtide train {self.folder.path / 'config.yaml'} seed={self._config.seed + 1}"
         settings = f"ebbtide config {self.folder.path / 'config.yaml'}"
         say(f"  {again}   the same with another seed")
+        if self.steps_done < self._config.train.steps and (self.folder.path / "checkpoints").exists():
+            say(f"  ebbtide train {self.folder.path / 'config.yaml'} resume={self.folder.path}   go on from the checkpoint")
         say(f"  {settings:<{len(again)}}   every setting, with its meaning")
         if (self.folder.path / "checkpoints").exists():
             say(f"  {f'ebbtide export {self.folder.path} OUT':<{len(again)}}   the weights as a Hugging Face folder")
