@@ -77,6 +77,10 @@ class AdamW:
         self.discard()
         return {"grad_norm": norm, "lr": lr, "updates_skipped": float(self.skipped is not None)}
 
+    def _state_holdings(self) -> list[Name]:
+        state: tuple[Name, ...] = ("weights", "master", "moments")
+        return [name for name in state if name in self._residency.holdings()]  # there is no master where all weights are fp32
+
     @torch.no_grad()
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """(masters and moments, on the host; the steps that each parameter has taken): the same whatever the mode. An fp32 weight has no master beside it."""
@@ -86,6 +90,8 @@ class AdamW:
             for kind, dtype in (("master", torch.float32), ("first", moment_type(self._config)), ("second", moment_type(self._config)))
             if kind != "master" or one.weight.dtype != torch.float32
         }
+        for name in self._state_holdings():
+            self._residency.need(name)
         for part in self._parts:
             for segment, exact in part.stretches():
                 for kind, tensor in exact._asdict().items():
@@ -104,8 +110,9 @@ class AdamW:
             master = tensors[f"master/{one.name}"] if one.weight.dtype != torch.float32 else one.flat.cpu()
             return Exact(master, tensors[f"first/{one.name}"], tensors[f"second/{one.name}"])
 
-        for part in self._parts:
-            part.restore(find)
+        with self._residency.changing(*self._state_holdings()):
+            for part in self._parts:
+                part.restore(find)
 
     def discard(self) -> None:
         """Lets go of the gradients, wherever they are."""
@@ -121,9 +128,7 @@ class AdamW:
             one = self._trained[number]
             one.steps += 1
             rules[number] = Rule(self._config, lr, one.decay, one.steps, scale, number)
-        state: tuple[Name, ...] = ("weights", "master", "moments")
-        changed = [name for name in state if name in self._residency.holdings()]  # there is no master where all weights are fp32
-        with self._residency.changing(*changed):
+        with self._residency.changing(*self._state_holdings()):
             since = self._residency.mover.mark()
             for part in self._parts:
                 part.step(rules, since)

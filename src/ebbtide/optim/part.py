@@ -68,8 +68,8 @@ class Exact(NamedTuple):
 def exact(weight: Tensor, state: State) -> Exact:
     """From a weight and its state, wherever they are."""
     if state.low is None:
-        return Exact(weight.cpu().clone(), state.first.cpu().clone(), state.second.cpu().clone())
-    return Exact(plain.join(weight, state.low, state.second).cpu(), state.first.cpu().clone(), state.second.abs().cpu())
+        return Exact(*(tensor.to("cpu", copy=True) for tensor in (weight, state.first, state.second)))
+    return Exact(plain.join(weight, state.low, state.second).cpu(), state.first.to("cpu", copy=True), state.second.abs().cpu())
 
 
 def put(exact: Exact, weight: Tensor, state: State) -> None:
