@@ -29,7 +29,7 @@ from ebbtide.loop import seed_everything
 from ebbtide.memory.activations import Parking
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activation_plan import Figures, capacity, choose, figures_for
+from ebbtide.policy.activation_plan import Figures, capacity, choose, figures_for, measure
 from ebbtide.policy.activations import Activations, names_of
 from ebbtide.policy.attention import PACKED, attention
 from ebbtide.policy.model import blocks_of, decoder, load_model
@@ -83,7 +83,7 @@ class Bench:
 
     def probe(self, tokens: int) -> int:
         with attention(self.model, PACKED):
-            torch.autograd.grad(self.forward(tokens).sum(), [self.model.get_input_embeddings().weight])
+            torch.autograd.grad(self.forward(tokens).sum(), list(self.model.parameters()), allow_unused=True)
         return tokens
 
     def measured(self, name: str, around: Callable[[], AbstractContextManager[Any]], repeats: int = 3) -> list[Row]:
@@ -128,7 +128,7 @@ class Bench:
         with Residency(build_plan(self.config.memory), torch.device("cuda", 0)) as residency:
             self.figures = self.figures or figures_for(config, self.blocks, self.probe, residency, self.tokens)
             figures = self.figures
-            choice, notes = choose(config, self.blocks[0], figures)
+            choice, notes = choose(config, self.blocks[0], figures, lambda some: measure(self.blocks, some, self.probe))
             reserved = capacity(config, self.blocks, choice, self.probe, self.tokens)
             parking = Parking(residency.host("activations", [reserved], pinned=True)[0], residency.mover) if reserved else None
             held = Activations(self.blocks, choice, parking, keep_last=config.keep_last)

@@ -56,7 +56,8 @@ def train(config: Config, report: Report) -> Policy:
 
 
 def _run(config: Config, report: Report, residency: Residency, notes: list[str]) -> Policy:
-    check_host_budget(host_needs(config, residency.plan), config.memory.host_budget_gib)
+    needs = host_needs(config, residency.plan)
+    check_host_budget(needs, config.memory.host_budget_gib)
     meter = residency.meter
     with report.working("making problems"):
         problems = build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
@@ -67,7 +68,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
         residency.hold("weights", list(policy.model.parameters()))
         optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
         reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
-        notes += [*optimizer.about, *policy.place_activations(residency)]
+        notes += [*optimizer.about, *policy.place_activations(residency, needs)]
         engine = HuggingFaceEngine(loaded, config.rollout.batch)
     with report.working("pinning host memory"):
         residency.pin()

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from ebbtide.memory.activations import Parking
 from ebbtide.memory.mover import Mover
 from ebbtide.policy.activation_plan import Figures, capacity, choose, measure
 from ebbtide.policy.activations import Activations, Choice, local_names, names_of
+from ebbtide.policy.attention import PACKED, attention
+from ebbtide.policy.norms import NormCall
+from ebbtide.policy.pack import pack
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,22 @@ def test_nothing_is_left_for_the_garbage_collector(dense, offload, recompute) ->
         gc.garbage.clear()
         gc.enable()
     assert not left
+
+
+def test_a_forward_without_its_backward_is_freed() -> None:
+    """An exception may come between the two."""
+    setup = Setup("llama", "bfloat16")
+    choice = Choice(recompute=frozenset({"attn_norm", "mlp_norm", "mlp_fc2"}), local=local_names(setup.blocks[0]))
+    (batch,) = pack(setup.sequences[:2], 64, CPU)
+    with Activations(setup.blocks, choice, None), attention(setup.model, PACKED):
+        logprobs = setup.policy._logprobs(batch, 1.0)[0]
+    alive = weakref.ref(logprobs.grad_fn)
+    made = [weakref.ref(call) for call in gc.get_objects() if type(call) is NormCall]
+    assert made
+    del logprobs
+    gc.collect()
+    assert alive() is None
+    assert not any(call() for call in made)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -144,7 +164,7 @@ SAVED = {"attn_norm": 10, "qkv_linear": 20, "core_attn": 12, "mlp_norm": 10, "ml
 
 def chosen(settings, block, carried=10**9):
     figures = Figures({name: 1024 * size for name, size in SAVED.items()}, forward=1.0, link=carried * 1024 / 0.9, blocks=1)
-    return choose(ActivationsConfig.model_validate(settings), block, figures)
+    return choose(ActivationsConfig.model_validate(settings), block, figures, lambda _: figures.saved)
 
 
 def test_presets(dense) -> None:
@@ -194,6 +214,7 @@ def test_the_gate(dense) -> None:
         ({"offload": ["moe_act"]}, ["`memory.activations.offload` names `moe_act`", "it has block_input, attn_norm"]),
         ({"recompute": ["block_input"]}, ["`block_input`", "keep or offload it"]),
         ({"offload": ["block_input"]}, ["`block_input`", "recompute: [attn_norm]"]),
+        ({"offload": ["mlp_fc1"], "recompute": ["core_attn"]}, ["`mlp_fc1`", "`core_attn`", "spare nothing"]),
         ({"offload": ["attn_proj"]}, ["`attn_proj` without `core_attn`", "both"]),
     ],
 )

@@ -8,7 +8,7 @@ brings the group before it back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class _Parked:
     """The copy to the device that compute has not waited for yet."""
     views: int = 0
     """Saved tensors that still need it."""
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,14 @@ class View:
     offset: int
 
 
-@dataclass
-class _Group:
-    parked: list[_Parked] = field(default_factory=list)
-    released: bool = False
-
-
 class Parking:
     """`enter(group)` as each block's forward begins; `park(tensor)` what it saves; `fetch(view)` in the backward."""
 
     def __init__(self, memory: Tensor, mover: Mover) -> None:
         self._memory, self._mover = memory, mover
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, list[_Parked]] = {}
         self._stack: list[_Parked] = []
-        self._known: dict[StorageWeakRef, _Parked] = {}
+        self._known: dict[tuple[StorageWeakRef, int], _Parked] = {}
         self._group = -1
         self._last_back: Move | None = None
         self._parked_bytes = self._refused_bytes = 0
@@ -75,36 +70,36 @@ class Parking:
         """A new forward: whatever an interrupted one left behind is forgotten, once no copy uses it."""
         for parked in self._stack:
             for move in (parked.gone, parked.back):
-                if move is not None:
-                    self._mover.host_waits(move)
+                self._mover.host_waits(move)
+            parked.lost, parked.device = True, None
         self._groups, self._stack, self._known, self._group = {}, [], {}, -1
 
     def enter(self, group: int) -> None:
         if group <= self._group:
             self.reset()
         self._group = group
-        self._groups[group] = _Group()
+        self._groups[group] = []
         self._known = {}
         self._release(group - WINDOW)
 
     def _release(self, number: int) -> None:
         """Gives up a group's device memory: what compute does from here on comes after its copies."""
         group = self._groups.get(number)
-        if group is None or group.released:
-            return
-        group.released = True
-        if group.parked:
-            self._mover.compute_waits(group.parked[-1].gone)
-        for parked in group.parked:
+        if group:
+            self._mover.compute_waits(group[-1].gone)
+        for parked in group or []:
             parked.device = None
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Its storage is on its way to the host already, for another tensor's sake."""
+        return _identity(tensor) in self._known
 
     def park(self, tensor: Tensor) -> View | None:
         """Starts to copy a tensor's storage to the host, if it is not on its way already; None where there is no room."""
-        storage = tensor.untyped_storage()
-        known = StorageWeakRef(storage)  # while this is held, no other storage can be taken for it
+        known = _identity(tensor)
         parked = self._known.get(known)
         if parked is None:
-            parked = self._copied(storage)
+            parked = self._copied(tensor.untyped_storage())
             if parked is None:
                 return None
             self._known[known] = parked
@@ -124,18 +119,20 @@ class Parking:
         move = self._mover.move_out([(device, host)], after=self._last_back, held=True)
         parked = _Parked(self._group, host, offset, device, move)
         self._stack.append(parked)
-        self._groups[self._group].parked.append(parked)
+        self._groups[self._group].append(parked)
         self._parked_bytes += size
         return parked
 
     def fetch(self, view: View) -> Tensor:
         """The tensor again, as it was; compute waits for it if it is still on its way."""
         parked = view.parked
+        if parked.lost or not parked.views:
+            raise RuntimeError(
+                "a saved tensor was asked for twice, or after another forward had begun: each forward is followed by its one backward"
+            )
         self._bring(parked)
-        before = self._groups.get(parked.group - 1)
-        if before is not None:
-            for other in before.parked:
-                self._bring(other)
+        for other in reversed(self._groups.get(parked.group - 1, [])):  # as the backward will ask for them
+            self._bring(other)
         if parked.back is not None:
             self._mover.compute_waits(parked.back)
             parked.back = None
@@ -156,3 +153,8 @@ class Parking:
         parked.device = None
         while self._stack and self._stack[-1].views == 0:
             self._stack.pop()
+
+
+def _identity(tensor: Tensor) -> tuple[StorageWeakRef, int]:
+    """Of a storage and what was last written to it; while this is held, no other storage can be taken for it."""
+    return StorageWeakRef(tensor.untyped_storage()), tensor._version

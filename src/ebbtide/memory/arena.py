@@ -33,10 +33,10 @@ def free_host_bytes() -> int:
     return free
 
 
-def check_host_budget(needs: dict[str, int], budget_gib: float | None) -> int:
-    """The bytes that `needs` (holding -> bytes) add up to, or an error with the numbers if they exceed the budget."""
+def check_host_budget(needs: dict[str, int], budget_gib: float | None, taken: int = 0) -> int:
+    """The bytes that `needs` (holding -> bytes) add up to, or an error with the numbers if they exceed the budget. `taken` of them are there already."""
     wanted = sum(_aligned(size) for size in needs.values())
-    free = free_host_bytes()
+    free = free_host_bytes() + taken
     budget = int(budget_gib * GIB) if budget_gib is not None else int(0.8 * free)
     if wanted > min(budget, free):
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in needs.items() if size)
@@ -46,7 +46,7 @@ def check_host_budget(needs: dict[str, int], budget_gib: float | None) -> int:
         raise UserError(
             f"the memory plan sends {wanted / GIB:.2f} GiB to host memory ({listed}), more than {which} "
             f"({free / GIB:.2f} GiB are free): name fewer holdings in `memory.away`, keep more of the optimizer on the device "
-            "(`optimizer.place`, `optimizer.cpu_fraction`), or raise the budget"
+            "(`optimizer.place`, `optimizer.cpu_fraction`), offload fewer activations (`memory.activations`), or raise the budget"
         )
     return wanted
 

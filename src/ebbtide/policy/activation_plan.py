@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -16,7 +16,7 @@ from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.meter import GIB
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activations import Activations, Choice, local_names, names_of
+from ebbtide.policy.activations import ON_THE_WAY, Activations, Choice, local_names, names_of
 
 SHARE = 0.9  # of what the link carries during a forward is planned for
 PROBE = 512  # tokens: what a forward saves grows with them in a line
@@ -43,7 +43,11 @@ class Figures:
         return int(SHARE * self.link * self.forward / max(1, self.blocks))
 
 
-def choose(config: ActivationsConfig, block: nn.Module, figures: Figures) -> tuple[Choice, list[str]]:
+Weigh = Callable[[Choice], dict[Activation, int]]
+"""Bytes that a block saves per token under a choice, by name."""
+
+
+def choose(config: ActivationsConfig, block: nn.Module, figures: Figures, weigh: Weigh) -> tuple[Choice, list[str]]:
     """The choice, and what a person should know of it."""
     names, local = names_of(block), local_names(block)
     _check_names(config, names, type(block).__name__)
@@ -55,13 +59,13 @@ def choose(config: ActivationsConfig, block: nn.Module, figures: Figures) -> tup
         "offload": {name: "offload" if name == "block_input" else "recompute" for name in names},
     }
     if config.preset == "balanced":
-        places, notes = _balanced(listed, names, local, figures)
+        places, notes = _balanced(listed, names, local, figures, weigh)
     else:
         places = base[config.preset] | listed
-    _check_sense(places)
     choice = _choice(places, local)
-    if figures.forward and config.preset != "balanced":
-        choice, gated = _gate(config, choice, figures)
+    _check_sense(places, choice)
+    if figures.forward and choice.offload:
+        choice, gated = _gate(config, choice, figures, weigh(choice))
         notes += gated
     return choice, notes
 
@@ -78,13 +82,12 @@ def _check_names(config: ActivationsConfig, names: Sequence[Activation], kind: s
                 raise UserError(f"`memory.activations.{place}` names `{name}`, which {kind} does not have: it has {', '.join(names)}")
 
 
-def _check_sense(places: dict[Activation, str]) -> None:
-    again = [name for name, place in places.items() if place == "recompute"]
+def _check_sense(places: dict[Activation, str], choice: Choice) -> None:
     if places["block_input"] == "recompute":
         raise UserError(
             "`memory.activations.recompute` names `block_input`: that would run the block before again. A block is made again from its input: keep or offload it"
         )
-    if places["block_input"] == "offload" and not any(name for name in again if name != "mlp_norm" and name != "mlp_fc2"):
+    if places["block_input"] == "offload" and not choice.whole_block and "attn_norm" not in choice.recompute:
         raise UserError(
             "`memory.activations.offload` names `block_input`, which is saved only where `attn_norm` or more is made again from it: "
             "add `memory.activations.recompute: [attn_norm]`, or remove it"
@@ -95,23 +98,30 @@ def _check_sense(places: dict[Activation, str]) -> None:
             "Offload both, or neither"
         )
 
+    if choice.whole_block and (idle := sorted(choice.offload & ON_THE_WAY)):
+        raise UserError(
+            f"`memory.activations.offload` names {', '.join(f'`{name}`' for name in idle)}, and a block that is run again for "
+            f"{', '.join(f'`{name}`' for name in sorted(choice.recompute - choice.local))} makes it on the way: offloading it would spare nothing. Remove it from the list"
+        )
 
-def _bytes(names: frozenset[Activation] | tuple[Activation, ...], figures: Figures) -> int:
-    return sum(figures.saved.get(name, 0) for name in names)
+
+def _bytes(names: Iterable[Activation], saved: dict[Activation, int]) -> int:
+    return sum(saved.get(name, 0) for name in names)
 
 
 def _balanced(
-    listed: dict[Activation, str], names: Sequence[Activation], local: frozenset[Activation], figures: Figures
+    listed: dict[Activation, str], names: Sequence[Activation], local: frozenset[Activation], figures: Figures, weigh: Weigh
 ) -> tuple[dict[Activation, str], list[str]]:
     """Makes again what one module can, and parks the names that come nearest to what the link carries."""
     places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
+    saved = weigh(_choice(places, local))  # what is made again elsewhere is not saved here
     fixed = frozenset(name for name, place in places.items() if place == "offload")
     free = [name for name in names if name not in listed and places[name] == "keep" and name not in ("block_input", "attn_proj")]
-    room = figures.carried() - _bytes(fixed, figures)
-    sets = [some for count in range(len(free) + 1) for some in combinations(free, count) if _bytes(some, figures) <= room]
-    best = max(sets, key=lambda some: _bytes(some, figures), default=())
+    room = figures.carried() - _bytes(fixed, saved)
+    sets = [some for count in range(len(free) + 1) for some in combinations(free, count) if _bytes(some, saved) <= room]
+    best = max(sets, key=lambda some: _bytes(some, saved), default=())
     places |= dict.fromkeys(best, "offload")
-    whole, parked = sum(figures.saved.values()), _bytes(frozenset(best) | fixed, figures)
+    whole, parked = sum(figures.saved.values()), _bytes(frozenset(best) | fixed, saved)
     again = [name for name, place in places.items() if place == "recompute"]
     carries = (
         f"the link carries {figures.carried() / 1024:.0f} beside the forward ({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token)"
@@ -125,22 +135,26 @@ def _balanced(
     return places, notes
 
 
-def _gate(config: ActivationsConfig, choice: Choice, figures: Figures) -> tuple[Choice, list[str]]:
+def _gate(config: ActivationsConfig, choice: Choice, figures: Figures, saved: dict[Activation, int]) -> tuple[Choice, list[str]]:
     """Offloading more than the link carries would make compute wait."""
-    wanted = _bytes(choice.offload, figures)
-    if wanted <= figures.carried() or config.gate == "ignore" or not choice.offload:
+    wanted = _bytes(choice.offload, saved)
+    if wanted <= figures.carried():
         return choice, []
     said = (
         f"a block offloads {wanted / 1024:.0f} KiB a token ({', '.join(sorted(choice.offload))}), and the link carries {figures.carried() / 1024:.0f} beside the forward "
         f"({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token)"
     )
+    if config.gate == "ignore":
+        return choice, [f"activations: {said}: compute will wait"]
     if config.gate == "refuse":
         raise UserError(f"{said}: offload less, or set `memory.activations.gate` to `downgrade` or `ignore`")
     again: set[Activation] = set()
-    for name in sorted(choice.offload - {"block_input"}, key=lambda name: -figures.saved.get(name, 0)):
-        if _bytes(choice.offload - again, figures) > figures.carried():
+    for name in sorted(choice.offload - {"block_input"}, key=lambda name: -saved.get(name, 0)):
+        if _bytes(choice.offload - again, saved) > figures.carried():
             again.add(name)
-    mended = Choice(choice.offload - again, choice.recompute | again, choice.local)
+    recompute = choice.recompute | again
+    left = choice.offload - again
+    mended = Choice(left - ON_THE_WAY if recompute - choice.local else left, recompute, choice.local)
     return mended, [f"activations: {said}; made again instead: {', '.join(sorted(again))}"]
 
 
@@ -154,6 +168,8 @@ def measure(blocks: Sequence[nn.Module], choice: Choice, run: Probe) -> dict[Act
 
 
 def figures_for(config: ActivationsConfig, blocks: Sequence[nn.Module], run: Probe, residency: Residency, tokens: int) -> Figures:
+    if config.preset in ("keep", "recompute") and not config.offload:
+        return Figures({}, 0.0, 0.0, 0)  # nothing will be held against the link
     saved, forward, link = measure(blocks, Choice(), run), 0.0, 0.0
     if residency.device.type == "cuda":
         count = min(tokens, 8192)

@@ -32,6 +32,9 @@ from ebbtide.policy.norms import Again, NormCall, follows
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
 
+# What a block that runs again makes on the way: elementwise, from what products gave. Keeping or offloading it would spare nothing.
+ON_THE_WAY: frozenset[Activation] = frozenset({"attn_norm", "qkv_linear", "mlp_norm", "mlp_fc1", "expert_fc1"})
+
 # Submodule of a block -> the name of what it saves. A submodule's own arithmetic, outside of those below it, has its name too.
 _DENSE: dict[str, Activation] = {
     "input_layernorm": "attn_norm",
@@ -199,8 +202,12 @@ class Activations:
         self._undo.callback(handle.remove)
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        before = module.__dict__.get("forward")
         module.forward = forward
-        self._undo.callback(module.__dict__.pop, "forward")
+        if before is None:
+            self._undo.callback(module.__dict__.pop, "forward")
+        else:
+            self._undo.callback(setattr, module, "forward", before)
 
     # A block's forward
 
@@ -208,6 +215,7 @@ class Activations:
         if not torch.is_grad_enabled():
             return forward(hidden, *args, **kwargs)
         block.stack.clear()
+        block.call = None  # of a forward that was left in the middle
         block.shared = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if self._parking is not None and self.counted is None:
             self._parking.enter(block.number)
@@ -218,7 +226,7 @@ class Activations:
         modes = (
             (nullcontext, nullcontext) if block.everything else (partial(_Store, self, block, stored), partial(_Reuse, self, block, stored))
         )
-        with saved_tensors_hooks(partial(self._place, block, "block_input"), self._unpack):
+        with saved_tensors_hooks(lambda tensor: self._place(block, "block_input", tensor.detach()), self._unpack):
             return checkpoint(
                 partial(_fresh, block, forward),
                 hidden,
@@ -235,6 +243,7 @@ class Activations:
             block.call = NormCall(x, self._place(block, "block_input" if name == "attn_norm" else name, x), self._unpack)
 
     def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View | Again:
+        tensor = tensor.detach()  # with its history, what an operation saves of its own result would hold the operation for ever
         if block.call is not None:
             return block.call.pack(tensor)
         return self._place(block, block.name(tensor), tensor)
@@ -250,7 +259,7 @@ class Activations:
             if (known := StorageWeakRef(storage)) not in self._seen:
                 self._seen.add(known)
                 self.counted[name] += storage.nbytes()
-        elif name in block.choice.offload and self._parking is not None:
+        elif self._parking is not None and (name in block.choice.offload or self._parking.knows(tensor)):
             return self._parking.park(tensor) or tensor
         return tensor
 
@@ -302,7 +311,7 @@ class _Reuse(TorchDispatchMode):
 def _feeds(block: _Block, func: Any, args: Any) -> Activation | None:
     """The name whose tensors an operation makes, where that name is kept or offloaded; None for what is cheap to make again."""
     schema, scope = func._schema, block.scope
-    if schema.is_mutable or scope is None or func is _aten.detach.default:  # the checkpoint's own, and only in the backward
+    if schema.is_mutable or scope is None:
         return None
     name: Activation | None = None
     if "attention" in schema.name or "varlen_attn" in schema.name:
@@ -316,12 +325,8 @@ def _feeds(block: _Block, func: Any, args: Any) -> Activation | None:
             "moe_router": "moe_router",
         }
         name = ("moe_act" if wide != block.hidden else None) if scope == "moe_act" else consumers.get(scope)
-    elif scope in ("attn_norm", "mlp_norm"):
-        name = scope
     elif scope == "mlp_act" and func is _aten.mul.Tensor:
         name = "mlp_fc2"
-    elif scope == "moe_act" and func in (_aten.index.Tensor, _aten.index_select.default):
-        name = "expert_fc1"
     return name if name is not None and block.choice.retains(name) else None
 
 

@@ -211,11 +211,11 @@ def decoder(model: PreTrainedModel) -> torch.nn.Module:
 
 def blocks_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The model's blocks, first to last."""
-    blocks = getattr(decoder(model), "layers", None)
-    if not isinstance(blocks, torch.nn.ModuleList) or not all(
-        hasattr(block, "input_layernorm") and hasattr(block, "mlp") for block in blocks
-    ):
-        raise UserError(f"{type(model).__name__} has no blocks of the usual shape: `memory.activations` cannot be set for it")
+    blocks: Any = getattr(decoder(model), "layers", None)
+    usual = {"input_layernorm.weight", "post_attention_layernorm.weight", *(f"self_attn.{name}_proj.weight" for name in "qkvo")}
+    shapes = [{name for name, _ in block.named_parameters()} for block in blocks] if isinstance(blocks, torch.nn.ModuleList) else []
+    if not shapes or any(shape != shapes[0] for shape in shapes) or not shapes[0] >= usual or not hasattr(blocks[0], "mlp"):
+        raise UserError(f"{type(model).__name__} has no blocks of the usual shape, all alike: `memory.activations` cannot be set for it")
     return list(blocks)
 
 

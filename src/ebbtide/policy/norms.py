@@ -26,11 +26,10 @@ class NormCall:
 
     def pack(self, tensor: Tensor) -> Tensor | Again:
         if tensor.shape == (*self._shape[:-1], 1):
-            if self._root is None or tensor.dtype == torch.float32:
-                self._root = tensor
+            self._root = tensor
             return tensor
-        if tensor.shape != self._shape:
-            return tensor
+        if tensor.shape != self._shape or (tensor.dtype != torch.float32 and self._root is None):
+            return tensor  # without the root, as where the input needs no gradient, it stays
         self._users += 1
         return Again(self, normed=tensor.dtype != torch.float32)
 
@@ -69,7 +68,7 @@ def follows(norm: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
 
     def pack(tensor: Tensor) -> Tensor:
         found.append((tensor.detach(), call.pack(tensor.detach())))
-        return tensor
+        return tensor.detach()
 
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         norm(x)

@@ -19,7 +19,7 @@ from ebbtide.memory.activations import Parking
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.meter import GIB
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activation_plan import capacity, choose, described, figures_for
+from ebbtide.policy.activation_plan import capacity, choose, described, figures_for, measure
 from ebbtide.policy.activations import Activations
 from ebbtide.policy.attention import PACKED, attention
 from ebbtide.policy.head import token_logprobs
@@ -94,17 +94,17 @@ class Policy:
                 setattr(trajectories[member], name, part)
             progress(done + 1, len(batches))
 
-    def place_activations(self, residency: Residency) -> list[str]:
-        """Carries out `memory.activations` from here on; gives what a person should know of it."""
+    def place_activations(self, residency: Residency, needs: dict[str, int]) -> list[str]:
+        """Carries out `memory.activations` from here on; gives what a person should know of it. `needs` is the host memory of everything else."""
         config, tokens = self.config.memory.activations, self.config.train.microbatch_tokens
         if config == ActivationsConfig():
             return []
         blocks = blocks_of(self.model)
         figures = figures_for(config, blocks, self._probe, residency, tokens)
-        choice, notes = choose(config, blocks[0], figures)
+        choice, notes = choose(config, blocks[0], figures, lambda some: measure(blocks, some, self._probe))
         reserved = capacity(config, blocks, choice, self._probe, tokens)
         if reserved:
-            check_host_budget({"activations": reserved}, self.config.memory.host_budget_gib)
+            check_host_budget({**needs, "activations": reserved}, self.config.memory.host_budget_gib, taken=residency.host_bytes)
             (memory,) = residency.host("activations", [reserved], pinned=True)
             self._parking = Parking(memory, residency.mover)
         self._activations = Activations(blocks, choice, self._parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)
@@ -117,7 +117,7 @@ class Policy:
         (batch,) = pack(probes, budget=tokens, device=self.device)
         with attention(self.model, PACKED):
             logprobs, _ = self._logprobs(batch, temperature=1.0)
-            torch.autograd.grad(logprobs.sum(), [next(weight for weight in self.model.parameters() if weight.requires_grad)])
+            torch.autograd.grad(logprobs.sum(), [weight for weight in self.model.parameters() if weight.requires_grad], allow_unused=True)
         return batch.token_ids.numel()
 
     def accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
