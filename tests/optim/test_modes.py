@@ -2,7 +2,6 @@
 
 import gc
 import math
-import threading
 import weakref
 
 import pytest
@@ -11,11 +10,11 @@ from torch import nn
 
 from ebbtide.config.tree import Memory, Optimizer
 from ebbtide.errors import UserError
+from ebbtide.memory.mover import Move
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim import native, on_cpu, on_device, streamed
 from ebbtide.optim.adamw import AdamW, state_bytes
-from ebbtide.optim.on_cpu import OnCpu
 from ebbtide.optim.rule import join
 from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, trained
 
@@ -67,7 +66,7 @@ def truth():
 def test_every_mode_is_as_near_to_float64_as_the_device(options, truth) -> None:
     mine, device = error(trained(**options)[0], truth), error(trained()[0], truth)
     assert device < 1e-4  # against weights of size 1 and steps of 1e-2
-    assert mine < 2 * device
+    assert mine < 1.05 * device
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -201,22 +200,18 @@ def test_without_a_compiler_it_works_as_well(mode, state, monkeypatch, truth) ->
         assert error(without[0], with_one[0].state_dict()) < 0.05
 
 
-def test_gradients_that_are_slow_to_settle_add_up_all_the_same(monkeypatch) -> None:
-    """A later micro-batch's sum waits for the earlier one's, on whatever threads they run."""
-    first_settled = threading.Event()
-    settle, calls = OnCpu._settle, []
+def test_a_later_gradient_is_added_to_the_earlier_one_once_that_has_settled() -> None:
+    """On whatever threads they run: the earlier sum is there only when its task is done."""
+    _, _, optimizer, _ = trained(steps=0, place="cpu")
+    total, landed = torch.zeros(10), torch.full((10,), 2.0)
 
-    def slow(self, move, total, landed, before) -> float:
-        calls.append(before is not None)
-        if before is None:
-            first_settled.wait(0.05)  # later ones could overtake now
-        return settle(self, move, total, landed, before)
+    class Earlier:
+        def result(self) -> float:
+            total.fill_(1.0)
+            return 0.0
 
-    kept = trained(torch.bfloat16, steps=2, place="cpu", overlap=False)
-    monkeypatch.setattr(OnCpu, "_settle", slow)
-    monkeypatch.setattr(on_cpu, "usable_cores", lambda: 8)
-    assert same(trained(torch.bfloat16, steps=2, place="cpu"), kept)
-    assert any(calls)
+    assert optimizer._parts[0]._settle(Move(None), total, landed, Earlier()) == 90.0
+    assert total.tolist() == [3.0] * 10
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -196,4 +196,4 @@ def described(choice: Choice, reserved: int) -> str:
     parts = [
         f"{place} {', '.join(sorted(names))}" for place, names in (("offload", choice.offload), ("recompute", choice.recompute)) if names
     ]
-    return f"activations: {'; '.join(parts)}" + (f"; {reserved / GIB:.2f} GiB of host memory for them" if reserved else "")
+    return f"activations: {'; '.join(parts) or 'all kept'}" + (f"; {reserved / GIB:.2f} GiB of host memory for them" if reserved else "")
