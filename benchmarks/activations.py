@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ebbtide.config import load
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.loop import seed_everything
 from ebbtide.memory.activations import Parking
+from ebbtide.memory.host import quiet_collector
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.policy.activation_plan import Figures, capacity, choose, figures_for, measure
@@ -55,6 +56,7 @@ class Bench:
         self.blocks = blocks_of(self.model)
         self.grads: dict[str, torch.Tensor] = {}
         self.figures: Figures | None = None
+        self.keeps = 0  # bytes above the weights at keep's peak
         self.base = torch.cuda.memory_allocated()
         generator = torch.Generator(device="cuda").manual_seed(1)
         # Not token 0: its embedding is zero, stays zero through every block, and norms of zero multiply gradients by 1,000 each.
@@ -86,20 +88,26 @@ class Bench:
             torch.autograd.grad(self.forward(tokens).sum(), list(self.model.parameters()), allow_unused=True)
         return tokens
 
-    def measured(self, name: str, around: Callable[[], AbstractContextManager[Any]], repeats: int = 3) -> list[Row]:
+    def once(self, around: AbstractContextManager[Any]) -> float:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with around, attention(self.model, PACKED):
+            self.forward(self.tokens).backward(self.upstream)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def measured(self, name: str, around: Callable[[], AbstractContextManager[Any]], repeats: int = 3, in_turns: bool = False) -> list[Row]:
+        """A case; `in_turns` with keeping everything, as a device's clock drifts."""
         case = f"{self.label}{self.tokens:,} tokens, {name}"
-        seconds, peaks = [], []
+        seconds, peaks, keeping = [], [], []
         try:
             for _ in range(1 + repeats):
-                for parameter in self.model.parameters():
-                    parameter.grad = None
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
-                with around(), attention(self.model, PACKED):
-                    self.forward(self.tokens).backward(self.upstream)
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
+                if in_turns:
+                    keeping.append(self.once(nullcontext()))
+                seconds.append(self.once(around()))
                 peaks.append(torch.cuda.max_memory_allocated())
         except torch.OutOfMemoryError:
             print(f"{case}: does not fit", flush=True)
@@ -110,6 +118,13 @@ class Bench:
             Row(case, "tokens a second", self.tokens / taken, "tok/s"),
             Row(case, "peak", (max(peaks[1:]) - self.kept_bytes) / GIB, "GiB"),
         ]
+        activations = max(peaks[1:]) - self.base - self.kept_bytes
+        if name == "keep":
+            self.keeps = activations
+        elif self.keeps:
+            rows.append(Row(case, "peak above the weights, of keep's", 100 * activations / self.keeps, "%"))
+        if in_turns:
+            rows.append(Row(case, "over keep, in turns", 100 * (taken / statistics.median(keeping[1:]) - 1), "%"))
         grads = {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None}
         if name == "keep":
             self.grads = {name: grad.clone() for name, grad in grads.items()}
@@ -124,28 +139,32 @@ class Bench:
         print(*(f"{row.value:.4g} {row.unit}" for row in rows), case, sep="  ", flush=True)
         return rows
 
-    def ours(self, name: str, config: ActivationsConfig) -> list[Row]:
+    def ours(self, name: str, config: ActivationsConfig, *, in_turns: bool = False) -> list[Row]:
         with Residency(build_plan(self.config.memory), torch.device("cuda", 0)) as residency:
-            self.figures = self.figures or figures_for(config, self.blocks, self.probe, residency, self.tokens)
+            self.figures = self.figures or figures_for(
+                ActivationsConfig(preset="balanced"), self.blocks, self.probe, residency, self.tokens
+            )
             figures = self.figures
             choice, notes = choose(config, self.blocks[0], figures, lambda some: measure(self.blocks, some, self.probe))
             reserved = capacity(config, self.blocks, choice, self.probe, self.tokens)
             parking = Parking(residency.host("activations", [reserved], pinned=True)[0], residency.mover) if reserved else None
             held = Activations(self.blocks, choice, parking, keep_last=config.keep_last)
-            rows = self.measured(name, lambda: held)
+            repeats = 7 if in_turns else 3
+            rows = self.measured(name, lambda: held, repeats, in_turns)
             parked, refused = parking.take() if parking is not None else (0, 0)
             residency.mover.finish()
-            exposed = residency.mover.take().exposed / 4
+            exposed = residency.mover.take().exposed / (1 + repeats)
+            parked, refused = parked // (1 + repeats), refused // (1 + repeats)
             print(
                 "   ",
                 *notes,
-                f"exposed {exposed:.3f} s, offloaded {parked / 4 / GIB:.1f} GiB, without room {refused / 4 / GIB:.1f} GiB",
+                f"exposed {exposed:.3f} s, offloaded {parked / GIB:.1f} GiB, without room {refused / GIB:.1f} GiB",
                 flush=True,
             )
             if name == "keep":
                 case = f"{self.label}{self.tokens:,} tokens, saved by a block"
                 rows += [Row(case, module, size / 1024, "KiB a token") for module, size in figures.saved.items()]
-            return [*rows, Row(rows[0].case, "offloaded", parked / 4 / GIB, "GiB"), Row(rows[0].case, "exposed", exposed, "s")]
+            return [*rows, Row(rows[0].case, "offloaded", parked / GIB, "GiB"), Row(rows[0].case, "exposed", exposed, "s")]
 
 
 def gradient_checkpointing(model: Any) -> AbstractContextManager[Any]:
@@ -171,9 +190,9 @@ PRESETS = {
 
 
 MIXES: list[dict[str, Any]] = [
-    {"recompute": ["mlp_fc2"], "offload": ["core_attn"]},
-    {"recompute": ["mlp_norm", "mlp_fc2"], "offload": ["core_attn"]},
-    {"recompute": ["attn_norm", "mlp_norm", "mlp_fc2"]},
+    {"recompute": ["attn_norm", "qkv_linear", "mlp_norm", "mlp_fc2"]},
+    {"recompute": ["qkv_linear", "mlp_norm", "mlp_fc2"], "offload": ["core_attn"]},
+    {"recompute": ["qkv_linear", "mlp_norm", "mlp_fc2"], "offload": ["core_attn", "mlp_fc1"]},
 ]
 
 
@@ -182,11 +201,16 @@ def compare(
 ) -> Iterator[list[Row]]:
     """The rows of each case."""
     bench = Bench(options or [], tokens, label)
+    with quiet_collector():
+        yield from cases(bench, alone, saved_on_cpu)
+
+
+def cases(bench: Bench, alone: bool, saved_on_cpu: bool) -> Iterator[list[Row]]:
     for name, settings in PRESETS.items():
-        yield bench.ours(name, ActivationsConfig.model_validate(settings))
+        yield bench.ours(name, ActivationsConfig.model_validate(settings), in_turns=name in ("keep, again", "preset balanced"))
     for settings in MIXES if alone else ():
         name = ", ".join(f"{place} {' + '.join(names)}" for place, names in settings.items())
-        yield bench.ours(name, ActivationsConfig.model_validate(settings | {"gate": "ignore"}))
+        yield bench.ours(name, ActivationsConfig.model_validate(settings | {"gate": "ignore"}), in_turns=True)
     yield bench.measured("Hugging Face gradient checkpointing", lambda: gradient_checkpointing(bench.model))
     try:
         from trl.models.activation_offloading import OffloadActivations

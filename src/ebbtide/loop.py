@@ -19,7 +19,7 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
 from ebbtide.memory.arena import check_host_budget
-from ebbtide.memory.host import bind_near, pci_address
+from ebbtide.memory.host import bind_near, pci_address, quiet_collector
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
@@ -89,7 +89,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
     updates_per_step = config.train.epochs * config.train.minibatches
 
     keeper = Keeper(config, report.folder.path, state, report.terminal.say)
-    with ScoringPool(config.task, config.seed) as scoring, keeper:
+    with ScoringPool(config.task, config.seed) as scoring, keeper, quiet_collector():
 
         def examined() -> dict[str, float]:
             with residency.phase("evaluate"), report.phase("evaluate") as progress:

@@ -1,12 +1,13 @@
 """Cores that may be used, and those near a GPU, from what the system says."""
 
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
 
-from ebbtide.memory.host import bind_near, near_cores, usable_cores
+from ebbtide.memory.host import bind_near, near_cores, quiet_collector, usable_cores
 
 
 @pytest.fixture
@@ -56,3 +57,10 @@ def test_binding_keeps_all_threads_near_and_says_so(system) -> None:
     said, cores = subprocess.run([sys.executable, "-c", code, str(system)], capture_output=True, text=True, check=True).stdout.splitlines()
     assert said == "NUMA: host threads and memory on node 1 of 2, near the GPU (1 cores)"
     assert cores == "1 1"
+
+
+def test_what_is_there_is_left_out_of_searches_for_garbage() -> None:
+    before = gc.get_freeze_count()
+    with quiet_collector():
+        assert gc.get_freeze_count() > before + 1000
+    assert gc.get_freeze_count() == 0

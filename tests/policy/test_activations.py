@@ -34,7 +34,8 @@ def sparse() -> Setup:
 def test_the_names_that_a_model_has(name) -> None:
     block = Setup(name).blocks[0]
     assert names_of(block) == (SPARSE if name == "qwen3_moe" else DENSE)
-    assert local_names(block) == {"attn_norm", "mlp_norm"} | (set() if name == "qwen3_moe" else {"mlp_fc2"})
+    normed = {"attn_norm", "mlp_norm"} | ({"qkv_linear"} if name.startswith("qwen3") else set())
+    assert local_names(block) == normed | (set() if name == "qwen3_moe" else {"mlp_fc2"})
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -100,11 +101,35 @@ def test_any_mix(kind, request) -> None:
         setup.with_choice(offload, recompute, keep_last=chance.randrange(3), minimum=chance.choice([1, 4000]))
 
 
-def test_in_bfloat16() -> None:
-    setup = Setup("llama", "bfloat16")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_in_bfloat16(name) -> None:
+    setup = Setup(name, "bfloat16")
+    setup.with_choice(["core_attn"], ["attn_norm", "qkv_linear", "mlp_norm", "mlp_fc2"])
     setup.with_choice(["core_attn", "mlp_act"], ["attn_norm", "mlp_norm", "mlp_fc2"])
     setup.with_choice(["block_input"], DENSE[1:])
     setup.with_choice(["mlp_act"], ["core_attn", "qkv_linear"])
+
+
+def test_small_tensors_stay(dense) -> None:
+    assert dense.with_choice(["mlp_act"], minimum=2**20).take() == (0, 0)
+
+
+def test_norms_of_queries_and_keys_are_made_again_by_themselves(dense) -> None:
+    local = local_names(dense.blocks[0])
+    kept, again = (
+        measure(dense.blocks, Choice(recompute=frozenset(some), local=local), dense.policy._probe) for some in ([], ["qkv_linear"])
+    )
+    assert again["qkv_linear"] < kept["qkv_linear"]
+    assert {name: size for name, size in again.items() if name != "qkv_linear"} == {
+        name: size for name, size in kept.items() if name != "qkv_linear"
+    }
+
+
+def test_a_block_that_runs_again_keeps_the_products_that_it_should(dense) -> None:
+    local = local_names(dense.blocks[0])
+    stored = measure(dense.blocks, Choice(recompute=frozenset(DENSE[1:]) - {"mlp_act"}, local=local), dense.policy._probe)
+    assert stored["mlp_act"] == 2 * 48 * 4  # gate and up
+    assert stored.keys() == {"block_input", "mlp_act"}
 
 
 def test_what_finds_no_room_stays_and_is_counted(dense) -> None:
@@ -183,20 +208,20 @@ def test_balanced_takes_what_the_link_carries_and_says_so(dense) -> None:
         (13, {"core_attn"}),
         (16, {"core_attn", "mlp_fc1"}),
         (37, {"mlp_act"}),
-        (100, {"qkv_linear", "core_attn", "mlp_fc1", "mlp_act"}),
+        (100, {"core_attn", "mlp_fc1", "mlp_act"}),
     ):
         choice, notes = chosen({"preset": "balanced"}, dense.blocks[0], carried)
         assert choice.offload == offload
-        assert choice.recompute == {"attn_norm", "mlp_norm", "mlp_fc2"}
+        assert choice.recompute == {"attn_norm", "qkv_linear", "mlp_norm", "mlp_fc2"}
         assert f"the link carries {carried} " in notes[0]
-    choice, _ = chosen({"preset": "balanced", "offload": ["mlp_fc1"], "keep": ["core_attn"]}, dense.blocks[0], 24)
-    assert choice.offload == {"mlp_fc1", "qkv_linear"}
+    choice, _ = chosen({"preset": "balanced", "offload": ["mlp_fc1"], "keep": ["mlp_act"]}, dense.blocks[0], 45)
+    assert choice.offload == {"mlp_fc1", "core_attn"}
 
 
 def test_the_gate(dense) -> None:
     wanted = {"offload": ["mlp_act", "core_attn"]}
     assert chosen(wanted, dense.blocks[0], 48) == (
-        Choice(frozenset(wanted["offload"]), local=frozenset({"attn_norm", "mlp_norm", "mlp_fc2"})),
+        Choice(frozenset(wanted["offload"]), local=local_names(dense.blocks[0])),
         [],
     )
     choice, (note,) = chosen(wanted, dense.blocks[0], 20)

@@ -116,7 +116,7 @@ def _balanced(
     places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
     saved = weigh(_choice(places, local))  # what is made again elsewhere is not saved here
     fixed = frozenset(name for name, place in places.items() if place == "offload")
-    free = [name for name in names if name not in listed and places[name] == "keep" and name not in ("block_input", "attn_proj")]
+    free = [name for name in names if name not in listed and places[name] == "keep" and name != "attn_proj"]
     room = figures.carried() - _bytes(fixed, saved)
     sets = [some for count in range(len(free) + 1) for some in combinations(free, count) if _bytes(some, saved) <= room]
     best = max(sets, key=lambda some: _bytes(some, saved), default=())

@@ -60,7 +60,13 @@ _SPARSE: dict[str, Activation] = {
     "mlp.experts.act_fn": "moe_act",
 }
 
-NORMS: dict[str, Activation] = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+# Norms, and the names under which each can be made again by itself.
+NORMS: dict[str, Activation] = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_norm": "qkv_linear",
+    "self_attn.k_norm": "qkv_linear",
+    "post_attention_layernorm": "mlp_norm",
+}
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default}
@@ -76,9 +82,9 @@ def names_of(block: nn.Module) -> list[Activation]:
 
 
 def local_names(block: nn.Module) -> frozenset[Activation]:
-    """The names that can be made again inside one module of this block, from what is saved anyway: norms, and the product that a gated MLP ends with."""
+    """The names that can be made again inside one module of this block, from little more than is saved anyway: norms (also of queries and keys), and the product that a gated MLP ends with."""
     mlp: Any = block.get_submodule("mlp")
-    found: set[Activation] = {"attn_norm", "mlp_norm"}
+    found = {NORMS[path] for path in _norms(block)}
     if all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         weight = mlp.gate_proj.weight
         probe = torch.linspace(-1, 1, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 4, -1)
@@ -86,6 +92,10 @@ def local_names(block: nn.Module) -> frozenset[Activation]:
             if torch.equal(_gated(mlp, probe), mlp(probe)):
                 found.add("mlp_fc2")
     return frozenset(found)
+
+
+def _norms(block: nn.Module) -> dict[str, nn.Module]:
+    return {path: module for path, module in block.named_modules() if path in NORMS}
 
 
 def _scopes(block: nn.Module) -> dict[str, Activation]:
@@ -123,6 +133,7 @@ class _Block:
     """All of it is made again from its input."""
     follow: bool = False
     """Its norms are made again by `NormCall`."""
+    wrapped: bool = False
     call: NormCall | None = None
     """Of the norm that is running."""
     stack: list[Activation] = field(default_factory=list)
@@ -152,7 +163,7 @@ class Activations:
         self._parameters = {parameter.untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
         # The backward begins with the last blocks: what they park would be wanted back at once.
         weight = next(blocks[0].parameters())
-        follow = all(follows(blocks[0].get_submodule(path), weight.dtype, weight.device) for path in NORMS)
+        follow = all(follows(norm, weight.dtype, weight.device) for norm in _norms(blocks[0]).values())
         everything = choice.recompute >= set(names_of(blocks[0])) - {"block_input"}
         kept = Choice(recompute=choice.recompute, local=choice.local)
         self._blocks = [
@@ -166,8 +177,9 @@ class Activations:
 
     def __enter__(self) -> Activations:
         for block in self._blocks:
+            block.wrapped = False
             if block.choice.offload or block.choice.recompute or self.counted is not None:
-                self._wrap(block)
+                self._replace(block.module, partial(self._forward, block, block.module.forward))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -178,6 +190,8 @@ class Activations:
     # Into the model and out of it again
 
     def _wrap(self, block: _Block) -> None:
+        """What is inside a block; as its first forward begins, so that for all but the first the device has work meanwhile."""
+        block.wrapped = True
         inside = dict(block.module.named_modules())
         for path, name in block.scopes.items():
             module = inside.get(path)
@@ -186,8 +200,8 @@ class Activations:
                 self._hooked(module.register_forward_hook(partial(_out_of, block), always_call=True))
         if not block.choice.whole_block:
             local = block.choice.recompute
-            for path, name in NORMS.items():
-                module = inside[path]
+            for path, module in _norms(block.module).items():
+                name = NORMS[path]
                 if name in local and block.follow:
                     self._hooked(module.register_forward_pre_hook(partial(self._norm_begins, block, name)))
                     self._hooked(module.register_forward_hook(partial(_norm_ends, block), always_call=True))
@@ -196,7 +210,6 @@ class Activations:
             if "mlp_fc2" in local:
                 mlp = block.module.get_submodule("mlp")
                 self._replace(mlp, partial(_gated, mlp))
-        self._replace(block.module, partial(self._forward, block, block.module.forward))
 
     def _hooked(self, handle: RemovableHandle) -> None:
         self._undo.callback(handle.remove)
@@ -214,6 +227,8 @@ class Activations:
     def _forward(self, block: _Block, forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(hidden, *args, **kwargs)
+        if not block.wrapped:
+            self._wrap(block)
         block.stack.clear()
         block.call = None  # of a forward that was left in the middle
         block.shared = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
+def again(x: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+    """A norm's input in fp32, and normed: the reference for norm_kernels.py, and the way on a CPU."""
+    wide = x.float()
+    return wide, torch.mul(wide, roots, out=torch.empty_like(x))  # rounded as it is written
+
+
 class NormCall:
     """One call of a norm: holds its input, and makes again what it saved."""
 
     def __init__(self, x: Tensor, saved: Any, load: Callable[[Any], Tensor]) -> None:
-        self._shape, self._dtype, self._saved, self._load = x.shape, x.dtype, saved, load
+        self._shape, self._saved, self._load = x.shape, saved, load
         self._root: Tensor | None = None
-        self._wide: Tensor | None = None
+        self._made: tuple[Tensor, Tensor] | None = None
         self._users = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Again:
@@ -34,16 +40,22 @@ class NormCall:
         return Again(self, normed=tensor.dtype != torch.float32)
 
     def again(self, normed: bool) -> Tensor:
-        if self._wide is None:
-            self._wide = self._load(self._saved).float()
+        if self._made is None:
+            assert self._root is not None
+            self._made = _made(self._load(self._saved), self._root)
         self._users -= 1
-        wide = self._wide
+        found = self._made[normed]
         if self._users == 0:
-            self._wide = self._saved = None
-        if not normed:
-            return wide
-        assert self._root is not None
-        return torch.mul(wide, self._root, out=torch.empty_like(wide, dtype=self._dtype))  # rounded as it is written
+            self._made = self._saved = None
+        return found
+
+
+def _made(x: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+    if x.device.type != "cuda":
+        return again(x, roots)
+    from ebbtide.policy import norm_kernels
+
+    return norm_kernels.again(x, roots)
 
 
 class Again:
