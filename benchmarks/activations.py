@@ -105,7 +105,7 @@ class Bench:
         seconds, peaks, keeping = [], [], []
         try:
             for _ in range(1 + repeats):
-                if in_turns:
+                if in_turns and self.keeps:
                     keeping.append(self.once(nullcontext()))
                 seconds.append(self.once(around()))
                 peaks.append(torch.cuda.max_memory_allocated())
@@ -123,7 +123,7 @@ class Bench:
             self.keeps = activations
         elif self.keeps:
             rows.append(Row(case, "peak above the weights, of keep's", 100 * activations / self.keeps, "%"))
-        if in_turns:
+        if keeping:
             rows.append(Row(case, "over keep, in turns", 100 * (taken / statistics.median(keeping[1:]) - 1), "%"))
         grads = {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None}
         if name == "keep":
@@ -217,7 +217,8 @@ def cases(bench: Bench, alone: bool, saved_on_cpu: bool) -> Iterator[list[Row]]:
     except ImportError as error:
         print(f"TRL's OffloadActivations: not installed ({error})", flush=True)
     else:
-        yield bench.measured("TRL OffloadActivations", lambda: OffloadActivations(use_pin_memory=True, use_streams=True))
+        if bench.keeps:  # it parks nearly all that keep keeps: more than this host has, where that does not fit on the device
+            yield bench.measured("TRL OffloadActivations", lambda: OffloadActivations(use_pin_memory=True, use_streams=True))
     for name in names_of(bench.blocks[0]) if alone else ():
         for place in ("offload", "recompute"):
             settings = {place: [name], "gate": "ignore"}

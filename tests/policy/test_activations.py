@@ -15,8 +15,8 @@ from ebbtide.memory.activations import Parking
 from ebbtide.memory.mover import Mover
 from ebbtide.policy.activation_plan import Figures, capacity, choose, measure
 from ebbtide.policy.activations import Activations, Choice, local_names, names_of
+from ebbtide.policy.again import NormCall
 from ebbtide.policy.attention import PACKED, attention
-from ebbtide.policy.norms import NormCall
 from ebbtide.policy.pack import pack
 
 
@@ -160,7 +160,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(dense) -> None:
         raise KeyError("in the middle")
     assert not parking._stack
     assert dense.blocks[0].forward == forward
-    assert not dense.blocks[0].get_submodule("mlp")._forward_hooks
+    assert "forward" not in dense.blocks[0].get_submodule("mlp").__dict__
     dense.with_choice(["mlp_act"])
 
 

@@ -24,11 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from ebbtide.config.tree import Activation
 from ebbtide.memory.activations import Parking, View
-from ebbtide.policy.norms import Again, NormCall, follows
+from ebbtide.policy.again import Again, Call, GatedCall, NormCall, gated, norm_follows
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
 
@@ -89,7 +88,7 @@ def local_names(block: nn.Module) -> frozenset[Activation]:
         weight = mlp.gate_proj.weight
         probe = torch.linspace(-1, 1, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 4, -1)
         with torch.no_grad():
-            if torch.equal(_gated(mlp, probe), mlp(probe)):
+            if torch.equal(gated(mlp, probe), mlp(probe)):
                 found.add("mlp_fc2")
     return frozenset(found)
 
@@ -132,13 +131,18 @@ class _Block:
     everything: bool
     """All of it is made again from its input."""
     follow: bool = False
-    """Its norms are made again by `NormCall`."""
+    """Its norms are of the usual kind."""
     wrapped: bool = False
-    call: NormCall | None = None
-    """Of the norm that is running."""
+    call: Call | None = None
+    """Of the module that is running, if it makes again what it saves."""
     stack: list[Activation] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
     """Storages that come from outside: positions, masks."""
+
+    def end_call(self) -> None:
+        if self.call is not None:
+            self.call.over()
+            self.call = None
 
     @property
     def scope(self) -> Activation | None:
@@ -163,7 +167,7 @@ class Activations:
         self._parameters = {parameter.untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
         # The backward begins with the last blocks: what they park would be wanted back at once.
         weight = next(blocks[0].parameters())
-        follow = all(follows(norm, weight.dtype, weight.device) for norm in _norms(blocks[0]).values())
+        follow = all(norm_follows(norm, weight.dtype, weight.device) for norm in _norms(blocks[0]).values())
         everything = choice.recompute >= set(names_of(blocks[0])) - {"block_input"}
         kept = Choice(recompute=choice.recompute, local=choice.local)
         self._blocks = [
@@ -194,25 +198,13 @@ class Activations:
         block.wrapped = True
         inside = dict(block.module.named_modules())
         for path, name in block.scopes.items():
-            module = inside.get(path)
-            if module is not None:
-                self._hooked(module.register_forward_pre_hook(partial(_into, block, name)))
-                self._hooked(module.register_forward_hook(partial(_out_of, block), always_call=True))
-        if not block.choice.whole_block:
-            local = block.choice.recompute
-            for path, module in _norms(block.module).items():
-                name = NORMS[path]
-                if name in local and block.follow:
-                    self._hooked(module.register_forward_pre_hook(partial(self._norm_begins, block, name)))
-                    self._hooked(module.register_forward_hook(partial(_norm_ends, block), always_call=True))
-                elif name in local:
-                    self._replace(module, partial(_checkpointed, module.forward))
-            if "mlp_fc2" in local:
-                mlp = block.module.get_submodule("mlp")
-                self._replace(mlp, partial(_gated, mlp))
-
-    def _hooked(self, handle: RemovableHandle) -> None:
-        self._undo.callback(handle.remove)
+            if (module := inside.get(path)) is not None:
+                forward = module.forward
+                if not block.choice.whole_block and NORMS.get(path) in block.choice.recompute:
+                    forward = partial(self._norm, block, NORMS[path], forward) if block.follow else partial(_checkpointed, forward)
+                elif not block.choice.whole_block and path == "mlp" and "mlp_fc2" in block.choice.recompute:
+                    forward = partial(self._mlp, block, module)
+                self._replace(module, partial(_scoped, block, name, forward))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = module.__dict__.get("forward")
@@ -230,7 +222,6 @@ class Activations:
         if not block.wrapped:
             self._wrap(block)
         block.stack.clear()
-        block.call = None  # of a forward that was left in the middle
         block.shared = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if self._parking is not None and self.counted is None:
             self._parking.enter(block.number)
@@ -252,19 +243,39 @@ class Activations:
                 **kwargs,
             )
 
-    def _norm_begins(self, block: _Block, name: Activation, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if torch.is_grad_enabled():
-            x = args[0].detach()
-            block.call = NormCall(x, self._place(block, "block_input" if name == "attn_norm" else name, x), self._unpack)
+    def _norm(self, block: _Block, name: Activation, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(x)
+        block.call = NormCall(x.detach(), partial(self._place, block, "block_input" if name == "attn_norm" else name), self._unpack)
+        try:
+            return forward(x)
+        finally:
+            block.end_call()
+
+    def _mlp(self, block: _Block, mlp: Any, x: Tensor) -> Any:
+        def begin(gate: Tensor, up: Tensor) -> GatedCall | None:
+            if not torch.is_grad_enabled():
+                return None
+            call = GatedCall(mlp.act_fn, gate, up, partial(self._place, block, "mlp_act"), self._unpack)
+            block.call = call
+            return call
+
+        try:
+            return gated(mlp, x, begin)
+        finally:
+            block.end_call()
 
     def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View | Again:
         tensor = tensor.detach()  # with its history, what an operation saves of its own result would hold the operation for ever
-        if block.call is not None:
-            return block.call.pack(tensor)
+        if block.call is not None and (saved := block.call.pack(tensor)) is not None:
+            return saved
         return self._place(block, block.name(tensor), tensor)
 
     def _place(self, block: _Block, name: Activation | None, tensor: Tensor) -> Tensor | View:
         """A tensor that is saved: itself, or where it is parked."""
+        parking = self._parking
+        if self.counted is None and (parking is None or (name not in block.choice.offload and not parking.knows(tensor))):
+            return tensor
         storage = tensor.untyped_storage()
         if name is None or storage.nbytes() < self._minimum:
             return tensor
@@ -274,8 +285,8 @@ class Activations:
             if (known := StorageWeakRef(storage)) not in self._seen:
                 self._seen.add(known)
                 self.counted[name] += storage.nbytes()
-        elif self._parking is not None and (name in block.choice.offload or self._parking.knows(tensor)):
-            return self._parking.park(tensor) or tensor
+        elif parking is not None:
+            return parking.park(tensor) or tensor
         return tensor
 
     def _unpack(self, saved: Tensor | View | Again) -> Tensor:
@@ -345,17 +356,12 @@ def _feeds(block: _Block, func: Any, args: Any) -> Activation | None:
     return name if name is not None and block.choice.retains(name) else None
 
 
-def _into(block: _Block, name: Activation, *_: Any) -> None:
+def _scoped(block: _Block, name: Activation, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     block.stack.append(name)
-
-
-def _out_of(block: _Block, *_: Any) -> None:
-    if block.stack:
+    try:
+        return forward(*args, **kwargs)
+    finally:
         block.stack.pop()
-
-
-def _norm_ends(block: _Block, *_: Any) -> None:
-    block.call = None
 
 
 def _fresh(block: _Block, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -366,15 +372,6 @@ def _fresh(block: _Block, forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _checkpointed(forward: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else forward(*args)
-
-
-def _gated(mlp: Any, x: Tensor) -> Any:
-    """A gated MLP of which only the two halves are saved: the activation and its product are made again."""
-
-    def finish(gate: Tensor, up: Tensor) -> Any:
-        return mlp.down_proj(mlp.act_fn(gate) * up)
-
-    return _checkpointed(finish, mlp.gate_proj(x), mlp.up_proj(x))
 
 
 def _width(block: nn.Module) -> int:

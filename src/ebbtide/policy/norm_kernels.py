@@ -1,4 +1,4 @@
-"""norms.py's two elementwise operations as one Triton kernel: the input is read once, and what a norm saved is written."""
+"""again.py's two elementwise operations as one Triton kernel: the input is read once, and what a norm saved is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _again(x, roots, wide, normed, count, width, block: tl.constexpr):
 
 
 def again(x: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-    """As norms.again."""
+    """As again.norm_again."""
     x, wide, normed = (
         x.contiguous(),
         torch.empty(x.shape, dtype=torch.float32, device=x.device),
