@@ -59,13 +59,31 @@ def trained(
     figures = []
     batches = torch.randint(31, (steps, microbatches, 2, 8), generator=generator).to(device)
     for step in range(start, steps):
-        with residency.phase("train"):
-            for tokens, targets in batches[step]:
-                (nn.functional.cross_entropy(model(tokens).float(), targets) / microbatches).backward()
-        with residency.phase("step"):
-            figures.append(optimizer.step(lr * 0.95**step))
-        assert all(parameter.grad is None for parameter in model.parameters())
+        figures.append(one_step(model, residency, optimizer, batches[step], lr * 0.95**step))
     return model, residency, optimizer, figures
+
+
+def one_step(model, residency, optimizer, batch, lr=1e-2):
+    """The figures of a step on micro-batches of tokens and targets."""
+    with residency.phase("train"):
+        for tokens, targets in batch:
+            (nn.functional.cross_entropy(model(tokens).float(), targets) / len(batch)).backward()
+    with residency.phase("step"):
+        figures = optimizer.step(lr)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return figures
+
+
+def state_of(optimizer):
+    """(masters and moments as they are stored, steps): what `restore` takes."""
+    for name in ("master", "moments"):
+        if name in optimizer._residency.holdings():
+            optimizer._residency.need(name)
+    tensors = {}
+    for name, stored in optimizer.state().items():
+        tensors[name] = torch.empty(stored.count, dtype=stored.dtype)
+        stored.fill(tensors[name], lambda tensor: tensor)
+    return tensors, optimizer.steps
 
 
 def same(one, other) -> bool:

@@ -14,17 +14,17 @@ import torch
 
 from ebbtide.batch import assemble, averaged, minibatches, requests, training_sampling
 from ebbtide.checkpoint.keep import Keeper
-from ebbtide.checkpoint.state import State
-from ebbtide.config.tree import Config
+from ebbtide.checkpoint.ranks import Ranks
+from ebbtide.checkpoint.state import HELD, State
+from ebbtide.config.tree import Checkpoint, Config
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
-from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.host import bind_near, pci_address, quiet_collector
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.schedule import learning_rate
-from ebbtide.policy.footprint import host_needs
+from ebbtide.policy.footprint import fit_to_host
 from ebbtide.policy.model import load_model, pick_device
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
@@ -56,8 +56,8 @@ def train(config: Config, report: Report) -> Policy:
 
 
 def _run(config: Config, report: Report, residency: Residency, notes: list[str]) -> Policy:
-    needs = host_needs(config, residency.plan)
-    check_host_budget(needs, config.memory.host_budget_gib)
+    config, needs, told = fit_to_host(config, residency.plan)
+    notes += told
     meter = residency.meter
     with report.working("making problems"):
         problems = build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
@@ -71,7 +71,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
         notes += [*optimizer.about, *policy.place_activations(residency, needs)]
         engine = HuggingFaceEngine(loaded, config.rollout.batch)
     with report.working("pinning host memory"):
-        residency.pin()
+        residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:
         prompts = encode(problems.train, policy.tokenizer, config, progress)
         held_out = problems.held_out[: config.evaluate.problems] if config.evaluate else []
@@ -81,11 +81,12 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
     report.begin(policy.model, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
-    state = State(config, policy.model, optimizer, sampler)
+    state = State(config, policy.model, optimizer, sampler, residency, Ranks(config.run.distributed_timeout_minutes))
     begun = 0
     if report.resumed is not None:
         with report.working("reading the checkpoint"):
-            begun = state.load(report.resumed.path, load_rng=config.checkpoint is None or config.checkpoint.load_rng)
+            kept = config.checkpoint or Checkpoint()
+            begun = state.load(report.resumed.path, load_rng=kept.load_rng, parallel=kept.fully_parallel_load)
     updates_per_step = config.train.epochs * config.train.minibatches
 
     keeper = Keeper(config, report.folder.path, state, report.terminal.say)

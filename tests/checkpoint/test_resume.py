@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ebbtide.checkpoint.export import export, pick
 from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.resume import find
-from ebbtide.checkpoint.store import UNFINISHED, listed, prune, write
+from ebbtide.checkpoint.saver import Saver
+from ebbtide.checkpoint.state import Snapshot
+from ebbtide.checkpoint.store import UNFINISHED, begin, finish, listed, prune
+from ebbtide.checkpoint.tensors import Entry
+from ebbtide.config.tree import Checkpoint
 from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.report.report import Report
@@ -29,7 +34,7 @@ EVERYTHING = {
     "optimizer.schedule": "cosine",
     "evaluate": {"every": 2, "problems": 6},
     "task.size": 10,  # so that the sampler is in its second epoch
-    "checkpoint": {"every": 2, "keep": 2, "keep_best": 0},
+    "checkpoint": {"every": 2, "keep": 2, "keep_best": 0, "async_save": False},
     "train.steps": 5,
 }
 MODES = {
@@ -64,7 +69,8 @@ def stop_after(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path, mode, dtype) -> None:
-    changes = {**EVERYTHING, **MODES[mode], "model.dtype": dtype}
+    checkpoint = {**EVERYTHING["checkpoint"], "async_save": dtype == "bfloat16"}
+    changes = {**EVERYTHING, **MODES[mode], "model.dtype": dtype, "checkpoint": checkpoint}
     straight = run(tiny({**changes, "run.folder": str(tmp_path / "straight")}))
     config = tiny({**changes, "run.folder": str(tmp_path / "stopped")})
     run(config)
@@ -110,6 +116,12 @@ def test_where_resume_looks(tiny, tmp_path, monkeypatch) -> None:
         find(tiny({**longer, "resume": "runs/elsewhere"}), print)
 
 
+def write(folder: Path, step: int, metrics: dict[str, float], fill) -> None:
+    making = begin(folder, step)
+    fill(making)
+    finish(making, metrics, {})
+
+
 @pytest.fixture
 def two(tmp_path) -> Path:
     """A folder with two checkpoints of two files each."""
@@ -151,17 +163,127 @@ def test_a_checkpoint_without_its_manifest_is_none(two) -> None:
     assert [saved.step for saved in listed(two)] == [1]
 
 
-def test_a_write_that_fails_leaves_the_others_and_no_half(two) -> None:
-    def fails(folder: Path) -> None:
-        (folder / "a").write_bytes(b"1")
-        raise OSError("no space left on device")
+class Alone:
+    """One rank."""
+
+    rank, count = 0, 1
+
+    def gather(self, mine):
+        return [mine]
+
+
+class Numbers:
+    """A state of a few tensors, each full of its step; `before` is called as one is read."""
+
+    ranks = Alone()
+
+    def __init__(self, before=lambda name: None) -> None:
+        self.before = before
+
+    def snapshot(self, step: int, *, copy: bool) -> Snapshot:
+        def fill(name: str):
+            def into(out: torch.Tensor) -> None:
+                self.before(name)
+                out.fill_(step)
+
+            return into
+
+        entries = [Entry(f"model.w{number}", torch.Size([number, 3]), torch.bfloat16) for number in range(5)]
+        return Snapshot({"run.json": "{}"}, {entry: (fill(entry.name), False) for entry in entries})
+
+
+def saver(folder: Path, state, **options) -> Saver:
+    return Saver(Checkpoint(keep=9, **options), folder, state, print)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_write_that_fails_leaves_the_others_and_no_half(two, async_save) -> None:
+    full = [True]
+
+    def before(name: str) -> None:
+        if full[0] and name == "model.w3":
+            raise OSError("no space left on device")
+
+    made = saver(two, Numbers(before), async_save=async_save)
+
+    def save(step: int) -> None:
+        made.save(step, {})
+        made.wait()
 
     with pytest.raises(UserError, match=r"step 3 could not be written.*no space left.*Earlier ones are untouched"):
-        write(two, 3, {}, fails)
+        save(3)
     assert [saved.step for saved in listed(two)] == [1, 2]
     assert all(saved.problem() is None for saved in listed(two))
-    write(two, 3, {}, lambda folder: (folder / "a").write_bytes(b"1"))
+    full[0] = False
+    save(3)
+    made.close()
+    assert [saved.step for saved in listed(two)] == [1, 2, 3]
+    assert listed(two)[-1].problem() is None
     assert not list(two.glob(f"{UNFINISHED}*"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(two) -> None:
+    blocked = two / "file"
+    blocked.write_text("in the way")  # as a read-only folder is to others than root
+    with pytest.raises(UserError, match=f"step 3 could not be written to {blocked}"):
+        saver(blocked, Numbers(), async_save=False).save(3, {})
+
+
+def test_the_writing_process_killed_in_the_middle(two) -> None:
+    def before(name: str) -> None:
+        if name == "model.w3" and made._step == 3:
+            made._writer.kill()
+
+    made = saver(two, Numbers(before))
+    made.save(3, {})
+    with pytest.raises(UserError, match=r"step 3 could not be written.*ended with code -9"):
+        made.wait()
+    made.save(4, {})
+    made.wait()
+    made.close()
+    assert [saved.step for saved in listed(two)] == [1, 2, 4]
+
+
+def test_one_save_at_a_time_and_the_second_waits(two) -> None:
+    going, go = threading.Event(), threading.Event()
+
+    def before(name: str) -> None:
+        going.set()
+        go.wait()
+
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        assert [saved.step for saved in listed(two)] == [1, 2]
+        go.set()
+
+    made = Saver(Checkpoint(keep=9), two, Numbers(before), say)
+    made.save(3, {})
+    going.wait()
+    made.save(4, {})
+    made.wait()
+    made.close()
+    assert said == ["the checkpoint of step 3 is still being written: waiting for it"]
+    assert [saved.step for saved in listed(two)] == [1, 2, 3, 4]
+    assert all(saved.problem() is None for saved in listed(two))
+
+
+def test_a_save_that_is_given_up_leaves_nothing(two) -> None:
+    going = threading.Event()
+    hold = threading.Event()
+
+    def before(name: str) -> None:
+        going.set()
+        hold.wait(10)
+
+    made = saver(two, Numbers(before))
+    made.save(3, {})
+    going.wait()
+    threading.Timer(0, hold.set).start()
+    made.close()
+    assert [saved.step for saved in listed(two)] in ([1, 2], [1, 2, 3])
+    assert all(saved.problem() is None for saved in listed(two))
 
 
 def test_the_newest_and_the_best_are_kept(two) -> None:
@@ -176,16 +298,16 @@ def test_the_newest_and_the_best_are_kept(two) -> None:
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from ebbtide.checkpoint.store import prune, write
+from ebbtide.checkpoint.store import begin, finish, prune
 folder, moment = Path(sys.argv[1]), float(sys.argv[2])
 threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
 step = 0
 while True:
     step += 1
-    def fill(place):
-        for name in "abcdef":
-            (place / name).write_bytes(name.encode() * 200_000)
-    write(folder, step, {"reward": 0.0}, fill)
+    place = begin(folder, step)
+    for name in "abcdef":
+        (place / name).write_bytes(name.encode() * 200_000)
+    finish(place, {"reward": 0.0}, {})
     prune(folder, last=2, best=0, metric="reward")
     print(step, flush=True)
 """
@@ -230,14 +352,9 @@ class Clock:
 
 def keeper(tiny, tmp_path, **options):
     """(a keeper whose state writes nothing, its clock)."""
-
-    class Nothing:
-        def save(self, folder: Path, step: int) -> None:
-            (folder / "step").write_text(str(step))
-
     clock = Clock()
-    config = tiny({"checkpoint": {"every": None, **options}, "train.steps": 100})
-    return Keeper(config, tmp_path, Nothing(), print, clock), clock
+    config = tiny({"checkpoint": {"every": None, "async_save": False, **options}, "train.steps": 100})
+    return Keeper(config, tmp_path, Numbers(), print, clock), clock
 
 
 def test_a_checkpoint_is_due_after_so_many_minutes(tiny, tmp_path) -> None:

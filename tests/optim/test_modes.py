@@ -16,7 +16,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.optim import native, on_cpu, on_device, streamed
 from ebbtide.optim.adamw import AdamW, state_bytes
 from ebbtide.optim.rule import join
-from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, trained
+from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, state_of, trained
 
 
 @pytest.fixture(autouse=True)
@@ -285,10 +285,10 @@ def test_a_state_goes_into_any_mode_and_on_from_there_to_the_bit(mode, dtype) ->
     """Saved in one mode and set in the same: as if never stopped. Set in another: the same weights and state."""
     straight = trained(dtype, steps=6, **MODES[mode])
     stopped = trained(dtype, steps=3, **MODES[mode])
-    saved = stopped[2].state()
+    saved = state_of(stopped[2])
     for other in MODES:
         _, _, optimizer, _ = began = trained(dtype, steps=0, state=saved, weights=stopped[0].state_dict(), **MODES[other])
-        again = optimizer.state()
+        again = state_of(optimizer)
         assert saved[1] == again[1]
         assert all(torch.equal(saved[0][key], again[0][key]) for key in saved[0])
         assert all(torch.equal(a, b) for a, b in zip(stopped[0].parameters(), began[0].parameters(), strict=True))

@@ -8,8 +8,9 @@ import torch
 import yaml
 
 from ebbtide.checkpoint.resume import FOLDER
-from ebbtide.checkpoint.state import CONFIG, read, saved_dtype
+from ebbtide.checkpoint.state import CONFIG
 from ebbtide.checkpoint.store import Saved, listed
+from ebbtide.checkpoint.tensors import read_tensors, saved_dtype
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.policy.model import unfilled_model
@@ -36,7 +37,6 @@ def export(saved: Saved, out: Path) -> None:
         raise UserError(f"{out} is not empty: choose another folder")
     config = Config.model_validate(yaml.safe_load((saved.path / CONFIG).read_text()))
     model, tokenizer = unfilled_model(config, saved_dtype(saved.path))
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    read({"model": weights}, saved.path)
+    read_tensors({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}, saved.path)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

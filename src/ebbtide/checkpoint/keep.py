@@ -10,8 +10,8 @@ from types import FrameType
 from typing import Any
 
 from ebbtide.checkpoint.resume import FOLDER
+from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import State
-from ebbtide.checkpoint.store import prune, write
 from ebbtide.config.tree import Config
 
 SPARE = 1.5  # a step or a save may take so many times as long as the last one
@@ -23,10 +23,11 @@ class Keeper:
     def __init__(
         self, config: Config, run: Path, state: State, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._config, self._run, self._state, self._say, self._clock = config, run, state, say, clock
+        self._config, self._say, self._clock = config, say, clock
+        self._saver = Saver(config.checkpoint, run / FOLDER, state, say) if config.checkpoint is not None else None
         self._began = self._stepped = self._saved = clock()
-        self._step_seconds = self._save_seconds = 0.0
-        self._asked = False
+        self._step_seconds = self._blocked_seconds = 0.0
+        self._asked = self._hurried = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Keeper:
@@ -34,12 +35,23 @@ class Keeper:
             self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The last checkpoint is there, or was given up, before the run's memory goes."""
+        try:
+            if self._saver is not None and (kind is None or not self._hurried):
+                self._saver.wait()
+        finally:
+            if self._saver is not None:
+                self._saver.close()
+            self._give_back_signals()
+
+    def _give_back_signals(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
+            self._hurried = True
             raise KeyboardInterrupt
         self._asked = True
         self._say("stopping: this step is finished and saved first (again to stop at once)")
@@ -59,15 +71,13 @@ class Keeper:
         config = self._config.checkpoint
         if config is None or config.deadline_minutes is None:
             return self._asked
-        another = SPARE * (self._step_seconds + self._save_seconds)
+        another = SPARE * (self._step_seconds + max(self._blocked_seconds, self._saver.seconds if self._saver else 0.0))
         return self._asked or self._stepped - self._began + another > 60 * config.deadline_minutes
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes the checkpoint of a step, then removes those that are neither new nor good enough."""
-        config = self._config.checkpoint
-        assert config is not None
+        """Saves a step; those that are neither new nor good enough go when it is there."""
+        assert self._saver is not None
         start = self._clock()
-        write(self._run / FOLDER, step, metrics, lambda folder: self._state.save(folder, step))
-        prune(self._run / FOLDER, config.keep, config.keep_best, config.metric)
+        self._saver.save(step, metrics)
         self._saved = self._stepped = self._clock()
-        self._save_seconds = self._saved - start
+        self._blocked_seconds = self._saved - start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,9 @@ def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
         raise UserError(
             f"the checkpoint {saved.path} is of step {saved.step}, and `train.steps` is {config.train.steps}: raise it to go on"
         )
+    world = (json.loads((saved.path / "run.json").read_text()).get("world", 1), int(os.environ.get("WORLD_SIZE", "1")))
+    if world[0] != world[1]:
+        told.append(f"the number of ranks was {world[0]} and is {world[1]}")
     for text in told:
         say(f"since the checkpoint, {text}")
     return saved

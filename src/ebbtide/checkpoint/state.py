@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import random
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,22 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from ebbtide.checkpoint.ranks import Ranks
+from ebbtide.checkpoint.tensors import Entry, read_tensors
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
+from ebbtide.memory.arena import free_host_bytes
+from ebbtide.memory.plan import Name
+from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.tasks.sampler import Sampler
 
-TENSORS, RUN, CONFIG = "tensors", "run.json", "config.yaml"
+RUN, CONFIG = "run.json", "config.yaml"
+HELD: tuple[Name, ...] = ("weights", "master", "moments")
+
+Fill = Callable[[Tensor], None]
+"""Writes a tensor's contents into one on the host."""
 
 
 @dataclass
@@ -35,57 +40,92 @@ class State:
     model: nn.Module
     optimizer: AdamW
     sampler: Sampler[Any]
+    residency: Residency
+    ranks: Ranks
 
-    def save(self, folder: Path, step: int) -> None:
-        moments, steps = self.optimizer.state()
-        weights = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
-        with _alone():
-            save_tensors({"model": weights, "optimizer": moments}, storage_writer=FileSystemWriter(folder / TENSORS), no_dist=True)
-        run = {
-            "step": step,
-            "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
-            "optimizer_steps": steps,
-            "random": _random_states(),
-        }
-        (folder / RUN).write_text(json.dumps(run) + "\n")
-        (folder / CONFIG).write_text(resolved(self.config))
+    def snapshot(self, step: int, *, copy: bool) -> Snapshot:
+        """The run as it is now. With `copy` it stays so while the run goes on; without, it is to be written at once."""
+        twins = self.residency.copied(*HELD, copy=copy)
+        # While the copies run:
+        texts = {f"random-{self.ranks.rank:05d}.json": json.dumps(_random_states()) + "\n"}
+        if self.ranks.rank == 0:
+            run = {
+                "step": step,
+                "world": self.ranks.count,
+                "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
+                "optimizer_steps": self.optimizer.steps,
+            }
+            texts |= {RUN: json.dumps(run) + "\n", CONFIG: resolved(self.config)}
+        fills: dict[Entry, tuple[Fill, bool]] = {}
+        for name, parameter in self.model.named_parameters():
+            weight = twins(parameter.detach())
+            fills[Entry(f"model.{name}", weight.size(), weight.dtype)] = (lambda out, weight=weight: out.copy_(weight)), False  # type: ignore[misc]
+        for name, stored in self.optimizer.state().items():
+            entry = Entry(f"optimizer.{name}", torch.Size([stored.count]), stored.dtype)
+            fills[entry] = (lambda out, stored=stored: stored.fill(out, twins)), bool(twins.leased)  # type: ignore[misc]
+        snapshot = Snapshot(texts, fills)
+        if twins.leased:
+            snapshot.release = self.residency.lend(*twins.leased, copy_first=snapshot.copy_rest).release
+        for move in twins.moves:
+            self.residency.mover.host_waits(move)
+        return snapshot
 
     @torch.no_grad()
-    def load(self, folder: Path, *, load_rng: bool) -> int:
-        """Takes up a checkpoint; gives its step."""
+    def load(self, folder: Path, *, load_rng: bool, parallel: bool = True) -> int:
+        """Takes up a checkpoint; gives its step. The ranks read a part each and tell the others, or the first one reads all."""
         run = json.loads((folder / RUN).read_text())
-        moments, _ = self.optimizer.state()
-        weights = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
-        read({"model": weights, "optimizer": moments}, folder)
+        weights = {f"model.{name}": torch.empty_like(parameter, device="cpu") for name, parameter in self.model.named_parameters()}
+        moments = {f"optimizer.{name}": torch.empty(stored.count, dtype=stored.dtype) for name, stored in self.optimizer.state().items()}
+        self._read(weights | moments, folder, parallel)
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
-        self.optimizer.restore(moments, run["optimizer_steps"])
+            parameter.copy_(weights[f"model.{name}"])
+        self.optimizer.restore({name.removeprefix("optimizer."): tensor for name, tensor in moments.items()}, run["optimizer_steps"])
         self.sampler.seek(run["sampler"]["epoch"], run["sampler"]["position"])
-        if load_rng:
-            _set_random_states(run["random"])
+        mine = folder / f"random-{self.ranks.rank:05d}.json"
+        if load_rng and mine.exists():  # a rank that was not there then goes on with the state that its seed gave it
+            _set_random_states(json.loads(mine.read_text()))
         return int(run["step"])
 
-
-def read(into: dict[str, dict[str, Tensor]], folder: Path) -> None:
-    """Fills tensors on the host from a checkpoint."""
-    with _alone():
-        load_tensors(into, storage_reader=FileSystemReader(folder / TENSORS), no_dist=True)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """torch warns that there is one process only: there is."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    def _read(self, tensors: dict[str, Tensor], folder: Path, parallel: bool) -> None:
+        owners, burden = {}, [0] * (self.ranks.count if parallel else 1)
+        for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+            owners[name] = burden.index(min(burden))
+            burden[owners[name]] += tensors[name].nbytes
+        read_tensors({name: tensor for name, tensor in tensors.items() if owners[name] == self.ranks.rank}, folder)
+        for name, tensor in tensors.items():
+            self.ranks.broadcast(tensor, owners[name])
 
 
-def saved_dtype(folder: Path) -> torch.dtype:
-    """Type of the weights in a checkpoint."""
-    entries = FileSystemReader(folder / TENSORS).read_metadata().state_dict_metadata
-    found: Any = next(entry for name, entry in entries.items() if name.startswith("model."))
-    dtype: torch.dtype = found.properties.dtype
-    return dtype
+class Snapshot:
+    """A run at one moment: some of it in copies, and some still where the run will change it, held by a lease until it is read or copied."""
+
+    def __init__(self, texts: dict[str, str], fills: dict[Entry, tuple[Fill, bool]]) -> None:
+        self.texts = texts
+        self.entries = list(fills)
+        self.release: Callable[[], None] = lambda: None
+        """Gives the lease back."""
+        self._fills = {entry.name: fill for entry, (fill, _) in fills.items()}
+        self._held = {entry.name: entry for entry, (_, held) in fills.items() if held}
+        self._lock = threading.Lock()
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Writes a tensor's contents; once each."""
+        with self._lock, torch.no_grad():
+            self._fills.pop(name)(out)
+            if self._held.pop(name, None) is not None and not self._held:
+                self.release()
+
+    def copy_rest(self) -> None:
+        """The run wants to change what is held: copies what was not read yet, so that it need not wait for the disk. Where memory is short, it does."""
+        with self._lock, torch.no_grad():
+            if sum(entry.bytes for entry in self._held.values()) > 0.8 * free_host_bytes():
+                return
+            for name, entry in self._held.items():
+                copy = entry.empty()
+                self._fills[name](copy)
+                self._fills[name] = lambda out, copy=copy: out.copy_(copy)  # type: ignore[misc]
+            self._held = {}
+        self.release()
 
 
 def _random_states() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,9 @@ from ebbtide.errors import UserError
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
+
+Files = dict[str, dict[str, object]]
+"""Name -> size and SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +40,33 @@ class Saved:
             return next((problem for problem in found if problem is not None), None)
 
 
-def write(folder: Path, step: int, metrics: dict[str, float], fill: Callable[[Path], None]) -> Path:
-    """Makes the checkpoint of a step: `fill` writes its files into a folder. A crash leaves nothing that looks like one."""
-    place = folder / f"step-{step:06d}"
-    making = folder / f"{UNFINISHED}{place.name}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir()
-        fill(making)
-        files = sorted(path for path in making.rglob("*") if path.is_file())
-        listed = {str(path.relative_to(making)): {"size": path.stat().st_size, "sha256": _digest(path)} for path in files}
-        (making / MANIFEST).write_text(json.dumps({"step": step, "metrics": metrics, "files": listed}, indent=1) + "\n")
-        for path in (*files, making / MANIFEST, *(path for path in making.rglob("*") if path.is_dir()), making):
-            _sync(path)
-        if place.exists():  # the same step again, after a resume: the new one is as good
-            place.rename(folder / f"{UNFINISHED}replaced-{place.name}")
-        making.rename(place)
-        _sync(folder)
-    except OSError as error:
-        raise UserError(f"the checkpoint of step {step} could not be written to {folder}: {error}. Earlier ones are untouched") from error
+def failed(folder: Path, step: int, reason: object) -> UserError:
+    return UserError(f"the checkpoint of step {step} could not be written to {folder}: {reason}. Earlier ones are untouched")
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder in which a checkpoint is made. A crash before `finish` leaves nothing that looks like one."""
+    making = folder / f"{UNFINISHED}step-{step:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir()
+    return making
+
+
+def finish(making: Path, metrics: dict[str, float], known: Files) -> None:
+    """All files are there: lists them, syncs them, and gives the folder its name."""
+    folder, place = making.parent, making.parent / making.name.removeprefix(UNFINISHED)
+    listed = dict(sorted((known | digests(making, "**/*", but=known)).items()))
+    step = int(place.name.removeprefix("step-"))
+    (making / MANIFEST).write_text(json.dumps({"step": step, "metrics": metrics, "files": listed}, indent=1) + "\n")
+    for path in (*(making / name for name in listed), making / MANIFEST, *(path for path in making.rglob("*") if path.is_dir()), making):
+        _sync(path)
+    if place.exists():  # the same step again, after a resume: the new one is as good
+        place.rename(folder / f"{UNFINISHED}replaced-{place.name}")
+    making.rename(place)
+    _sync(folder)
     for left in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
-    return place
 
 
 def listed(folder: Path) -> list[Saved]:
@@ -102,6 +109,15 @@ def _difference(path: Path, listed: dict[str, object]) -> str | None:
     if path.stat().st_size != listed["size"]:
         return f"{path.name} has {path.stat().st_size} bytes instead of {listed['size']}"
     return None if _digest(path) == listed["sha256"] else f"{path.name} has other contents than were written"
+
+
+def digests(folder: Path, pattern: str, but: Container[str] = ()) -> Files:
+    """Size and SHA-256 of files by a pattern."""
+    names = [str(path.relative_to(folder)) for path in folder.glob(pattern) if path.is_file()]
+    wanted = [name for name in names if name not in but]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda name: {"size": (folder / name).stat().st_size, "sha256": _digest(folder / name)}, wanted)
+        return dict(zip(wanted, found, strict=True))
 
 
 def _digest(path: Path) -> str:

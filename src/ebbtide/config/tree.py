@@ -33,6 +33,12 @@ class Run(Section):
     overwrite: bool = False
     """Replace the run that already lies in `run.folder`."""
 
+    logging_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """How much is written to `log.txt` in the run folder: Ebbtide's own log and that of torch.distributed."""
+
+    distributed_timeout_minutes: Positive = 10.0
+    """How long ranks wait for each other when they save or load together."""
+
     @model_validator(mode="after")
     def _overwrite_what(self) -> Run:
         if self.overwrite and self.folder is None:
@@ -570,6 +576,15 @@ class Checkpoint(Section):
 
     metric: str = "reward"
     """Key of metrics.jsonl that says which are best, such as `evaluate/reward`."""
+
+    async_save: bool = True
+    """The loop waits only until what is on the device is copied to host memory; another process writes it while training goes on. Off: it waits until all is written, and no host memory is taken."""
+
+    fully_parallel_save: bool = True
+    """With several ranks, each writes a part. Off: the first writes all, for storage that dislikes parallel writers."""
+
+    fully_parallel_load: bool = True
+    """With several ranks, each reads a part and tells the others. Off: the first reads all."""
 
     load_rng: bool = True
     """A resumed run takes up the random states as well, and goes on to the bit as if it had never stopped."""

@@ -27,10 +27,10 @@ NEEDS: Mapping[Phase, frozenset[Name]] = {
     "logprob": frozenset({"weights", "reference"}),
     "train": frozenset({"weights", "grads"}),
     "step": frozenset({"weights", "grads", "master", "moments"}),
-    "save": frozenset({"weights", "master", "moments"}),
+    "save": frozenset({"weights"}),
     "evaluate": frozenset({"weights"}),
 }
-"""What each phase uses on the device."""
+"""What each phase uses on the device. A save takes what is away from where it is."""
 
 NEXT: Mapping[Phase, Phase] = {
     "generate": "score",

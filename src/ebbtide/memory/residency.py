@@ -24,6 +24,46 @@ class Bytes(NamedTuple):
     host: int
 
 
+@dataclass(eq=False)
+class Lease:
+    """A reader's: what it holds neither moves nor changes until it is released."""
+
+    held: Sequence[_Holding]
+    released: threading.Condition
+    thread: int
+    copy_first: Callable[[], None] | None
+    """Called by one that wants to change what is held, and waits: may copy the rest, and release."""
+
+    def release(self) -> None:
+        """Once, or again: by any thread."""
+        with self.released:
+            for holding in self.held:
+                if self in holding.readers:
+                    holding.readers.remove(self)
+            self.released.notify_all()
+
+
+class Twins:
+    """Host copies of what was on the device at one moment: `twins(tensor)` is a tensor's, or itself if it lives on the host."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, Tensor] = {}
+        self.leased: list[Name] = []
+        """Holdings of which a part is read where it lives on the host, and must be held by a lease for that."""
+        self.moves: list[Move | None] = []
+        """Copies under way."""
+
+    def put(self, storage: torch.UntypedStorage, host: Tensor) -> None:
+        self._bytes[storage._cdata] = host
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        host = self._bytes.get(tensor.untyped_storage()._cdata)
+        if host is None:
+            return tensor
+        start = int(host.storage_offset()) // tensor.element_size() + int(tensor.storage_offset())
+        return torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), start, tensor.size(), tensor.stride())
+
+
 @dataclass
 class _Holding:
     """Tensors that live and move as one. Each of their storages is one copy of a move."""
@@ -40,8 +80,7 @@ class _Holding:
     """The blocks hold bytes that never change: leaving again copies nothing."""
     last: Move | None = None
     """A move that compute has not waited for yet."""
-    readers: list[int] = field(default_factory=list)
-    """The threads that hold a lease."""
+    readers: list[Lease] = field(default_factory=list)
     changing: bool = False
     """Its bytes are being written to."""
     returning: Move | None = None
@@ -73,6 +112,8 @@ class Residency:
         """Host memory that only the CPU uses."""
         self.mover = Mover(device)
         self._holdings: dict[Name, _Holding] = {}
+        self._twins: dict[int, Block] = {}
+        """Host memory for copies of storages that stay on the device."""
         self._released = threading.Condition()
         self.meter = Meter(device, self.mover)
 
@@ -103,13 +144,17 @@ class Residency:
         self._holdings.setdefault(name, _Holding(name)).residents += blocks
         return [block.data for block in blocks]
 
-    def pin(self) -> None:
-        """Pins host memory for all that the plan ever sends away: once, when everything is held and before the first phase."""
+    def pin(self, copied: Sequence[Name] = ()) -> None:
+        """Pins host memory for all that the plan ever sends away, and for copies of what is on the device when it is saved: once, when everything is held and before the first phase."""
         leaving = [holding for holding in self._holdings.values() if self.plan.ever_away(holding.name)]
         sizes = [[storage.nbytes() for storage in holding.storages()] for holding in leaving]
         self.arena.reserve([size for group in sizes for size in group])
         for holding, group in zip(leaving, sizes, strict=True):
             holding.blocks = [self.arena.take(size) for size in group]
+        staying = [self._holdings[name] for name in copied if name in self._holdings and self.plan.place("save", name) != "away"]
+        self.arena.reserve([storage.nbytes() for holding in staying for storage in holding.storages()])
+        for holding in staying:
+            self._twin_blocks(holding)
 
     def holdings(self) -> dict[Name, Bytes]:
         """How much of each holding is where."""
@@ -155,22 +200,56 @@ class Residency:
 
     @contextmanager
     def lease(self, *names: Name) -> Iterator[None]:
-        """For a reader beside the loop, such as a save: what it holds neither moves nor changes until it is done."""
-        me = threading.get_ident()
+        """For a reader beside the loop: what it holds neither moves nor changes until it is done."""
+        lease = self.lend(*names)
+        try:
+            yield
+        finally:
+            lease.release()
+
+    def lend(self, *names: Name, copy_first: Callable[[], None] | None = None) -> Lease:
+        """A lease that is released by hand, by any thread; `copy_first` is called by a writer that waits for it."""
         held = [self._holdings[name] for name in names]
+        lease = Lease(held, self._released, threading.get_ident(), copy_first)
         with self._released:
             self._released.wait_for(lambda: not any(holding.changing for holding in held))
             for holding in held:
-                holding.readers.append(me)
-        try:
-            for holding in held:
-                self.mover.host_waits(holding.returning)
-            yield
-        finally:
-            with self._released:
-                for holding in held:
-                    holding.readers.remove(me)
-                self._released.notify_all()
+                holding.readers.append(lease)
+        for holding in held:
+            self.mover.host_waits(holding.returning)
+        return lease
+
+    def copied(self, *names: Name, copy: bool = True) -> Twins:
+        """Begins host copies of what is on the device now. What is away is not brought back for it. Without `copy`, what is on the device is read there."""
+        twins, pairs = Twins(), []
+        for name in names:
+            holding = self._holdings.get(name)
+            if holding is None:
+                continue
+            if holding.residents or holding.away:
+                twins.leased.append(name)
+            if holding.away:
+                for storage, block in zip(holding.storages(), holding.blocks, strict=True):
+                    twins.put(storage, block.data)
+                twins.moves.append(holding.last)
+                continue
+            if holding.last is not None:  # still coming in; what is read below comes after what compute has queued
+                self.mover.compute_waits(holding.last)
+            if copy:
+                for storage, block in zip(holding.storages(), self._twin_blocks(holding), strict=True):
+                    twins.put(storage, block.data)
+                    pairs.append((_bytes(storage), block.data))
+        if pairs:
+            twins.moves.append(self.mover.move_out(pairs, after=None, held=True))
+        return twins
+
+    def _twin_blocks(self, holding: _Holding) -> list[Block]:
+        found = []
+        for storage in holding.storages():
+            if (block := self._twins.get(storage._cdata)) is None:
+                block = self._twins[storage._cdata] = self.arena.take(storage.nbytes())
+            found.append(block)
+        return found
 
     @contextmanager
     def changing(self, *names: Name) -> Iterator[None]:
@@ -181,8 +260,13 @@ class Residency:
                 raise RuntimeError(f"{holding.name} is frozen and cannot be written to")
         with self._released:
             for holding in held:
-                if threading.get_ident() in holding.readers:
+                if any(lease.thread == threading.get_ident() and lease.copy_first is None for lease in holding.readers):
                     raise RuntimeError(f"{holding.name} would wait for ever: the thread that writes to it holds a lease on it")
+            asked = {id(lease): lease.copy_first for holding in held for lease in holding.readers}
+        for copy_first in asked.values():
+            if copy_first is not None:
+                copy_first()
+        with self._released:
             self._released.wait_for(lambda: not any(holding.readers for holding in held))
             for holding in held:
                 holding.changing = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,30 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import Name
 from ebbtide.memory.residency import Residency
-from ebbtide.optim.layout import shared_out
+from ebbtide.optim.layout import Segment, shared_out
 from ebbtide.optim.on_cpu import OnCpu, staging_bytes
 from ebbtide.optim.on_device import OnDevice
-from ebbtide.optim.part import Exact, Part, Trained, moment_type
-from ebbtide.optim.rule import Rule
+from ebbtide.optim.part import Exact, Kind, Part, Trained, exact, moment_type
+from ebbtide.optim.rule import Rule, State
 from ebbtide.optim.streamed import Streamed
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A master or a moment of one parameter, in pieces."""
+
+    kind: Kind
+    count: int
+    dtype: torch.dtype
+    pieces: Sequence[tuple[Segment, Tensor, State]]
+
+    @torch.no_grad()
+    def fill(self, out: Tensor, at: Callable[[Tensor], Tensor]) -> None:
+        """Writes it into a flat tensor on the host; `at` says where a tensor's bytes are read."""
+        for segment, weight, state in self.pieces:
+            low = None if state.low is None else at(state.low)
+            there = State(low, at(state.first), at(state.second)).part(segment.offset, segment.offset + segment.size)
+            out[segment.start : segment.stop] = exact(self.kind, at(weight).to(there.second.device), there)
 
 
 class AdamW:
@@ -81,23 +100,25 @@ class AdamW:
         state: tuple[Name, ...] = ("weights", "master", "moments")
         return [name for name in state if name in self._residency.holdings()]  # there is no master where all weights are fp32
 
-    @torch.no_grad()
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """(masters and moments, on the host; the steps that each parameter has taken): the same whatever the mode. An fp32 weight has no master beside it."""
-        tensors = {
-            f"{kind}/{one.name}": torch.empty(one.weight.numel(), dtype=dtype)
-            for one in self._trained
-            for kind, dtype in (("master", torch.float32), ("first", moment_type(self._config)), ("second", moment_type(self._config)))
+    @property
+    def steps(self) -> dict[str, int]:
+        """That each parameter has taken."""
+        return {one.name: one.steps for one in self._trained}
+
+    def state(self) -> dict[str, Stored]:
+        """Masters and moments as they are stored: the same whatever the mode. An fp32 weight has no master beside it."""
+        pieces: dict[int, list[tuple[Segment, Tensor, State]]] = {}
+        for part in self._parts:
+            for segment, weight, state in part.stretches():
+                pieces.setdefault(segment.parameter, []).append((segment, weight, state))
+        moments = moment_type(self._config)
+        kinds: tuple[tuple[Kind, torch.dtype], ...] = (("master", torch.float32), ("first", moments), ("second", moments))
+        return {
+            f"{kind}/{one.name}": Stored(kind, one.weight.numel(), dtype, pieces[number])
+            for number, one in enumerate(self._trained)
+            for kind, dtype in kinds
             if kind != "master" or one.weight.dtype != torch.float32
         }
-        for name in self._state_holdings():
-            self._residency.need(name)
-        for part in self._parts:
-            for segment, exact in part.stretches():
-                for kind, tensor in exact._asdict().items():
-                    if (whole := tensors.get(f"{kind}/{self._trained[segment.parameter].name}")) is not None:
-                        whole[segment.start : segment.stop] = tensor
-        return tensors, {one.name: one.steps for one in self._trained}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:

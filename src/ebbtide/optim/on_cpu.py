@@ -21,7 +21,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
 from ebbtide.optim.native import arithmetic
 from ebbtide.optim.part import Exact, Trained, chunked, moment_type
-from ebbtide.optim.rule import Rule
+from ebbtide.optim.rule import Rule, State
 
 CHUNK = 16 * 2**20  # elements whose weights go up at once
 BLOCK = 2**20  # elements that one core steps at once: 4 ms
@@ -191,10 +191,10 @@ class OnCpu:
         if not self._overlap:
             self._mover.host_waits(staging.used_by)
 
-    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
+    def stretches(self) -> Iterator[tuple[Segment, Tensor, State]]:
         for held in self._chunks:
             for segment in held.chunk.segments:
-                yield segment, Exact(*(_stretch(flat, segment).clone() for flat in (held.master, held.first, held.second)))
+                yield segment, _stretch(held.master, segment), State(None, held.first, held.second)
 
     def restore(self, find: Callable[[int], Exact]) -> None:
         for held in self._chunks:

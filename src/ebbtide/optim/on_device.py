@@ -11,8 +11,8 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Segment
-from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, exact, moment_type, put, step_chunk
-from ebbtide.optim.rule import Rule
+from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, moment_type, put, step_chunk
+from ebbtide.optim.rule import Rule, State
 
 CHUNK = 64 * 2**20  # elements: 128 MiB of low halves and 512 MiB of moments, long enough for a copy at link speed
 
@@ -41,10 +41,10 @@ class OnDevice:
         for chunk, state in self._chunks:
             step_chunk(self._trained, chunk, state, rules)
 
-    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
+    def stretches(self) -> Iterator[tuple[Segment, Tensor, State]]:
         for chunk, state in self._chunks:
             for segment in chunk.segments:
-                yield segment, exact(self._weight(segment), state.part(segment.offset, segment.offset + segment.size))
+                yield segment, self._weight(segment), state
 
     def restore(self, find: Callable[[int], Exact]) -> None:
         for chunk, state in self._chunks:

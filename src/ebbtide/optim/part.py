@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,14 @@ class Part(Protocol):
     def clear(self) -> None:
         """Forgets the gradients."""
 
-    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
-        """All of its state, stretch by stretch, on the host."""
+    def stretches(self) -> Iterator[tuple[Segment, Tensor, State]]:
+        """All of its state where it is: for each segment its weights, or their fp32 masters where it keeps those, and the state of its whole chunk, which may be away."""
 
     def restore(self, find: Callable[[int], Exact]) -> None:
         """Sets all of its state, and the weights, from what `find` has for each parameter (by number)."""
+
+
+Kind = Literal["master", "first", "second"]
 
 
 class Exact(NamedTuple):
@@ -65,11 +68,13 @@ class Exact(NamedTuple):
         return Exact(*(tensor[segment.start : segment.stop] for tensor in self))
 
 
-def exact(weight: Tensor, state: State) -> Exact:
-    """From a weight and its state, wherever they are."""
-    if state.low is None:
-        return Exact(*(tensor.to("cpu", copy=True) for tensor in (weight, state.first, state.second)))
-    return Exact(plain.join(weight, state.low, state.second).cpu(), state.first.to("cpu", copy=True), state.second.abs().cpu())
+def exact(kind: Kind, weight: Tensor, state: State) -> Tensor:
+    """One of `Exact`, from a weight and its state, on the device that they are on."""
+    if kind == "master":
+        return weight if state.low is None else plain.join(weight, state.low, state.second)
+    if kind == "second" and state.low is not None:
+        return state.second.abs()
+    return state.first if kind == "first" else state.second
 
 
 def put(exact: Exact, weight: Tensor, state: State) -> None:

@@ -12,7 +12,7 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
-from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, exact, moment_type, put, step_chunk
+from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, moment_type, put, step_chunk
 from ebbtide.optim.rule import Rule, State
 
 CHUNK = 16 * 2**20  # elements: 160 MiB of state, 3 ms on the link, so that what cannot overlap (the first fetch, the last return) is short
@@ -80,11 +80,12 @@ class Streamed:
         for name in ("master", "moments"):
             self._residency.returning(name, self._returned)
 
-    def stretches(self) -> Iterator[tuple[Segment, Exact]]:
+    def stretches(self) -> Iterator[tuple[Segment, Tensor, State]]:
         self._residency.mover.host_waits(self._returned)
         for held in self._chunks:
+            state = carve(held.low, held.moments, held.chunk.size, self._kind)
             for segment in held.chunk.segments:
-                yield segment, exact(self._weight(segment).cpu(), self._state(held, segment))
+                yield segment, self._weight(segment), state
 
     def restore(self, find: Callable[[int], Exact]) -> None:
         self._residency.mover.host_waits(self._returned)

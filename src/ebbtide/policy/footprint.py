@@ -7,15 +7,36 @@ from collections import Counter
 import torch
 from transformers import AutoModelForCausalLM
 
+from ebbtide.checkpoint.writer import SLOTS
 from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+from ebbtide.memory.arena import GIB, check_host_budget
 from ebbtide.memory.plan import Plan
 from ebbtide.optim.adamw import state_bytes
 from ebbtide.policy.model import model_config, pick_dtype
 
+COPIES = "copies for checkpoints"
+
+
+def fit_to_host(config: Config, plan: Plan) -> tuple[Config, dict[str, int], list[str]]:
+    """(the config, host memory by holding, what a person should know): where only the copies for checkpoints are too much, saves are not asynchronous."""
+    needs = host_needs(config, plan)
+    try:
+        check_host_budget(needs, config.memory.host_budget_gib)
+    except UserError:
+        if config.checkpoint is None or (copies := needs.pop(COPIES, 0)) == 0:
+            raise
+        check_host_budget(needs, config.memory.host_budget_gib)
+        waiting = config.checkpoint.model_copy(update={"async_save": False})
+        told = f"checkpoints are written while the loop waits: copies of what is on the device would take {copies / GIB:.1f} GiB of host memory, more than there is"
+        return config.model_copy(update={"checkpoint": waiting}), needs, [told]
+    return config, needs, []
+
 
 def host_needs(config: Config, plan: Plan) -> dict[str, int]:
     """Holding -> bytes. Gradients that the plan sends away are not among them: between steps there are none."""
-    if not plan.moves and config.optimizer.place == "device" and not config.optimizer.on_cpu:
+    saved = config.checkpoint is not None and config.checkpoint.async_save
+    if not plan.moves and not saved and config.optimizer.place == "device" and not config.optimizer.on_cpu:
         return {}
     dtype = pick_dtype(config)
     with torch.device("meta"):
@@ -26,4 +47,8 @@ def host_needs(config: Config, plan: Plan) -> dict[str, int]:
         moving["reference"] = dtype.itemsize * parameters
     needs: Counter[str] = Counter(resident)
     needs.update({name: size for name, size in moving.items() if plan.ever_away(name)})
+    if saved:
+        staying = sum(size for name, size in moving.items() if name != "reference" and plan.place("save", name) != "away")
+        shared = SLOTS * 4 * max(parameter.numel() for parameter in model.parameters())  # with the process that writes
+        needs[COPIES] = dtype.itemsize * parameters + staying + shared
     return dict(needs)

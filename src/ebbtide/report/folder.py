@@ -15,7 +15,7 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 
 LOCK = ".lock"
-CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints"}
+CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt"}
 
 
 class RunFolder:

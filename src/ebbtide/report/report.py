@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -29,6 +30,9 @@ class Report:
         self._config, self._source, self.resumed = config, source, resumed
         self.terminal = terminal or Terminal(config.train.steps)
         self.folder = RunFolder(config, resumed)
+        self._loggers = [logging.getLogger(name) for name in ("ebbtide", "torch.distributed")]
+        self._log = logging.FileHandler(self.folder.path / "log.txt", delay=True)  # there when there is something to say
+        self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._sinks: list[Sink] = []
         self._meter: Meter | None = None
         self._first: dict[str, float] = {}
@@ -39,12 +43,19 @@ class Report:
 
     def __enter__(self) -> Report:
         self.terminal.start()
+        for logger in self._loggers:
+            logger.addHandler(self._log)
+            logger.setLevel(self._config.run.logging_level.upper())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.terminal.stop()
         for sink in self._sinks:
             sink.close()
+        for logger in self._loggers:
+            logger.removeHandler(self._log)
+            logger.setLevel(logging.NOTSET)
+        self._log.close()
         never_began = not self.began and kind is not None and issubclass(kind, UserError | KeyboardInterrupt)
         self.folder.close(discard=never_began and self.resumed is None)
 
@@ -74,7 +85,7 @@ class Report:
             self.terminal.say(f"going on after step {self.resumed.step}, from {self.resumed.path}")
         for note in notes:
             self.terminal.say(note)
-        if residency.host_bytes:
+        if residency.plan.moves or any(size.host for size in residency.holdings().values()):
             self.terminal.say(f"\nwhat lives where in each phase, with {residency.host_bytes / GIB:.2f} GiB of host memory taken:")
             self.terminal.table(residency.plan.rows())
 

@@ -1,0 +1,121 @@
+"""Writes checkpoints: behind the loop, at most one at a time, or while it waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ebbtide.checkpoint.state import Snapshot, State
+from ebbtide.checkpoint.store import Files, begin, failed, finish, prune
+from ebbtide.checkpoint.tensors import Share, finish_tensors, write_tensors
+from ebbtide.checkpoint.writer import Writer
+from ebbtide.config.tree import Checkpoint
+from ebbtide.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    def __init__(self, config: Checkpoint, folder: Path, state: State, say: Callable[[str], None]) -> None:
+        self._config, self._folder, self._state, self._say = config, folder, state, say
+        ranks = state.ranks
+        self._share = Share(ranks.rank, ranks.count, config.fully_parallel_save)
+        self._writer: Writer | None = None
+        self._under_way: threading.Thread | None = None
+        self._step = 0
+        self._problem: UserError | None = None
+        self.seconds = 0.0
+        """That the last checkpoint took until it was there."""
+
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Takes the run as it is now; where saves are asynchronous, it is written while the run goes on."""
+        if self._under_way is not None and self._under_way.is_alive():
+            self._say(f"the checkpoint of step {self._step} is still being written: waiting for it")
+        self.wait()
+        self._step, start = step, time.perf_counter()
+        snapshot = self._state.snapshot(step, copy=self._config.async_save)
+        log.info("step %d: %.3f s to copy what is to be saved", step, time.perf_counter() - start)
+        self._under_way = threading.Thread(target=self._write, args=(snapshot, step, metrics, start), name="checkpoint", daemon=True)
+        self._under_way.start()
+        if not self._config.async_save:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is there; what went wrong with it is raised here."""
+        if self._under_way is not None:
+            self._under_way.join()
+            self._under_way = None
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise problem
+
+    def close(self) -> None:
+        """Gives up what is still being written."""
+        if self._under_way is not None:
+            if self._writer is not None:
+                self._writer.kill()
+            self._under_way.join()
+            self._under_way = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, snapshot: Snapshot, step: int, metrics: dict[str, float], start: float) -> None:
+        ranks = self._state.ranks
+        try:
+            making = self._together(step, lambda: begin(self._folder, step) if ranks.rank == 0 else None)[0]
+            shares = self._together(step, lambda: self._fill(making, snapshot))
+            if ranks.rank == 0:
+                known: Files = {name: file for _, files in shares for name, file in files.items()}
+                self._together(step, lambda: self._finish(making, snapshot, [results for results, _ in shares], metrics, known))
+            else:
+                self._together(step, lambda: None)
+            self.seconds = time.perf_counter() - start
+            log.info("step %d: there after %.3f s", step, self.seconds)
+        except UserError as problem:
+            self._problem = problem
+        finally:
+            snapshot.release()
+
+    def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
+        """What each rank's work gave; where it failed on one, it failed."""
+        try:
+            mine: tuple[Any, str | None] = work(), None
+        except OSError as error:
+            mine = None, str(error)
+        found = self._state.ranks.gather(mine)
+        for rank, (_, problem) in enumerate(found):
+            if problem is not None:
+                raise failed(self._folder, step, problem if len(found) == 1 else f"rank {rank}: {problem}")
+        return [result for result, _ in found]
+
+    def _fill(self, making: Path, snapshot: Snapshot) -> tuple[list[Any], Files]:
+        """This rank's part of the files."""
+        for name, text in snapshot.texts.items():
+            (making / name).write_text(text)
+        if not self._config.async_save:
+            entries = {entry.name: entry for entry in snapshot.entries}
+
+            def find(name: str) -> Any:
+                snapshot.fill(name, out := entries[name].empty())
+                return out
+
+            return write_tensors(making, snapshot.entries, find, self._share), {}
+        try:
+            if self._writer is None:
+                self._writer = Writer()
+            return self._writer.write(making, snapshot.entries, snapshot.fill, self._share)
+        except OSError:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()  # what it still has to say is of a write that failed
+            raise
+
+    def _finish(self, making: Path, snapshot: Snapshot, results: list[list[Any]], metrics: dict[str, float], known: Files) -> None:
+        finish_tensors(making, snapshot.entries, results, self._share)
+        finish(making, metrics, known)
+        prune(self._folder, self._config.keep, self._config.keep_best, self._config.metric)

@@ -1,0 +1,120 @@
+"""A process of its own that writes checkpoints, so that the loop's Python never waits for files; `Writer` is its handle in the run.
+
+It asks for one tensor after the other; the run puts each into memory that both share. It ends when the run does, however that ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.checkpoint.store import Files, digests
+from ebbtide.checkpoint.tensors import TENSORS, Entry, Share, write_tensors
+
+SLOTS = 2  # tensors in shared memory at once: as many threads write, each its own file
+
+
+class Writer:
+    """The run's side."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._memory = os.memfd_create("ebbtide-checkpoint", os.MFD_CLOEXEC)
+        passed = (theirs.fileno(), self._memory)
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "ebbtide.checkpoint.writer", *map(str, passed)],
+            pass_fds=passed,
+            start_new_session=True,  # a Ctrl-C is the run's to handle
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def write(self, folder: Path, entries: Sequence[Entry], fill: Callable[[str, Tensor], None], share: Share) -> tuple[list[Any], Files]:
+        """Has this rank's share written; `fill` puts a tensor into memory. Gives what was written, and the files with their digests."""
+        by_name = {entry.name: entry for entry in entries}
+        slot = max(entry.bytes for entry in entries) if entries else 0
+        slot = max(1, -(-slot // mmap.PAGESIZE)) * mmap.PAGESIZE
+        threads = min(SLOTS, max(1, len(entries)))
+        os.ftruncate(self._memory, slot * threads)
+        window = mmap.mmap(self._memory, slot * threads)
+        try:
+            self._connection.send((str(folder), list(entries), share, slot, threads))
+            while True:
+                kind, *rest = self._connection.recv()
+                if kind == "wants":
+                    name, number = rest
+                    fill(name, _tensor(window, number * slot, by_name[name]))
+                    self._connection.send(None)
+                elif kind == "written":
+                    results, files = rest
+                    return results, files
+                else:
+                    raise OSError(rest[0])
+        except (EOFError, ConnectionError) as error:
+            raise OSError(f"the process that writes checkpoints ended with code {self._process.wait()}") from error
+        finally:
+            del window
+            os.ftruncate(self._memory, 0)
+
+    def kill(self) -> None:
+        """Ends the process, also in the middle of a write, which then fails."""
+        self._process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._connection.close()
+        os.close(self._memory)
+
+
+def _tensor(window: mmap.mmap, start: int, entry: Entry) -> Tensor:
+    if not entry.bytes:
+        return entry.empty()
+    return torch.frombuffer(window, dtype=entry.dtype, count=entry.size.numel(), offset=start).view(entry.size)
+
+
+def _serve(connection: Connection, memory: int) -> None:
+    """The process's side."""
+    while True:
+        folder, entries, share, slot, threads = connection.recv()
+        asking = _Asking(connection, entries, mmap.mmap(memory, slot * threads), slot)
+        try:
+            results = write_tensors(Path(folder), entries, asking, share, threads)
+            connection.send(("written", results, digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
+        except OSError as error:
+            connection.send(("failed", str(error)))
+
+
+class _Asking:
+    def __init__(self, connection: Connection, entries: Sequence[Entry], window: mmap.mmap, slot: int) -> None:
+        self._connection, self._window, self._slot = connection, window, slot
+        self._entries = {entry.name: entry for entry in entries}
+        self._lock = threading.Lock()
+        self._numbers: dict[int, int] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        with self._lock:
+            # A thread is done with its last tensor when it wants the next.
+            number = self._numbers.setdefault(threading.get_ident(), len(self._numbers))
+            self._connection.send(("wants", name, number))
+            self._connection.recv()
+        return _tensor(self._window, number * self._slot, self._entries[name])
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, ConnectionError):  # the run is over
+        _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
