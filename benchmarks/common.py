@@ -22,6 +22,8 @@ class Row:
     metric: str
     value: float
     unit: str
+    commit: str = ""
+    """Where it is not the file's: of an earlier run whose rows were kept."""
 
 
 def seconds(work: Callable[[], object], repeats: int = 5, warm_up: int = 1) -> float:
@@ -43,7 +45,10 @@ def seconds(work: Callable[[], object], repeats: int = 5, warm_up: int = 1) -> f
 def kept(name: str, cases: Callable[[str], bool]) -> list[Row]:
     """The rows of an earlier run whose case is not among `cases`: for a benchmark that is run in parts."""
     file = RESULTS / f"{name}.json"
-    rows = [Row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text())
+    rows = [Row(**{"commit": found["commit"], **row}) for row in found["rows"]]
     return [row for row in rows if not cases(row.case)]
 
 
@@ -53,13 +58,14 @@ def save(name: str, rows: list[Row]) -> None:
     for row in rows:
         print(f"{row.case:<{width}}  {row.metric:<28} {row.value:>12.4g} {row.unit}")
     RESULTS.mkdir(exist_ok=True)
+    commit = _commit()
     result = {
         "name": name,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "commit": _commit(),
+        "commit": commit,
         "date": datetime.date.today().isoformat(),
-        "rows": [asdict(row) for row in rows],
+        "rows": [{key: value for key, value in asdict(row).items() if key != "commit" or value not in ("", commit)} for row in rows],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 

@@ -19,6 +19,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.policy.activations import ON_THE_WAY, Activations, Choice, local_names, names_of
 
 SHARE = 0.9  # of what the link carries during a forward is planned for
+LONG_PROBE = 8192  # tokens to time
 PROBE = 512  # tokens: what a forward saves grows with them in a line
 
 Probe = Callable[[int], int]
@@ -172,15 +173,29 @@ def figures_for(config: ActivationsConfig, blocks: Sequence[nn.Module], run: Pro
         return Figures({}, 0.0, 0.0, 0)  # nothing will be held against the link
     saved, forward, link = measure(blocks, Choice(), run), 0.0, 0.0
     if residency.device.type == "cuda":
-        count = min(tokens, 8192)
-        for _ in range(2):  # the first one warms up
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            done = run(count)
-            torch.cuda.synchronize()
-            forward = (time.perf_counter() - start) / done / 3  # a backward takes twice as long
+        forward = _seconds(run, tokens) / 3  # a backward takes twice as long
         link = residency.mover.rate_out()
     return Figures(saved, forward, link, max(0, len(blocks) - config.keep_last))
+
+
+def _seconds(run: Probe, tokens: int) -> float:
+    """Of a forward and backward on the device, per token."""
+    for _ in range(2):  # the first one warms up
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        done = run(min(tokens, LONG_PROBE))
+        torch.cuda.synchronize()
+        taken = (time.perf_counter() - start) / done
+    return taken
+
+
+def tried(held: Activations, figures: Figures, run: Probe, tokens: int) -> list[str]:
+    """What a choice costs on this machine, where that was measured without it too: with few tokens the host's own work is more than the device's."""
+    if not figures.forward:
+        return []
+    with held:
+        over = _seconds(run, tokens) / (3 * figures.forward) - 1
+    return [f"activations: tried on {min(tokens, LONG_PROBE):,} tokens, a forward and backward takes {over:.0%} longer than with all kept"]
 
 
 def capacity(config: ActivationsConfig, blocks: Sequence[nn.Module], choice: Choice, run: Probe, tokens: int) -> int:

@@ -19,7 +19,7 @@ from ebbtide.memory.activations import Parking
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.meter import GIB
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activation_plan import capacity, choose, described, figures_for, measure
+from ebbtide.policy.activation_plan import capacity, choose, described, figures_for, measure, tried
 from ebbtide.policy.activations import Activations
 from ebbtide.policy.attention import PACKED, attention
 from ebbtide.policy.head import token_logprobs
@@ -108,7 +108,7 @@ class Policy:
             (memory,) = residency.host("activations", [reserved], pinned=True)
             self._parking = Parking(memory, residency.mover)
         self._activations = Activations(blocks, choice, self._parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)
-        return [*notes, described(choice, reserved)]
+        return [*notes, described(choice, reserved), *tried(self._activations, figures, self._probe, tokens)]
 
     def _probe(self, tokens: int) -> int:
         """A forward and backward like those of training, on about so many tokens, without a gradient left behind; gives how many it were."""
