@@ -29,7 +29,7 @@ from ebbtide.policy.model import load_model, pick_device
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
 from ebbtide.report.report import Report
-from ebbtide.rollout.huggingface import HuggingFaceEngine
+from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.prompts import encode
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
@@ -69,7 +69,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
         optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
         reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
         notes += [*optimizer.about, *policy.place_activations(residency, needs)]
-        engine = HuggingFaceEngine(loaded, config.rollout.batch)
+        engine = build_engine(loaded, config.rollout)
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:

@@ -1,4 +1,6 @@
-"""The engine on `generate`: greedy is transformers' greedy, log-probs are a full forward's, and samples are independent."""
+"""Every engine: greedy is transformers' greedy, log-probs are a full forward's, and samples are independent."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +10,22 @@ from ebbtide.errors import UserError
 from ebbtide.policy.model import load_model
 from ebbtide.rollout.engine import Request, Sampling
 from ebbtide.rollout.huggingface import HuggingFaceEngine
+from ebbtide.rollout.paged.engine import PagedEngine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4]]
+
+
+ENGINES = {
+    "huggingface": HuggingFaceEngine,
+    "paged": PagedEngine,
+    "paged, tight": partial(PagedEngine, block=2, chunk=3, blocks=11),  # prompts in pieces, samples that give way
+    "paged, no sharing": partial(PagedEngine, block=4, share_prompts=False),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engine_of(request):
+    return ENGINES[request.param]
 
 
 def quiet(done: int, of: int) -> None:
@@ -31,9 +47,9 @@ def forward_logprobs(model, prompt, tokens, temperature=1.0):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_is_the_greedy_of_transformers(tiny, name) -> None:
+def test_greedy_is_the_greedy_of_transformers(tiny, engine_of, name) -> None:
     loaded = loaded_model(tiny, family(name))
-    engine = HuggingFaceEngine(loaded, batch=3)
+    engine = engine_of(loaded, batch=3)
     groups = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], Sampling(7, temperature=0), quiet)
     for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
         wanted = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[0, len(prompt) :].tolist()
@@ -44,9 +60,9 @@ def test_greedy_is_the_greedy_of_transformers(tiny, name) -> None:
             )
 
 
-def test_sampled_logprobs_are_those_of_the_tempered_model(tiny) -> None:
+def test_sampled_logprobs_are_those_of_the_tempered_model(tiny, engine_of) -> None:
     loaded = loaded_model(tiny)
-    engine = HuggingFaceEngine(loaded, batch=16)
+    engine = engine_of(loaded, batch=16)
     groups = engine.generate([Request(prompt, [1, 2, 3]) for prompt in PROMPTS], Sampling(6, temperature=0.8), quiet)
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
@@ -55,20 +71,20 @@ def test_sampled_logprobs_are_those_of_the_tempered_model(tiny) -> None:
             torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_a_sample_does_not_depend_on_its_neighbours(tiny) -> None:
+def test_a_sample_does_not_depend_on_its_neighbours(tiny, engine_of) -> None:
     loaded = loaded_model(tiny)
     sampling = Sampling(8, temperature=1.0)
     crowd = [Request(prompt, [10 * i, 10 * i + 1]) for i, prompt in enumerate(PROMPTS)]
     for batch in (1, 3, 100):
-        together = HuggingFaceEngine(loaded, batch).generate(crowd, sampling, quiet)
-        alone = [HuggingFaceEngine(loaded, 100).generate([request], sampling, quiet)[0] for request in crowd]
+        together = engine_of(loaded, batch).generate(crowd, sampling, quiet)
+        alone = [engine_of(loaded, 100).generate([request], sampling, quiet)[0] for request in crowd]
         assert [[c.tokens for c in group] for group in together] == [[c.tokens for c in group] for group in alone]
     assert together[2][0].tokens != together[2][1].tokens
 
 
-def test_end_tokens_and_lengths(tiny) -> None:
+def test_end_tokens_and_lengths(tiny, engine_of) -> None:
     loaded = loaded_model(tiny)
-    engine = HuggingFaceEngine(loaded, batch=100)
+    engine = engine_of(loaded, batch=100)
     (group,) = engine.generate([Request([3, 4], list(range(60)))], Sampling(8, temperature=2.0), quiet)
     end = loaded.tokenizer.eos_token_id
     assert {completion.finish for completion in group} == {"stop", "length"}
@@ -79,9 +95,9 @@ def test_end_tokens_and_lengths(tiny) -> None:
         assert (len(completion.tokens) == 8) or completion.finish == "stop"
 
 
-def test_stop_texts_end_a_completion_and_are_cut_from_its_text(tiny) -> None:
+def test_stop_texts_end_a_completion_and_are_cut_from_its_text(tiny, engine_of) -> None:
     loaded = loaded_model(tiny)
-    engine = HuggingFaceEngine(loaded, batch=100)
+    engine = engine_of(loaded, batch=100)
     requests = [Request([3, 4], list(range(40)))]
     (free,) = engine.generate(requests, Sampling(8, temperature=2.0), quiet)
     (held,) = engine.generate(requests, Sampling(8, temperature=2.0, stop=("7", "12")), quiet)
@@ -95,14 +111,15 @@ def test_stop_texts_end_a_completion_and_are_cut_from_its_text(tiny) -> None:
             assert after.tokens == before.tokens[: len(after.tokens)]
             assert loaded.tokenizer.decode(after.tokens, skip_special_tokens=True).endswith(("7", "12"))
         else:
-            assert after == before
+            assert (after.tokens, after.text, after.finish) == (before.tokens, before.text, before.finish)
+            assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
     assert 0 < stopped < 40
 
 
-def test_a_special_token_can_be_a_stop_text(tiny) -> None:
+def test_a_special_token_can_be_a_stop_text(tiny, engine_of) -> None:
     loaded = loaded_model(tiny)
     loaded.tokenizer.add_special_tokens({"additional_special_tokens": ["7"]})
-    engine = HuggingFaceEngine(loaded, batch=100)
+    engine = engine_of(loaded, batch=100)
     (group,) = engine.generate([Request([3, 4], list(range(40)))], Sampling(8, temperature=2.0, stop=("7",)), quiet)
     seven = loaded.tokenizer.convert_tokens_to_ids("7")
     stopped = [completion for completion in group if seven in completion.tokens]
@@ -111,16 +128,16 @@ def test_a_special_token_can_be_a_stop_text(tiny) -> None:
     assert all(completion.finish == "stop" for completion in stopped)
 
 
-def test_weights_that_diverged_are_an_error_with_advice(tiny) -> None:
+def test_weights_that_diverged_are_an_error_with_advice(tiny, engine_of) -> None:
     loaded = loaded_model(tiny)
     next(loaded.model.parameters()).data.fill_(torch.nan)
     with pytest.raises(UserError, match=r"logits are not finite.*`optimizer.lr`"):
-        HuggingFaceEngine(loaded, batch=8).generate([Request([3, 4], [1])], Sampling(4), quiet)
+        engine_of(loaded, batch=8).generate([Request([3, 4], [1])], Sampling(4), quiet)
 
 
-def test_habits_of_the_models_own_generation_config_are_left_out(tiny) -> None:
+def test_habits_of_the_models_own_generation_config_are_left_out(tiny, engine_of) -> None:
     loaded = loaded_model(tiny)
-    engine = HuggingFaceEngine(loaded, batch=8)
+    engine = engine_of(loaded, batch=8)
     plain = engine.generate([Request([3, 4], [1, 2])], Sampling(8), quiet)
     loaded.model.generation_config.repetition_penalty = 5.0
     loaded.model.generation_config.temperature = 0.1

@@ -78,6 +78,6 @@ class Keeper:
         """Saves a step; those that are neither new nor good enough go when it is there."""
         assert self._saver is not None
         start = self._clock()
-        self._saver.save(step, metrics)
+        self._saver.save(step, metrics, last=self.stopping or step == self._config.train.steps)
         self._saved = self._stepped = self._clock()
         self._blocked_seconds = self._saved - start

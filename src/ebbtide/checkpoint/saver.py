@@ -31,17 +31,20 @@ class Saver:
         self.seconds = 0.0
         """That the last checkpoint took until it was there."""
 
-    def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Takes the run as it is now; where saves are asynchronous, it is written while the run goes on."""
+    def save(self, step: int, metrics: dict[str, float], *, last: bool = False) -> None:
+        """Takes the run as it is now; where saves are asynchronous and it is not the last one, it is written while the run goes on."""
+        beside = self._config.async_save and not last
         if self._under_way is not None and self._under_way.is_alive():
             self._say(f"the checkpoint of step {self._step} is still being written: waiting for it")
         self.wait()
         self._step, start = step, time.perf_counter()
-        snapshot = self._state.snapshot(step, copy=self._config.async_save)
+        snapshot = self._state.snapshot(step, copy=beside)
         log.info("step %d: %.3f s to copy what is to be saved", step, time.perf_counter() - start)
-        self._under_way = threading.Thread(target=self._write, args=(snapshot, step, metrics, start), name="checkpoint", daemon=True)
+        self._under_way = threading.Thread(
+            target=self._write, args=(snapshot, step, metrics, start, beside), name="checkpoint", daemon=True
+        )
         self._under_way.start()
-        if not self._config.async_save:
+        if not beside:
             self.wait()
 
     def wait(self) -> None:
@@ -64,11 +67,11 @@ class Saver:
             self._writer.close()
             self._writer = None
 
-    def _write(self, snapshot: Snapshot, step: int, metrics: dict[str, float], start: float) -> None:
+    def _write(self, snapshot: Snapshot, step: int, metrics: dict[str, float], start: float, beside: bool) -> None:
         ranks = self._state.ranks
         try:
             making = self._together(step, lambda: begin(self._folder, step) if ranks.rank == 0 else None)[0]
-            shares = self._together(step, lambda: self._fill(making, snapshot))
+            shares = self._together(step, lambda: self._fill(making, snapshot, beside))
             if ranks.rank == 0:
                 known: Files = {name: file for _, files in shares for name, file in files.items()}
                 self._together(step, lambda: self._finish(making, snapshot, [results for results, _ in shares], metrics, known))
@@ -93,11 +96,11 @@ class Saver:
                 raise failed(self._folder, step, problem if len(found) == 1 else f"rank {rank}: {problem}")
         return [result for result, _ in found]
 
-    def _fill(self, making: Path, snapshot: Snapshot) -> tuple[list[Any], Files]:
+    def _fill(self, making: Path, snapshot: Snapshot, beside: bool) -> tuple[list[Any], Files]:
         """This rank's part of the files."""
         for name, text in snapshot.texts.items():
             (making / name).write_text(text)
-        if not self._config.async_save:
+        if not beside:
             entries = {entry.name: entry for entry in snapshot.entries}
 
             def find(name: str) -> Any:

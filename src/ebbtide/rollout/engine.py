@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ebbtide.errors import UserError
 from ebbtide.progress import Progress
 
 
@@ -40,6 +41,14 @@ class Completion:
     finish: Literal["stop", "length"]
     text: str
     """The tokens as text, without special tokens and without the stop text."""
+
+
+def diverged() -> UserError:
+    """For an engine that finds log-probs that are no numbers."""
+    return UserError(
+        "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr`, lengthen `optimizer.warmup_steps`, "
+        "or set `optimizer.clip_norm`; metrics.jsonl shows when it began"
+    )
 
 
 class Engine(Protocol):

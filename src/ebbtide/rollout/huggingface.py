@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ebbtide.errors import UserError
 from ebbtide.policy.attention import attention
 from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
-from ebbtide.rollout.engine import Completion, Request, Sampling
+from ebbtide.rollout.ending import Ending, end_tokens
+from ebbtide.rollout.engine import Completion, Request, Sampling, diverged
 from ebbtide.rollout.sampling import choose, uniforms
 
 
@@ -25,7 +24,7 @@ class HuggingFaceEngine:
     def __init__(self, loaded: Loaded, batch: int) -> None:
         self._model, self._tokenizer, self._attention = loaded.model, loaded.tokenizer, loaded.generate_attention
         self._batch = batch
-        self._end_tokens = _end_tokens(loaded)
+        self._end_tokens = end_tokens(loaded)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
@@ -55,7 +54,8 @@ class HuggingFaceEngine:
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         chooser = _Chooser(uniforms(seeds, sampling.max_new_tokens, device), sampling, count)
-        stops = _StopTexts(sampling.stop, self._tokenizer, self._end_tokens, longest, len(prompts))
+        ending = Ending(sampling, self._tokenizer, self._end_tokens)
+        stops = _Stops(ending, longest, len(prompts))
         settings = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=self._end_tokens or None, pad_token_id=pad
         )
@@ -70,31 +70,17 @@ class HuggingFaceEngine:
         tokens = torch.stack(chooser.tokens, 1).tolist()  # [B][N]
         logprobs = torch.stack(chooser.logprobs, 1).tolist()
         if not all(map(math.isfinite, itertools.chain(*logprobs))):
-            raise UserError(
-                "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr`, lengthen `optimizer.warmup_steps`, "
-                "or set `optimizer.clip_norm`; metrics.jsonl shows when it began"
-            )
+            raise diverged()
         return [
-            self._completion(row_tokens, row_logprobs, stops.ended[row], sampling)
+            self._completion(ending, row_tokens, row_logprobs, stops.ended[row])
             for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True))
         ]
 
-    def _completion(self, tokens: list[int], logprobs: list[float], stopped_at: int | None, sampling: Sampling) -> Completion:
+    def _completion(self, ending: Ending, tokens: list[int], logprobs: list[float], stopped_at: int | None) -> Completion:
         ends = (place + 1 for place, token in enumerate(tokens) if token in self._end_tokens)
-        end_token_at = next(ends, None)
-        stop_points = [point for point in (end_token_at, stopped_at) if point is not None]
+        stop_points = [point for point in (next(ends, None), stopped_at) if point is not None]
         length = min(stop_points, default=len(tokens))
-        text = self._tokenizer.decode(tokens[:length], skip_special_tokens=True)
-        cut = min((place for place in map(text.find, sampling.stop) if place >= 0), default=len(text))
-        return Completion(tokens[:length], logprobs[:length], "stop" if stop_points else "length", text[:cut])
-
-
-def _end_tokens(loaded: Loaded) -> list[int]:
-    """Every token that ends a completion: a chat model has its end of turn beside its end of text."""
-    named = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
-    found = set(named if isinstance(named, list) else [named])
-    found.add(loaded.tokenizer.eos_token_id)
-    return sorted(token for token in found if token is not None)
+        return ending.completion(tokens[:length], logprobs[:length], stopped=bool(stop_points))
 
 
 @contextmanager
@@ -124,23 +110,16 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
 
 
-class _StopTexts(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row when a stop text stands at the end of its completion; `ended` keeps after how many tokens."""
+class _Stops(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row where its completion ends; `ended` keeps after how many tokens."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, end_tokens: Sequence[int], prompt_length: int, rows: int) -> None:
-        self._texts, self._tokenizer, self._end_tokens, self._prompt_length = texts, tokenizer, set(end_tokens), prompt_length
-        # A token is a byte at least; a few more, as the first ones of a window may decode otherwise than in their place.
-        self._window = max((len(text.encode()) for text in texts), default=0) + 8
-        self._open = set(range(rows))
+    def __init__(self, ending: Ending, prompt_length: int, rows: int) -> None:
+        self._ending, self._prompt_length = ending, prompt_length
         self.ended: list[int | None] = [None] * rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         length = input_ids.shape[1] - self._prompt_length
-        tails = input_ids[:, -min(self._window, length) :].tolist()
-        for row in sorted(self._open):
-            text = self._tokenizer.decode(tails[row], skip_special_tokens=False)
-            if any(stop in text for stop in self._texts):
+        for row, tokens in enumerate(input_ids[:, -min(length, self._ending.window + 1) :].tolist()):
+            if self.ended[row] is None and self._ending.reached(tokens[:-1], tokens[-1]):
                 self.ended[row] = length
-            if self.ended[row] is not None or tails[row][-1] in self._end_tokens:
-                self._open.remove(row)
         return torch.tensor([end is not None for end in self.ended], device=input_ids.device)
