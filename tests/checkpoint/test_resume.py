@@ -1,11 +1,14 @@
 """A run that stops and goes on is the run that never stopped, to the bit; what is damaged is found, named and passed over."""
 
 import json
+import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,13 +19,13 @@ from ebbtide.checkpoint.export import export, pick
 from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.resume import find
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.state import Snapshot
 from ebbtide.checkpoint.store import UNFINISHED, begin, finish, listed, prune
-from ebbtide.checkpoint.tensors import Entry
+from ebbtide.checkpoint.tensors import read_tensors
 from ebbtide.config.tree import Checkpoint
 from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.report.report import Report
+from killed import Numbers, save_until_killed, saver
 
 MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "host_gib", "moved_gib")
 
@@ -163,46 +166,14 @@ def test_a_checkpoint_without_its_manifest_is_none(two) -> None:
     assert [saved.step for saved in listed(two)] == [1]
 
 
-class Alone:
-    """One rank."""
-
-    rank, count = 0, 1
-
-    def gather(self, mine):
-        return [mine]
-
-
-class Numbers:
-    """A state of a few tensors, each full of its step; `before` is called as one is read."""
-
-    ranks = Alone()
-
-    def __init__(self, before=lambda name: None) -> None:
-        self.before = before
-
-    def snapshot(self, step: int, *, copy: bool) -> Snapshot:
-        def fill(name: str):
-            def into(out: torch.Tensor) -> None:
-                self.before(name)
-                out.fill_(step)
-
-            return into
-
-        entries = [Entry(f"model.w{number}", torch.Size([number, 3]), torch.bfloat16) for number in range(5)]
-        return Snapshot({"run.json": "{}"}, {entry: (fill(entry.name), False) for entry in entries})
-
-
-def saver(folder: Path, state, **options) -> Saver:
-    return Saver(Checkpoint(keep=9, **options), folder, state, print)
-
-
+@pytest.mark.parametrize("problem", [OSError("no space left on device"), RuntimeError("no space left, says torch")])
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_write_that_fails_leaves_the_others_and_no_half(two, async_save) -> None:
+def test_a_write_that_fails_leaves_the_others_and_no_half(two, async_save, problem) -> None:
     full = [True]
 
     def before(name: str) -> None:
         if full[0] and name == "model.w3":
-            raise OSError("no space left on device")
+            raise problem
 
     made = saver(two, Numbers(before), async_save=async_save)
 
@@ -295,35 +266,42 @@ def test_the_newest_and_the_best_are_kept(two) -> None:
     assert [saved.step for saved in listed(two)] == [5]
 
 
-KILLED = """
-import os, signal, sys, threading
-from pathlib import Path
-from ebbtide.checkpoint.store import begin, finish, prune
-folder, moment = Path(sys.argv[1]), float(sys.argv[2])
-threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
-step = 0
-while True:
-    step += 1
-    place = begin(folder, step)
-    for name in "abcdef":
-        (place / name).write_bytes(name.encode() * 200_000)
-    finish(place, {"reward": 0.0}, {})
-    prune(folder, last=2, best=0, metric="reward")
-    print(step, flush=True)
-"""
+def killed_at(folder: Path, moment: int, async_save: bool) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=save_until_killed, args=(folder, moment, async_save, theirs))
+    process.start()
+    theirs.close()
+    finished = []
+    with suppress(EOFError):
+        while True:
+            finished.append(ours.recv())
+    process.join()
+    assert process.exitcode == -9
+    found = listed(folder)
+    assert found[-1].step >= finished[-1]
+    assert all(saved.problem() is None for saved in found)
+    assert len(found) >= min(2, len(finished))  # an old one is never lost before the new one is there
+    for saved in found:
+        weights = {"model.w2": torch.zeros(2, 3, dtype=torch.bfloat16)}
+        read_tensors(weights, saved.path)
+        assert (weights["model.w2"] == saved.step).all()
+    again = saver(folder, Numbers(), async_save=False)
+    again.save(found[-1].step + 1, {})
+    assert not list(folder.glob(f"{UNFINISHED}*"))  # what was cut short is cleared away
 
 
 @pytest.mark.parametrize("number", range(50))
-def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, number) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(0.1 + 0.008 * number)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -9
-    finished = [int(line) for line in done.stdout.split()]
-    found = listed(tmp_path)
-    assert all(saved.problem() is None for saved in found)
-    if finished:
-        assert found[-1].step >= finished[-1]
+def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, number, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the server that they are forked from
+    killed_at(tmp_path, 1 + number, async_save=False)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_killed_while_another_process_writes(tmp_path, number, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    killed_at(tmp_path, 3 + 7 * number, async_save=True)
 
 
 def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:

@@ -85,11 +85,12 @@ class Saver:
             snapshot.release()
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
-        """What each rank's work gave; where it failed on one, it failed."""
+        """What each rank's work gave; where it failed on one, it failed. Whatever it was: the others must not wait for it, and the run must not believe in a checkpoint that is not there."""
         try:
             mine: tuple[Any, str | None] = work(), None
-        except OSError as error:
-            mine = None, str(error)
+        except Exception as error:
+            log.exception("step %d", step)
+            mine = None, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         found = self._state.ranks.gather(mine)
         for rank, (_, problem) in enumerate(found):
             if problem is not None:

@@ -89,14 +89,17 @@ def _tensor(window: mmap.mmap, start: int, entry: Entry) -> Tensor:
 
 def _serve(connection: Connection, memory: int) -> None:
     """The process's side."""
+    torch.serialization.set_crc32_options(False)  # takes as long as writing, and every file has a better digest
     while True:
         folder, entries, share, slot, threads = connection.recv()
         asking = _Asking(connection, entries, mmap.mmap(memory, slot * threads), slot)
         try:
             results = write_tensors(Path(folder), entries, asking, share, threads)
             connection.send(("written", results, digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
-        except OSError as error:
-            connection.send(("failed", str(error)))
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:  # noqa: BLE001  # torch says of a full disk that a position is unexpected
+            connection.send(("failed", str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"))
 
 
 class _Asking:
