@@ -13,6 +13,7 @@ from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import State
 from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
 
 SPARE = 1.5  # a step or a save may take so many times as long as the last one
 
@@ -38,12 +39,18 @@ class Keeper:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """The last checkpoint is there, or was given up, before the run's memory goes."""
         try:
-            if self._saver is not None and (kind is None or not self._hurried):
+            if self._saver is not None and not self._hurried:
                 self._saver.wait()
+        except UserError as problem:
+            if kind is None or issubclass(kind, KeyboardInterrupt):
+                raise
+            self._say(str(problem))  # beside what ended the run
         finally:
-            if self._saver is not None:
-                self._saver.close()
-            self._give_back_signals()
+            try:
+                if self._saver is not None:
+                    self._saver.close()
+            finally:
+                self._give_back_signals()
 
     def _give_back_signals(self) -> None:
         for number, handler in self._before.items():
@@ -58,6 +65,8 @@ class Keeper:
 
     def step_done(self, step: int) -> bool:
         """Whether the step that just ended is to be saved."""
+        if self._saver is not None:
+            self._saver.check()
         now, config = self._clock(), self._config.checkpoint
         self._step_seconds, self._stepped = now - self._stepped, now
         if config is None:
@@ -71,7 +80,7 @@ class Keeper:
         config = self._config.checkpoint
         if config is None or config.deadline_minutes is None:
             return self._asked
-        another = SPARE * (self._step_seconds + max(self._blocked_seconds, self._saver.seconds if self._saver else 0.0))
+        another = SPARE * (self._step_seconds + self._blocked_seconds + (self._saver.seconds if self._saver else 0.0))
         return self._asked or self._stepped - self._began + another > 60 * config.deadline_minutes
 
     def save(self, step: int, metrics: dict[str, float]) -> None:

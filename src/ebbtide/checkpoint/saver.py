@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ebbtide.checkpoint.state import Snapshot, State
 from ebbtide.checkpoint.store import Files, begin, failed, finish, prune
 from ebbtide.checkpoint.tensors import Share, finish_tensors, write_tensors
@@ -25,7 +27,9 @@ class Saver:
         ranks = state.ranks
         self._share = Share(ranks.rank, ranks.count, config.fully_parallel_save)
         self._writer: Writer | None = None
-        self._under_way: threading.Thread | None = None
+        self._there = threading.Event()  # waited for in place of the thread: an interrupted join takes it for ended
+        self._there.set()
+        self._given_up = False
         self._step = 0
         self._problem: UserError | None = None
         self.seconds = 0.0
@@ -34,35 +38,34 @@ class Saver:
     def save(self, step: int, metrics: dict[str, float], *, last: bool = False) -> None:
         """Takes the run as it is now; where saves are asynchronous and it is not the last one, it is written while the run goes on."""
         beside = self._config.async_save and not last
-        if self._under_way is not None and self._under_way.is_alive():
+        if not self._there.is_set():
             self._say(f"the checkpoint of step {self._step} is still being written: waiting for it")
         self.wait()
         self._step, start = step, time.perf_counter()
         snapshot = self._state.snapshot(step, copy=beside)
         log.info("step %d: %.3f s to copy what is to be saved", step, time.perf_counter() - start)
-        self._under_way = threading.Thread(
-            target=self._write, args=(snapshot, step, metrics, start, beside), name="checkpoint", daemon=True
-        )
-        self._under_way.start()
+        self._there.clear()
+        threading.Thread(target=self._write, args=(snapshot, step, metrics, start, beside), name="checkpoint", daemon=True).start()
         if not beside:
             self.wait()
 
     def wait(self) -> None:
         """Until the last checkpoint is there; what went wrong with it is raised here."""
-        if self._under_way is not None:
-            self._under_way.join()
-            self._under_way = None
+        self._there.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong with a checkpoint, if that is known."""
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise problem
 
     def close(self) -> None:
         """Gives up what is still being written."""
-        if self._under_way is not None:
-            if self._writer is not None:
-                self._writer.kill()
-            self._under_way.join()
-            self._under_way = None
+        self._given_up = True
+        if (writer := self._writer) is not None and not self._there.is_set():
+            writer.kill()  # the thread that has it notices, and closes it
+        self._there.wait()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -81,8 +84,12 @@ class Saver:
             log.info("step %d: there after %.3f s", step, self.seconds)
         except UserError as problem:
             self._problem = problem
+        except Exception as error:
+            log.exception("step %d", step)
+            self._problem = failed(self._folder, step, f"{type(error).__name__}: {error}")
         finally:
             snapshot.release()
+            self._there.set()
 
     def _together(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """What each rank's work gave; where it failed on one, it failed. Whatever it was: the others must not wait for it, and the run must not believe in a checkpoint that is not there."""
@@ -103,17 +110,21 @@ class Saver:
             (making / name).write_text(text)
         if not beside:
             entries = {entry.name: entry for entry in snapshot.entries}
+            memory = torch.empty(max((entry.bytes for entry in snapshot.entries), default=0), dtype=torch.uint8)
 
-            def find(name: str) -> Any:
-                snapshot.fill(name, out := entries[name].empty())
+            def find(name: str) -> Any:  # one after the other, in the same memory
+                entry = entries[name]
+                snapshot.fill(name, out := memory[: entry.bytes].view(entry.dtype).view(entry.size))
                 return out
 
             return write_tensors(making, snapshot.entries, find, self._share), {}
         try:
+            if self._given_up:
+                raise OSError("it was given up")
             if self._writer is None:
                 self._writer = Writer()
             return self._writer.write(making, snapshot.entries, snapshot.fill, self._share)
-        except OSError:
+        except BaseException:
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()  # what it still has to say is of a write that failed

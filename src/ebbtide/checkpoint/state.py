@@ -84,6 +84,8 @@ class State:
         mine = folder / f"random-{self.ranks.rank:05d}.json"
         if load_rng and mine.exists():  # a rank that was not there then goes on with the state that its seed gave it
             _set_random_states(json.loads(mine.read_text()))
+        elif load_rng and "random" in run:  # where checkpoints of one rank had it at first
+            _set_random_states(run["random"])
         return int(run["step"])
 
     def _read(self, tensors: dict[str, Tensor], folder: Path, parallel: bool) -> None:

@@ -58,7 +58,7 @@ def _planned(
     folder: Path, entries: Sequence[Entry], find: Callable[[str], Tensor], share: Share, threads: int
 ) -> tuple[FileSystemWriter, _OnDemand, list[SavePlan], Metadata]:
     """Every rank has the same entries, so each knows what all of them plan."""
-    planner, writer = _OnDemand(find, share.parallel), FileSystemWriter(folder / TENSORS, thread_count=threads)
+    planner, writer = _OnDemand(find, share.parallel), FileSystemWriter(folder / TENSORS, thread_count=threads, per_thread_copy_ahead=0)
     planner.set_up_planner(
         _nested({entry.name: torch.empty(entry.size, dtype=entry.dtype, device="meta") for entry in entries}), None, True
     )

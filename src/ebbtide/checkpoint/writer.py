@@ -34,7 +34,7 @@ class Writer:
         self._memory = os.memfd_create("ebbtide-checkpoint", os.MFD_CLOEXEC)
         passed = (theirs.fileno(), self._memory)
         self._process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "ebbtide.checkpoint.writer", *map(str, passed)],
+            [sys.executable, "-P", "-m", "ebbtide.checkpoint.writer", *map(str, passed)],
             pass_fds=passed,
             start_new_session=True,  # a Ctrl-C is the run's to handle
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

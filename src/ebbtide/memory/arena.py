@@ -46,7 +46,7 @@ def check_host_budget(needs: dict[str, int], budget_gib: float | None, taken: in
         raise UserError(
             f"the memory plan sends {wanted / GIB:.2f} GiB to host memory ({listed}), more than {which} "
             f"({free / GIB:.2f} GiB are free): name fewer holdings in `memory.away`, keep more of the optimizer on the device "
-            "(`optimizer.place`, `optimizer.cpu_fraction`), offload fewer activations (`memory.activations`), or raise the budget"
+            "(`optimizer.place`, `optimizer.cpu_fraction`), offload fewer activations (`memory.activations`), let saves wait for the disk (`checkpoint.async_save: false`), or raise the budget"
         )
     return wanted
 

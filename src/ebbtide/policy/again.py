@@ -58,6 +58,7 @@ class NormCall:
         self._shape, self._place, self._load = x.shape, place, load
         self._saved: Any = None
         self._root: Tensor | None = None
+        self._wide_at = 0  # where the input in fp32 lies
         self._made: tuple[Tensor, Tensor] | None = None
         self._users = 0
 
@@ -65,8 +66,12 @@ class NormCall:
         if tensor.shape == (*self._shape[:-1], 1):
             self._root = tensor
             return tensor
-        if tensor.shape != self._shape or not tensor.is_contiguous() or (tensor.dtype != torch.float32 and self._root is None):
-            return tensor  # without the root, as where the input needs no gradient, it stays
+        if tensor.shape != self._shape or not tensor.is_contiguous():
+            return tensor
+        if tensor.dtype == torch.float32 and self._root is None:
+            self._wide_at = tensor.data_ptr()
+        elif self._root is None or (tensor.dtype == torch.float32 and tensor.data_ptr() != self._wide_at):
+            return tensor  # without the root, as where the input needs no gradient, it stays; so does what is normed and in fp32
         if self._x is not None:
             self._saved, self._x = self._place(self._x), None
         self._users += 1
