@@ -182,6 +182,7 @@ def interrupted(folder: Path, at: str, *options: str) -> tuple[int, str, str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # these tests may run in the background, where Ctrl-C is ignored
     )
     assert process.stdout is not None
     for line in process.stdout:

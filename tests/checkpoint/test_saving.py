@@ -5,6 +5,7 @@ import random
 import threading
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.multiprocessing
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.store import listed
 from ebbtide.config.tree import Checkpoint, Memory
+from ebbtide.errors import UserError
 from saved import contents, equal, made, read
 from toy import one_step
 
@@ -67,6 +69,36 @@ def test_what_is_away_is_not_brought_back_for_a_save() -> None:
         read(state.snapshot(3, copy=True))
         assert residency.holdings()["moments"].device == 0
     assert residency.mover.take().bytes_in == 0
+
+
+def test_random_states_come_back(tmp_path) -> None:
+    state, *_ = made()
+    saver = Saver(Checkpoint(async_save=False), tmp_path, state, print)
+    random.seed(5)
+    numpy.random.seed(6)
+    torch.manual_seed(7)
+    saver.save(1, {})
+
+    def drawn():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    wanted = drawn()
+    assert drawn() != wanted
+    state.load(listed(tmp_path)[0].path, load_rng=True)
+    assert drawn() == wanted
+    state.load(listed(tmp_path)[0].path, load_rng=False)
+    assert drawn() != wanted
+
+
+def test_a_save_that_fails_lets_go_of_what_it_held(tmp_path) -> None:
+    state, model, residency, optimizer = made(place="cpu")
+    (tmp_path / "file").write_text("in the way")
+    saver = Saver(Checkpoint(), tmp_path / "file", state, print)
+    saver.save(1, {})
+    with pytest.raises(UserError, match="could not be written"):
+        saver.wait()
+    assert not any(holding.readers for holding in residency._holdings.values())
+    one_step(model, residency, optimizer, torch.randint(31, (2, 2, 8)))
 
 
 def ranks_save_and_load(rank: int, count: int, folder: str, parallel: bool, begin: bool) -> None:

@@ -151,6 +151,16 @@ def test_frozen_blocks(dense) -> None:
             weight.requires_grad = True
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_norms_beside_frozen_ones(name) -> None:
+    """A norm whose weight is frozen saves less than the others: it is no measure for them."""
+    setup = Setup(name, "bfloat16")
+    for weight in setup.blocks[0].parameters():
+        weight.requires_grad = False
+    setup.kept = setup.grads()
+    setup.with_choice([], ["attn_norm", "mlp_norm"])
+
+
 def test_a_backward_that_fails_leaves_nothing_behind(dense) -> None:
     parking = Parking(torch.zeros(2**22, dtype=torch.uint8), Mover(CPU))
     activations = Activations(dense.blocks, Choice(frozenset({"mlp_act"})), parking, minimum=1)
