@@ -147,5 +147,5 @@ if __name__ == "__main__":
             if mode == "device":
                 for row in plain(made, place):
                     rows.append(row)
-                    print(row, flush=True)
+                    save("checkpoint", rows)
     save("checkpoint", rows)

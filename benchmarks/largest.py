@@ -20,11 +20,11 @@ from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.errors import UserError
+from ebbtide.footprint import host_needs
 from ebbtide.memory.arena import check_host_budget, free_host_bytes
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
-from ebbtide.policy.footprint import host_needs
 from ebbtide.policy.model import load_model
 from ebbtide.policy.pack import Trajectory
 from ebbtide.policy.policy import Policy

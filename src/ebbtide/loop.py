@@ -19,12 +19,12 @@ from ebbtide.checkpoint.state import HELD, State
 from ebbtide.config.tree import Checkpoint, Config
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
+from ebbtide.footprint import fit_to_host
 from ebbtide.memory.host import bind_near, pci_address, quiet_collector
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.schedule import learning_rate
-from ebbtide.policy.footprint import fit_to_host
 from ebbtide.policy.model import load_model, pick_device
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference

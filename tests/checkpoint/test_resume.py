@@ -21,6 +21,7 @@ from ebbtide.checkpoint.resume import find
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.store import UNFINISHED, begin, finish, listed, prune
 from ebbtide.checkpoint.tensors import read_tensors
+from ebbtide.checkpoint.writer import Writer
 from ebbtide.config.tree import Checkpoint
 from ebbtide.errors import UserError
 from ebbtide.loop import train
@@ -215,6 +216,17 @@ def test_the_writing_process_killed_in_the_middle(two) -> None:
     assert [saved.step for saved in listed(two)] == [1, 2, 4]
 
 
+def test_a_save_that_waits_copies_one_tensor_at_a_time(two, monkeypatch) -> None:
+    """torch copies what is a part of a larger storage, and keeps the copies until the file ends: a second checkpoint in memory."""
+
+    def refused(_) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(torch.Tensor, "clone", refused)
+    saver(two, Numbers(), async_save=False).save(3, {})
+    assert [saved.step for saved in listed(two)] == [1, 2, 3]
+
+
 def test_one_save_at_a_time_and_the_second_waits(two) -> None:
     going, go = threading.Event(), threading.Event()
 
@@ -369,6 +381,30 @@ def test_the_first_signal_waits_for_the_step_and_the_second_does_not(tiny, tmp_p
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -> None:
+    going, ended = threading.Event(), threading.Event()
+
+    def before(name: str) -> None:
+        going.set()
+        ended.wait()
+
+    kill = Writer.kill
+    monkeypatch.setattr(Writer, "kill", lambda writer: (kill(writer), ended.set()))
+    config = tiny({"checkpoint": {"every": None, "keep": 9}, "train.steps": 100})
+    made = Keeper(config, two.parent, Numbers(before), print)
+    made._saver._folder = two
+    with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
+        made.save(3, {})
+        going.wait()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert not any(
+        thread.name == "checkpoint" and thread.is_alive() and not made._saver._there.is_set() for thread in threading.enumerate()
+    )
+    assert made._saver._writer is None
+    assert [saved.step for saved in listed(two)] == [1, 2]
 
 
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ebbtide.checkpoint.state import Snapshot, State
 from ebbtide.checkpoint.store import Files, begin, failed, finish, prune
@@ -110,11 +111,10 @@ class Saver:
             (making / name).write_text(text)
         if not beside:
             entries = {entry.name: entry for entry in snapshot.entries}
-            memory = torch.empty(max((entry.bytes for entry in snapshot.entries), default=0), dtype=torch.uint8)
+            memory = mmap.mmap(-1, max(1, *(entry.bytes for entry in snapshot.entries)))
 
-            def find(name: str) -> Any:  # one after the other, in the same memory
-                entry = entries[name]
-                snapshot.fill(name, out := memory[: entry.bytes].view(entry.dtype).view(entry.size))
+            def find(name: str) -> Tensor:  # one after the other, in the same memory
+                snapshot.fill(name, out := entries[name].within(memory, 0))
                 return out
 
             return write_tensors(making, snapshot.entries, find, self._share), {}

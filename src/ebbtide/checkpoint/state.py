@@ -65,7 +65,7 @@ class State:
             fills[entry] = (lambda out, stored=stored: stored.fill(out, twins)), bool(twins.leased)  # type: ignore[misc]
         snapshot = Snapshot(texts, fills)
         if twins.leased:
-            snapshot.release = self.residency.lend(*twins.leased, copy_first=snapshot.copy_rest).release
+            snapshot.release = self.residency.lease(*twins.leased, copy_first=snapshot.copy_rest).release
         for move in twins.moves:
             self.residency.mover.host_waits(move)
         return snapshot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,12 @@ class Entry:
 
     def empty(self) -> Tensor:
         return torch.empty(self.size, dtype=self.dtype)
+
+    def within(self, memory: mmap.mmap, start: int) -> Tensor:
+        """The tensor over a part of some memory. Its storage is as large as it is: torch writes others from a copy, and keeps that until the file ends."""
+        if not self.bytes:
+            return self.empty()
+        return torch.frombuffer(memory, dtype=self.dtype, count=self.size.numel(), offset=start).view(self.size)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Writer:
                 kind, *rest = self._connection.recv()
                 if kind == "wants":
                     name, number = rest
-                    fill(name, _tensor(window, number * slot, by_name[name]))
+                    fill(name, by_name[name].within(window, number * slot))
                     self._connection.send(None)
                 elif kind == "written":
                     results, files = rest
@@ -79,12 +79,6 @@ class Writer:
         self._process.wait()
         self._connection.close()
         os.close(self._memory)
-
-
-def _tensor(window: mmap.mmap, start: int, entry: Entry) -> Tensor:
-    if not entry.bytes:
-        return entry.empty()
-    return torch.frombuffer(window, dtype=entry.dtype, count=entry.size.numel(), offset=start).view(entry.size)
 
 
 def _serve(connection: Connection, memory: int) -> None:
@@ -115,7 +109,7 @@ class _Asking:
             number = self._numbers.setdefault(threading.get_ident(), len(self._numbers))
             self._connection.send(("wants", name, number))
             self._connection.recv()
-        return _tensor(self._window, number * self._slot, self._entries[name])
+        return self._entries[name].within(self._window, number * self._slot)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,19 @@ class Bytes(NamedTuple):
 
 @dataclass(eq=False)
 class Lease:
-    """A reader's: what it holds neither moves nor changes until it is released."""
+    """A reader's: what it holds neither moves nor changes until it is released, at the end of a `with` or by hand."""
 
     held: Sequence[_Holding]
     released: threading.Condition
     thread: int
     copy_first: Callable[[], None] | None
     """Called by one that wants to change what is held, and waits: may copy the rest, and release."""
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Once, or again: by any thread."""
@@ -198,17 +204,8 @@ class Residency:
         """Its owner let go of a holding that comes and goes, wherever it was."""
         self._holdings[name].away = False
 
-    @contextmanager
-    def lease(self, *names: Name) -> Iterator[None]:
-        """For a reader beside the loop: what it holds neither moves nor changes until it is done."""
-        lease = self.lend(*names)
-        try:
-            yield
-        finally:
-            lease.release()
-
-    def lend(self, *names: Name, copy_first: Callable[[], None] | None = None) -> Lease:
-        """A lease that is released by hand, by any thread; `copy_first` is called by a writer that waits for it."""
+    def lease(self, *names: Name, copy_first: Callable[[], None] | None = None) -> Lease:
+        """For a reader beside the loop, such as a save. `copy_first` is called by a writer that waits for it."""
         held = [self._holdings[name] for name in names]
         lease = Lease(held, self._released, threading.get_ident(), copy_first)
         with self._released:

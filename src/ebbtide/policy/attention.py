@@ -25,6 +25,14 @@ PACKED = "ebbtide_packed"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
+def refuse_extras(module: nn.Module, softcap: float | None, sinks: Tensor | None) -> None:
+    """What some families add to attention and no kernel here has."""
+    if softcap is not None or sinks is not None:
+        raise UserError(
+            f"{type(module).__name__} uses soft-capped attention scores or attention sinks, which attention here does not have: choose another model"
+        )
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, channels]
@@ -41,10 +49,7 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: [1, T, heads, channels]."""
-    if softcap is not None or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} uses soft-capped attention scores or attention sinks, which training on packed sequences does not have: choose another model"
-        )
+    refuse_extras(module, softcap, s_aux)
     window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
     attend = _varlen if flash else _padded

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ebbtide.errors import UserError
+from ebbtide.policy.attention import refuse_extras
 from ebbtide.rollout.paged.schedule import Chunk, Group, Sample
 
 PAGED = "ebbtide_paged"
@@ -91,10 +91,7 @@ def paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Writes the new keys and values, and attends to all of their sequences: [1, T, heads, channels]."""
-    if softcap is not None or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} uses soft-capped attention scores or attention sinks, which this engine does not have: choose another model"
-        )
+    refuse_extras(module, softcap, s_aux)
     step, layer = paged_step, int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     keys[step.slots] = key[0].transpose(0, 1)
