@@ -400,9 +400,7 @@ def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -
         going.wait()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-    assert not any(
-        thread.name == "checkpoint" and thread.is_alive() and not made._saver._there.is_set() for thread in threading.enumerate()
-    )
+    assert made._saver._there.is_set()
     assert made._saver._writer is None
     assert [saved.step for saved in listed(two)] == [1, 2]
 
