@@ -120,6 +120,16 @@ def test_where_resume_looks(tiny, tmp_path, monkeypatch) -> None:
         find(tiny({**longer, "resume": "runs/elsewhere"}), print)
 
 
+def test_later_checkpoints_are_kept_aside_when_a_run_goes_on_from_an_earlier_one(tiny, tmp_path) -> None:
+    config = {**EVERYTHING, "run.folder": str(tmp_path / "a"), "checkpoint.every": 1, "checkpoint.keep": 2, "train.steps": 4}
+    straight = run(tiny(config))
+    place = tmp_path / "a" / "checkpoints"
+    for _ in range(2):
+        resumed = find(tiny({**config, "resume": str(place / "step-000003")}), print)
+        assert same(run(tiny({**config, "resume": str(place)}), resumed), straight)
+    assert sorted(path.name for path in place.iterdir()) == ["aside-step-000004", "aside-step-000004.2", "step-000003", "step-000004"]
+
+
 def write(folder: Path, step: int, metrics: dict[str, float], fill) -> None:
     making = begin(folder, step)
     fill(making)

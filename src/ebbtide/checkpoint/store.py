@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -91,6 +92,17 @@ def prune(folder: Path, last: int, best: int, metric: str) -> None:
             going = folder / f"{UNFINISHED}old-{saved.path.name}"
             saved.path.rename(going)  # first out of sight, so that half of one is never offered
             shutil.rmtree(going, ignore_errors=True)
+
+
+def set_aside(folder: Path, after: int) -> list[Path]:
+    """Those after a step that a run goes on from anew, under names that are no checkpoint's: never offered or pruned, nor in the way of those to come."""
+    aside = []
+    for path in sorted(folder.glob("step-*")):
+        step = path.name.removeprefix("step-")
+        if step.isdigit() and int(step) > after:
+            names = (folder / f"aside-{path.name}{mark}" for mark in itertools.chain([""], (f".{n}" for n in itertools.count(2))))
+            aside.append(path.rename(next(name for name in names if not name.exists())))
+    return aside
 
 
 def newest_sound(found: Sequence[Saved], say: Callable[[str], None]) -> Saved | None:

@@ -9,7 +9,7 @@ from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ebbtide.checkpoint.store import Saved
+from ebbtide.checkpoint.store import Saved, set_aside
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
@@ -22,11 +22,14 @@ class RunFolder:
     """`config.yaml`, `metrics.jsonl`, `rollouts.jsonl`. One running process holds its lock."""
 
     def __init__(self, config: Config, resumed: Saved | None = None) -> None:
+        self.aside: list[Path] = []
+        """Checkpoints of steps that will be done again."""
         if resumed is not None:  # the run goes on in its own folder
             self.path, self._made = resumed.path.parent.parent, False
             self._lock = _locked(self.path)
             for name in ("metrics.jsonl", "rollouts.jsonl"):
                 _forget_after(self.path / name, resumed.step)
+            self.aside = set_aside(resumed.path.parent, resumed.step)
         else:
             self.path, self._made = _make(config)
             _refuse_what_is_there(self.path, config.run.overwrite)

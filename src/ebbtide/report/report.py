@@ -83,6 +83,10 @@ class Report:
 
         if self.resumed is not None:
             self.terminal.say(f"going on after step {self.resumed.step}, from {self.resumed.path}")
+        if self.folder.aside:
+            self.terminal.say(
+                f"later checkpoints are kept aside, and yours to remove: {', '.join(str(path) for path in self.folder.aside)}"
+            )
         for note in notes:
             self.terminal.say(note)
         if residency.plan.moves or any(size.host for size in residency.holdings().values()):
