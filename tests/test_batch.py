@@ -15,9 +15,9 @@ PROMPTS = [Prompt(Problem(ask(str(i))), str(i), [i]) for i in range(2)]
 
 
 def batch(config, rewards, finishes=None):
-    groups = [[Completion([1, 2], [0.0, 0.0], "stop", "") for _ in group] for group in rewards]
+    groups = [[Completion([1, 2], [0.0, 0.0], [0.0, 0.0], "stop", "") for _ in group] for group in rewards]
     if finishes:
-        groups = [[Completion([1, 2], [0.0, 0.0], finish, "") for finish in row] for row in finishes]
+        groups = [[Completion([1, 2], [0.0, 0.0], [0.0, 0.0], finish, "") for finish in row] for row in finishes]
     return assemble(config, PROMPTS, groups, [Scored(reward, {"part": reward}) for group in rewards for reward in group])
 
 

@@ -71,7 +71,7 @@ def requests(prompts: Sequence[Prompt], samples: int, *names: object) -> list[Re
 
 
 def training_sampling(rollout: Rollout) -> Sampling:
-    return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tuple(rollout.stop))
+    return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, tuple(rollout.stop))
 
 
 def assemble(

@@ -30,6 +30,7 @@ def evaluate(config: Config, engine: Engine, scoring: ScoringPool, prompts: Sequ
         settings.temperature,
         rollout.top_p if sampled else 1.0,
         rollout.top_k if sampled else 0,
+        rollout.min_p if sampled else 0.0,
         tuple(rollout.stop),
     )
     groups = engine.generate(requests(prompts, settings.samples, config.seed, "evaluate"), sampling, progress)

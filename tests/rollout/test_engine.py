@@ -19,6 +19,7 @@ ENGINES = {
     "huggingface": HuggingFaceEngine,
     "paged": PagedEngine,
     "paged, tight": partial(PagedEngine, block=2, chunk=3, blocks=11),  # prompts in pieces, samples that give way
+    "paged, ahead": partial(PagedEngine, block=2, chunk=3, blocks=11, ahead=True),  # planned before the last step's tokens are known
     "paged, no sharing": partial(PagedEngine, block=4, share_prompts=False),
 }
 
@@ -68,7 +69,9 @@ def test_sampled_logprobs_are_those_of_the_tempered_model(tiny, engine_of) -> No
         for completion in group:
             with torch.no_grad():
                 wanted = forward_logprobs(loaded.model, prompt, completion.tokens, 0.8)
+                plain = forward_logprobs(loaded.model, prompt, completion.tokens)
             torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(torch.tensor(completion.plain_logprobs), plain, atol=1e-4, rtol=1e-4)
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(tiny, engine_of) -> None:

@@ -21,60 +21,80 @@ def needed(tokens: int) -> int:
     return -(-tokens // SIZE)
 
 
-def check(schedule: Schedule) -> None:
-    """Every block is free, or belongs to one prompt or one sample."""
-    held = [block for group in schedule.groups for block in group.read.blocks]
-    held += [block for sample in schedule.samples for block in sample.own.blocks]
+def check(schedule: Schedule, groups: list[Group]) -> None:
+    """Every block is free, or belongs to one prompt or one sample; and so does every row."""
+    samples = [sample for group in groups for sample in group.samples]
+    held = [block for group in groups for block in group.read.blocks] + [block for sample in samples for block in sample.own.blocks]
     assert len(set(held)) == len(held)
     assert schedule.blocks.free + len(held) == schedule.blocks.count
-    for group in schedule.groups:
+    rows = [sample.row for sample in samples if sample.runs]
+    assert len(set(rows)) == len(rows) == schedule.running
+    for group in groups:
         assert group.read.computed <= SIZE * len(group.read.blocks)
         assert bool(group.read.blocks) == any(sample.runs for sample in group.samples)
+    assert set(schedule.groups.values()) == {group for group in groups if not all(sample.done for sample in group.samples)}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=300)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=6),
     st.integers(0, 20),
-    st.integers(1, 6),
+    st.integers(1, 12),
     st.integers(1, 7),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, chance) -> None:
+def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ahead, chance) -> None:
+    """Prompts come in over time, are cancelled at any moment, and tokens are known at once or a step later."""
     most = 8
-    count = needed(max(length for length, _ in prompts)) + needed(most) + spare
-    schedule = Schedule([(range(length), samples) for length, samples in prompts], Blocks(count), SIZE, batch=batch, chunk=chunk)
-    lengths = {sample: chance.randint(1, most) for sample in schedule.samples}
-    cancelled = {sample for sample in schedule.samples if chance.random() < 0.1}
-    for _ in range(5000):
-        if schedule.finished:
+    count = needed(max(length for length, *_ in prompts)) + needed(most) + spare
+    schedule = Schedule(Blocks(count), SIZE, batch=batch, chunk=chunk)
+    groups: list[Group] = []
+    lengths: dict[Sample, int] = {}
+    cancelled: set[Sample] = set()
+    under_way: list[Sample] = []
+    ran_when_asked: dict[Sample, int] = {}
+    for number in range(5000):
+        for length, samples, when in prompts:
+            if when == number:
+                added = schedule.add(range(length), [chance.randint(1, most) for _ in range(samples)])
+                groups.append(added[0].group)
+                lengths |= {sample: chance.randint(1, sample.limit) for sample in added}
+                cancelled |= {sample for sample in added if chance.random() < 0.1}
+        if number > 5 and schedule.finished:
             break
         work = schedule.next()
-        check(schedule)
-        assert work
+        check(schedule, groups)
+        assert work or under_way or schedule.finished
         assert schedule.running <= batch
         assert sum(item.last - item.first for item in work if isinstance(item, Chunk)) <= chunk
-        wanting = []
+        asked: list[Sample] = []
         for item in work:
             if isinstance(item, Sample):
                 assert item.group.is_read
-                assert item.own.computed == len(item.tokens) - 1
-                assert len(item.own.slots(0, len(item.tokens), SIZE)) == len(item.tokens)  # its last token has a place
-                wanting.append(item)
-            elif schedule.advance(item):
-                assert isinstance(item.of, Group)
-                wanting += [sample for sample in item.of.samples if not sample.tokens and not sample.done]
-        for sample in wanting:
-            schedule.sampled(sample, len(sample.tokens), 0.0, done=len(sample.tokens) + 1 == lengths[sample])
+                assert item.own.computed == item.asked - 1
+                assert (
+                    len(item.tokens) == item.own.computed or ran_when_asked[item] == item.admission
+                )  # its last token is known, or in its row
+                assert len(item.own.slots(0, item.own.computed, SIZE)) == item.own.computed  # its last token has a place
+                asked.append(item)
+            else:
+                assert len(item.tokens) == item.last - item.first  # all of them are known
+                asked += schedule.first_tokens(item)
+        ran_when_asked |= {sample: sample.admission if sample.runs else -1 for sample in asked}
+        known, under_way = (under_way, asked) if ahead else (asked, [])
+        for sample in known:
+            if not sample.done:
+                schedule.sampled(sample, len(sample.tokens), done=len(sample.tokens) + 1 == lengths[sample])
         for sample in sorted(cancelled, key=lambda sample: sample.number):
-            if not sample.done and chance.random() < 0.2:
+            if chance.random() < 0.2:
                 schedule.cancel(sample)
-        check(schedule)
+        check(schedule, groups)
     assert schedule.finished
     assert schedule.blocks.free == count
-    for sample in schedule.samples:
+    for sample, length in lengths.items():
         assert sample.done
-        assert sample.tokens == list(range(lengths[sample])) or sample in cancelled
+        assert sample.tokens == list(range(length)) or sample in cancelled
 
 
 def test_samples_that_give_way_end_the_same(tiny) -> None:

@@ -259,6 +259,9 @@ class Rollout(Section):
     top_k: Natural = 0
     """Sample from this many likeliest tokens; 0 is all."""
 
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Sample from tokens with at least this share of the likeliest one's probability; 0 is all."""
+
     stop: list[str] = []
     """Texts that end a completion. What stands before the text is scored; the tokens up to and with it are trained on."""
 

@@ -19,7 +19,10 @@ class Sampling:
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    ignore_end: bool = False
+    """Go on past end tokens, to the last token: for measuring."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Completion:
     """The sampled tokens, with the end token or stop text that ended them."""
     logprobs: list[float]
     """Of each token, at the sampling temperature (greedy: at 1), over the whole vocabulary."""
+    plain_logprobs: list[float]
+    """The same at temperature 1."""
     finish: Literal["stop", "length"]
     text: str
     """The tokens as text, without special tokens and without the stop text."""

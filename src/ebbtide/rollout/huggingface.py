@@ -53,7 +53,7 @@ class HuggingFaceEngine:
         pad = self._tokenizer.pad_token_id or 0  # padding is masked: any token will do
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        chooser = _Chooser(uniforms(seeds, sampling.max_new_tokens, device), sampling, count)
+        chooser = _Chooser(uniforms(seeds, sampling.max_new_tokens).to(device), sampling, count)
         ending = Ending(sampling, self._tokenizer, self._end_tokens)
         stops = _Stops(ending, longest, len(prompts))
         settings = GenerationConfig(
@@ -67,20 +67,18 @@ class HuggingFaceEngine:
                 logits_processor=LogitsProcessorList([chooser]),
                 stopping_criteria=StoppingCriteriaList([stops] if sampling.stop else []),
             )
-        tokens = torch.stack(chooser.tokens, 1).tolist()  # [B][N]
-        logprobs = torch.stack(chooser.logprobs, 1).tolist()
+        tokens, logprobs, plain = (torch.stack(columns, 1).tolist() for columns in zip(*chooser.drawn, strict=True))  # each [B][N]
         if not all(map(math.isfinite, itertools.chain(*logprobs))):
             raise diverged()
-        return [
-            self._completion(ending, row_tokens, row_logprobs, stops.ended[row])
-            for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True))
-        ]
+        return [self._completion(ending, tokens[row], logprobs[row], plain[row], stopped_at) for row, stopped_at in enumerate(stops.ended)]
 
-    def _completion(self, ending: Ending, tokens: list[int], logprobs: list[float], stopped_at: int | None) -> Completion:
+    def _completion(
+        self, ending: Ending, tokens: list[int], logprobs: list[float], plain: list[float], stopped_at: int | None
+    ) -> Completion:
         ends = (place + 1 for place, token in enumerate(tokens) if token in self._end_tokens)
         stop_points = [point for point in (next(ends, None), stopped_at) if point is not None]
         length = min(stop_points, default=len(tokens))
-        return ending.completion(tokens[:length], logprobs[:length], stopped=bool(stop_points))
+        return ending.completion(tokens[:length], logprobs[:length], plain[:length], stopped=bool(stop_points))
 
 
 @contextmanager
@@ -99,15 +97,12 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, uniform: Tensor, sampling: Sampling, count: Callable[[int], None]) -> None:
         self._uniform, self._sampling, self._count = uniform, sampling, count  # [B, N]
-        self.tokens: list[Tensor] = []  # [N] of [B]
-        self.logprobs: list[Tensor] = []  # [N] of [B]
+        self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, log-probs, plain log-probs: [N] of [B] each
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens, logprobs = choose(scores, self._uniform[:, len(self.tokens)], self._sampling)
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
-        self._count(len(self.tokens))
-        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
+        self.drawn.append(choose(scores, self._uniform[:, len(self.drawn)], self._sampling))
+        self._count(len(self.drawn))
+        return torch.full_like(scores, -torch.inf).scatter_(-1, self.drawn[-1][0][:, None], 0.0)
 
 
 class _Stops(StoppingCriteria):  # type: ignore[misc]

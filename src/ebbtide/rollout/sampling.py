@@ -12,17 +12,17 @@ from torch import Tensor
 from ebbtide.rollout.engine import Sampling
 
 
-def uniforms(seeds: Sequence[int], positions: int, device: torch.device) -> Tensor:
+def uniforms(seeds: Sequence[int], positions: int) -> Tensor:
     """[samples, positions] in [0, 1): row i depends on seeds[i] alone, and is the same on every device."""
-    rows = [numpy.random.Generator(numpy.random.Philox(seed)).random(positions) for seed in seeds]
-    return torch.from_numpy(numpy.stack(rows)).to(device)
+    return torch.from_numpy(numpy.stack([numpy.random.Generator(numpy.random.Philox(seed)).random(positions) for seed in seeds]))
 
 
-def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """From fp32 logits [B, V] and one number per row [B]: the tokens [B], and their log-probs [B] at the temperature (greedy: at 1).
+def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """From fp32 logits [B, V] and one number per row [B]: the tokens [B], and their log-probs [B] at the temperature (greedy: at 1), and at 1.
 
-    The log-probs are over the whole vocabulary, also where top-k and top-p cut the choice: that is what a trainer computes as well.
+    The log-probs are over the whole vocabulary, also where top-k, top-p and min-p cut the choice: that is what a trainer computes as well.
     """
+    plain = logits
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
     else:
@@ -33,18 +33,20 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         target = (uniform * parts[:, -1]).long()  # [B], below the last sum
         # Logits that are not finite point nowhere: they are kept within bounds here, and the engine finds their log-probs.
         tokens = torch.searchsorted(parts, target[:, None], right=True)[:, 0].clamp(0, logits.shape[-1] - 1)
-    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-    return tokens, logprobs
+    logprobs, plain_logprobs = (values.gather(-1, tokens[:, None])[:, 0] - values.logsumexp(-1) for values in (logits, plain))
+    return tokens, logprobs, plain_logprobs
 
 
 def _truncated(logits: Tensor, sampling: Sampling) -> Tensor:
-    """-inf for what top-k and top-p leave out."""
+    """-inf for what top-k, top-p and min-p leave out, each of what the ones before it left."""
     if 0 < sampling.top_k < logits.shape[-1]:
         weakest = logits.topk(sampling.top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < weakest, -math.inf)
     if sampling.top_p < 1:
-        ordered, order = logits.sort(-1, descending=True)
+        ordered = logits.sort(-1, descending=True).values
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that is likelier
-        outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
-        logits = logits.masked_fill(outside, -math.inf)
+        weakest = ordered.masked_fill(before >= sampling.top_p, math.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < weakest, -math.inf)  # those as likely as the last one stay with it
+    if sampling.min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), -math.inf)
     return logits

@@ -3,76 +3,131 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy
+import numpy.typing
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
 
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import free_host_bytes
-from ebbtide.policy.attention import attention
-from ebbtide.policy.model import Loaded, decoder, head_shape, head_weight
+from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
 from ebbtide.rollout.ending import Ending, end_tokens
 from ebbtide.rollout.engine import Completion, Request, Sampling, diverged
-from ebbtide.rollout.paged.cache import PAGED, Cache, step_for
-from ebbtide.rollout.paged.schedule import Blocks, Chunk, Sample, Schedule
-from ebbtide.rollout.sampling import choose, uniforms
+from ebbtide.rollout.paged.attention import Cache, Shape
+from ebbtide.rollout.paged.plain import PlainRunner
+from ebbtide.rollout.paged.runner import Draw, Drawn, Runner
+from ebbtide.rollout.paged.schedule import Blocks, Sample, Schedule
+from ebbtide.rollout.sampling import uniforms
 
 SHARE = 0.9  # of the memory that is free when generation begins
+BLOCKS = {"cpu": 16, "cuda": 64}  # tokens of a block
+CHUNKS = {"cpu": 2048, "cuda": 16384}  # tokens that are read in one go
+
+
+@dataclass(eq=False)
+class Told:
+    """A sample as its asker sees it."""
+
+    sample: Sample
+    sampling: Sampling
+    ending: Ending
+    uniform: numpy.typing.NDArray[numpy.float64]
+    logprobs: list[float] = field(default_factory=list)
+    plain_logprobs: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+    """None while it goes on, and where it was cancelled."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sample.tokens
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return self.ending.completion(self.tokens, self.logprobs, self.plain_logprobs, stopped=self.finish == "stop")
 
 
 class PagedEngine:
     def __init__(
-        self, loaded: Loaded, batch: int, *, block: int = 16, chunk: int = 8192, blocks: int | None = None, share_prompts: bool = True
+        self,
+        loaded: Loaded,
+        batch: int,
+        *,
+        block: int | None = None,
+        chunk: int | None = None,
+        blocks: int | None = None,
+        share_prompts: bool = True,
+        ahead: bool | None = None,
     ) -> None:
-        """`batch` samples decode at once; `blocks` of `block` tokens are the cache, as many as are useful and fit where that is None."""
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        """`batch` samples decode at once; `blocks` of `block` tokens are the cache, as many as are useful and fit where that is None.
+
+        `ahead`: a step is planned before the last one's tokens are known, so that a device never waits for the host; None: on a device.
+        """
+        self.tokenizer, self._model, self._batch = loaded.tokenizer, loaded.model, batch
         self._end_tokens = end_tokens(loaded)
-        self._batch, self._block, self._chunk, self._blocks, self._share = batch, block, chunk, blocks, share_prompts
-        config = loaded.model.config.get_text_config()
-        self._layers = int(config.num_hidden_layers)
-        self._heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        self._channels = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        device = loaded.model.device
+        self._block = block or BLOCKS[device.type]
+        self._chunk = chunk or CHUNKS[device.type]
+        self._blocks, self._share = blocks, share_prompts
+        self._ahead = device.type == "cuda" if ahead is None else ahead
+        self._shape = Shape(loaded.model.config)
+        self._runner = self._build_runner()
         self.preempted = 0
         """Samples that gave way in the last call."""
 
-    @torch.no_grad()
+    def _build_runner(self) -> Runner:
+        if self._model.device.type != "cuda":
+            return PlainRunner(self._model, self._block)
+        from ebbtide.rollout.paged.device import DeviceRunner
+
+        return DeviceRunner(self._model, self._batch, self._block)
+
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
-        seeds = [seed for request in requests for seed in request.seeds]
+        seeds = sum(len(request.seeds) for request in requests)
         if not seeds:
             return [[] for _ in requests]
-        prompts = (
-            [(request.prompt, len(request.seeds)) for request in requests]
-            if self._share
-            else [(request.prompt, 1) for request in requests for _ in request.seeds]
-        )
-        blocks = Blocks(self._count(prompts, sampling.max_new_tokens))
-        schedule = Schedule(prompts, blocks, self._block, batch=self._batch, chunk=self._chunk)
-        weight = next(self._model.parameters())
-        cache = Cache(self._layers, blocks.count * self._block, self._heads, self._channels, weight.dtype, weight.device)
-        run = _Run(self, schedule, cache, sampling, uniforms(seeds, sampling.max_new_tokens, weight.device))
-        with attention(self._model, PAGED):
-            while not schedule.finished:
-                run.step()
-                progress(sum(sample.done for sample in schedule.samples), len(schedule.samples))
-        self.preempted = schedule.preempted
-        assert blocks.free == blocks.count
-        done = iter(run.completions[sample.number] for sample in schedule.samples)
-        return [[next(done) for _ in request.seeds] for request in requests]
+        prompts = [(len(request.prompt), len(request.seeds)) for request in requests]
+        ended = 0
+        with self.session(prompts, sampling.max_new_tokens) as session:
+            told = [session.add(request, sampling) for request in requests]
+            while not session.finished:
+                ended += sum(one.finish is not None for one in session.step())
+                progress(ended, seeds)
+            self.preempted = session.preempted
+        return [[one.completion() for one in group] for group in told]
 
-    def _count(self, prompts: Sequence[tuple[Sequence[int], int]], new: int) -> int:
+    @contextmanager
+    def session(self, prompts: Sequence[tuple[int, int]], new: int) -> Iterator[Session]:
+        """Room for prompts of these lengths with so many samples each, of `new` tokens at most. Sessions of one engine follow each other."""
+        count = self._count(prompts, new)
+        weight = next(self._model.parameters())
+        cache = Cache(self._shape, count * self._block, weight.dtype, weight.device)
+        schedule = Schedule(Blocks(count), self._block, batch=self._batch, chunk=self._chunk)
+        self._runner.begin(cache, self._needed(max(length for length, _ in prompts)), self._needed(new))
+        try:
+            with torch.no_grad():
+                yield Session(self._runner, schedule, self._ending, self._share, self._ahead)
+        finally:
+            self._runner.end()
+
+    def _ending(self, sampling: Sampling) -> Ending:
+        return Ending(sampling, self.tokenizer, self._end_tokens)
+
+    def _count(self, prompts: Sequence[tuple[int, int]], new: int) -> int:
         """Blocks of the cache: enough for all at once, or as many as memory has room for."""
         if self._blocks is not None:
             count = self._blocks
         else:
             running = min(self._batch, sum(samples for _, samples in prompts))
-            useful = sum(self._needed(len(prompt)) for prompt, _ in prompts) + running * (self._needed(new) + 1)
+            read = sum(self._needed(length) * (1 if self._share else samples) for length, samples in prompts)
             weight = next(self._model.parameters())
-            each = 2 * self._layers * self._block * self._heads * self._channels * weight.element_size()
-            count = min(useful, int(SHARE * _free_bytes(weight.device)) // each)
-        longest = max(self._needed(len(prompt)) for prompt, _ in prompts) + self._needed(new)
+            each = self._block * self._shape.bytes(weight.dtype)
+            count = min(read + running * (self._needed(new) + 1), int(SHARE * _free_bytes(weight.device)) // each)
+        longest = max(self._needed(length) for length, _ in prompts) + self._needed(new)
         if count < longest:
             raise UserError(
                 f"the cache has room for {count * self._block:,} tokens, and one sample may need {longest * self._block:,}: lower `rollout.max_new_tokens` or "
@@ -84,60 +139,91 @@ class PagedEngine:
         return -(-tokens // self._block)
 
 
-class _Run:
-    """One call of `generate`."""
+class Session:
+    """Prompts come in at any time; every step moves all that can move by one pass through the model."""
 
-    def __init__(self, engine: PagedEngine, schedule: Schedule, cache: Cache, sampling: Sampling, uniform: Tensor) -> None:
-        self._model, self._block, self._schedule, self._cache = engine._model, engine._block, schedule, cache
-        self._sampling, self._uniform = sampling, uniform  # [samples, max_new_tokens]
-        self._ending = Ending(sampling, engine._tokenizer, engine._end_tokens)
-        self.completions: dict[int, Completion] = {}
+    def __init__(self, runner: Runner, schedule: Schedule, ending: Callable[[Sampling], Ending], share_prompts: bool, ahead: bool) -> None:
+        self._runner, self._schedule, self._make_ending, self._share, self._ahead = runner, schedule, ending, share_prompts, ahead
+        self._endings: dict[Sampling, Ending] = {}
+        self._told: dict[int, Told] = {}
+        self._under_way: Drawn | None = None
 
-    def step(self) -> None:
-        """One pass through the model."""
+    @property
+    def finished(self) -> bool:
+        return self._schedule.finished
+
+    @property
+    def preempted(self) -> int:
+        return self._schedule.preempted
+
+    @property
+    def free_blocks(self) -> int:
+        return self._schedule.blocks.free
+
+    @property
+    def blocks(self) -> int:
+        return self._schedule.blocks.count
+
+    @property
+    def waiting(self) -> int:
+        return self._schedule.waiting
+
+    def add(self, request: Request, sampling: Sampling) -> list[Told]:
+        ending = self._endings.setdefault(sampling, self._make_ending(sampling))
+        count, limit = len(request.seeds), sampling.max_new_tokens
+        samples = (
+            self._schedule.add(request.prompt, [limit] * count)
+            if self._share
+            else [sample for _ in request.seeds for sample in self._schedule.add(request.prompt, [limit])]
+        )
+        told = [
+            Told(sample, sampling, ending, numbers) for sample, numbers in zip(samples, uniforms(request.seeds, limit).numpy(), strict=True)
+        ]
+        self._told |= {one.sample.number: one for one in told}
+        return told
+
+    def cancel(self, told: Told) -> None:
+        self._schedule.cancel(told.sample)
+        self._told.pop(told.sample.number, None)
+
+    def step(self) -> list[Told]:
+        """One pass through the model; those that have another token now."""
         work = self._schedule.next()
-        step = step_for(work, self._cache, self._block, self._uniform.device)
-        hidden = decoder(self._model)(
-            input_ids=step.tokens[None], position_ids=step.positions[None], use_cache=False, paged_step=step
-        ).last_hidden_state[0]  # [T, H]
-        wanting: list[Sample] = []
-        rows: list[int] = []
-        place = 0
-        for item in work:
-            if isinstance(item, Sample):
-                wanting.append(item)
-                rows.append(place)
-                place += 1
-                continue
-            place += item.last - item.first
-            if self._schedule.advance(item):
-                firsts = _first_tokens(item)
-                wanting += firsts
-                rows += [place - 1] * len(firsts)
-        if wanting:
-            self._sample(wanting, hidden[torch.tensor(rows, device=hidden.device)])
+        before, drawn = self._under_way, None
+        if work and isinstance(work[0], Sample):
+            drawn = self._runner.decode([self._draw(sample) for sample in work if isinstance(sample, Sample)])
+        elif work:
+            chunks = [chunk for chunk in work if not isinstance(chunk, Sample)]
+            drawn = self._runner.read(chunks, [[self._draw(sample) for sample in self._schedule.first_tokens(chunk)] for chunk in chunks])
+        if self._ahead and drawn is not None:
+            self._under_way = drawn
+            return self._take(before) if before is not None else []
+        self._under_way = None
+        return [one for step in (before, drawn) if step is not None for one in self._take(step)]
 
-    def _sample(self, samples: Sequence[Sample], hidden: Tensor) -> None:
-        weight, bias = head_weight(self._model)
-        scale, softcap = head_shape(self._model.config)
-        logits = linear(hidden, weight, bias).float()
-        if softcap is not None:
-            logits = (logits / softcap).tanh() * softcap
-        numbers = torch.tensor([[sample.number, len(sample.tokens)] for sample in samples], device=logits.device)
-        tokens, logprobs = choose(logits * scale, self._uniform[numbers[:, 0], numbers[:, 1]], self._sampling)
-        for sample, token, logprob in zip(samples, tokens.tolist(), logprobs.tolist(), strict=True):
+    def _draw(self, sample: Sample) -> Draw:
+        told = self._told[sample.number]
+        return Draw(sample, told.sampling, float(told.uniform[sample.asked - 1]))
+
+    def _take(self, drawn: Drawn) -> list[Told]:
+        found = []
+        for sample, token, logprob, plain in zip(drawn.samples, *drawn.wait(), strict=True):
+            if sample.done:  # it had ended when this was asked for
+                continue
             if not math.isfinite(logprob):
                 raise diverged()
-            stopped = self._ending.reached(sample.tokens, token)
-            done = stopped or len(sample.tokens) + 1 == self._sampling.max_new_tokens
-            self._schedule.sampled(sample, token, logprob, done=done)
-            if done:
-                self.completions[sample.number] = self._ending.completion(sample.tokens, sample.logprobs, stopped=stopped)
-
-
-def _first_tokens(chunk: Chunk) -> list[Sample]:
-    """The samples of a prompt that was just read which have no token yet."""
-    return [] if isinstance(chunk.of, Sample) else [sample for sample in chunk.of.samples if not sample.tokens and not sample.done]
+            told = self._told[sample.number]
+            told.logprobs.append(logprob)
+            told.plain_logprobs.append(plain)
+            if told.ending.reached(sample.tokens, token):
+                told.finish = "stop"
+            elif len(sample.tokens) + 1 == sample.limit:
+                told.finish = "length"
+            self._schedule.sampled(sample, token, done=told.finish is not None)
+            if told.finish is not None:
+                del self._told[sample.number]
+            found.append(told)
+        return found
 
 
 def _free_bytes(device: torch.device) -> int:

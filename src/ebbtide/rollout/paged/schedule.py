@@ -2,12 +2,15 @@
 
 The cache is cut into blocks of so many tokens. A prompt's keys and values lie in blocks of its own, computed once for all samples of its group; each sample has
 blocks for the tokens it adds. When blocks run out, the sample that began last gives its blocks back and is read again later, from its tokens.
+
+A device works on one step while the host plans the next: a sample's newest token may be under way. What is planned depends on how many tokens were asked for,
+not on which they are; a sample that turns out to have ended costs one step too many, and what comes of that is dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -61,12 +64,22 @@ class Group:
 class Sample:
     number: int
     group: Group
+    limit: int
+    """Tokens at most."""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    asked: int = 0
+    """How many of its tokens were sampled or are being sampled: the last of them may not be known yet."""
     own: Stretch = field(default_factory=Stretch)
     """Of its own tokens. The last of them is never computed: it is the next step's input."""
-    runs: bool = False
+    row: int | None = None
+    """Its place among those that run."""
+    admission: int = 0
+    """Another number whenever it begins to run."""
     done: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.row is not None
 
 
 @dataclass(frozen=True)
@@ -83,71 +96,101 @@ class Chunk:
 
 
 class Schedule:
-    """`next()` gives what to compute; `advance()` and `sampled()` are told what came of it."""
+    """`add()` takes prompts at any time; `next()` gives what to compute, and `sampled()` is told what came of it, one step later at the latest."""
 
-    def __init__(self, prompts: Iterable[tuple[Sequence[int], int]], blocks: Blocks, size: int, *, batch: int, chunk: int) -> None:
-        """For each prompt, how many samples; `batch` samples at most decode at once, `chunk` tokens at most are read in one go."""
+    def __init__(self, blocks: Blocks, size: int, *, batch: int, chunk: int) -> None:
+        """`batch` samples at most decode at once, `chunk` tokens at most are read in one go."""
         self.blocks, self._size, self._batch, self._chunk = blocks, size, batch, chunk
-        self.groups: list[Group] = []
-        self.samples: list[Sample] = []
-        for number, (prompt, count) in enumerate(prompts):
-            group = Group(number, prompt)
-            group.samples = [Sample(len(self.samples) + i, group) for i in range(count)]
-            self.groups.append(group)
-            self.samples += group.samples
-        self._waiting: deque[Sample] = deque(self.samples)
+        self.groups: dict[int, Group] = {}
+        """Those that have not ended."""
+        self._waiting: deque[Sample] = deque()
         self._running: list[Sample] = []
+        self._rows = list(range(batch - 1, -1, -1))
+        self._added = self._admitted = 0
         self.preempted = 0
+
+    def add(self, prompt: Sequence[int], limits: Sequence[int]) -> list[Sample]:
+        """A prompt with samples of at most so many tokens each."""
+        group = Group(self._added, prompt)
+        group.samples = [Sample(self._added + i, group, limit) for i, limit in enumerate(limits)]
+        self._added += len(limits)
+        self.groups[group.number] = group
+        self._waiting += group.samples
+        return list(group.samples)
+
+    def needed(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self._size)
 
     @property
     def running(self) -> int:
         return len(self._running)
 
     @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def finished(self) -> bool:
         return not self._waiting and not self._running
 
     def next(self) -> list[Chunk] | list[Sample]:
-        """Chunks to read, or samples to decode by one token each."""
+        """Chunks to read, or samples to decode by one token each; nothing while all that is left is under way."""
         self._admit()
-        chunks = self._chunks()
-        return chunks or self._decoding()
+        return self._chunks() or self._decoding()
 
-    def advance(self, chunk: Chunk) -> bool:
-        """A chunk's keys and values are in the cache; whether that completes a prompt that samples wait for."""
-        stretch = chunk.of.read if isinstance(chunk.of, Group) else chunk.of.own
-        stretch.computed = chunk.last
-        return isinstance(chunk.of, Group) and chunk.of.is_read
+    def first_tokens(self, chunk: Chunk) -> list[Sample]:
+        """The samples whose first token follows from a chunk: those of a prompt that it completes."""
+        if isinstance(chunk.of, Sample) or not chunk.of.is_read:
+            return []
+        found = [sample for sample in chunk.of.samples if not sample.asked and not sample.done]
+        for sample in found:
+            sample.asked = 1
+        return found
 
-    def sampled(self, sample: Sample, token: int, logprob: float, *, done: bool) -> None:
-        """A sample's next token; with it the token before it is in the cache, unless it is the first."""
-        sample.own.computed = len(sample.tokens)
+    def sampled(self, sample: Sample, token: int, *, done: bool) -> None:
+        """A sample's next token is known."""
         sample.tokens.append(token)
-        sample.logprobs.append(logprob)
         if done:
             self.cancel(sample)
 
     def cancel(self, sample: Sample) -> None:
         """It is over, wherever it was."""
+        if sample.done:
+            return
         sample.done = True
-        (self._running if sample.runs else self._waiting).remove(sample)
-        self._let_go(sample)
+        if sample.runs:
+            self._running.remove(sample)
+            self._let_go(sample)
+        else:
+            self._waiting.remove(sample)
+        if all(other.done for other in sample.group.samples):
+            del self.groups[sample.group.number]
 
     # Who runs
 
     def _admit(self) -> None:
-        """Samples that wait begin, in order, while there is room for what they need now and one more block for each that runs."""
-        while self._waiting and len(self._running) < self._batch:
+        """Samples that wait begin, in order, while there is room for what they need now and one more block for each that runs.
+
+        Where many wait, they begin several at a time: reading one prompt takes almost as long as reading eight.
+        """
+        if len(self._rows) < min(len(self._waiting), max(1, self._batch // 8)):
+            return
+        while self._waiting and self._rows:
             sample = self._waiting[0]
+            if sample.asked > len(sample.tokens):
+                return  # its newest token is under way, and nobody would know where
             group = sample.group
-            prompt = 0 if group.read.blocks else self._needed(len(group.prompt))
-            own = self._needed(max(1, len(sample.tokens)))
+            prompt = 0 if group.read.blocks else self.needed(len(group.prompt))
+            own = self.needed(max(1, sample.asked))
             if prompt + own + len(self._running) > self.blocks.free:
                 return
             if prompt:
                 group.read.blocks = self.blocks.take(prompt)
             sample.own.blocks = self.blocks.take(own)
-            sample.runs = True
+            sample.row = self._rows.pop()
+            self._admitted += 1
+            sample.admission = self._admitted
             self._running.append(self._waiting.popleft())
 
     def _chunks(self) -> list[Chunk]:
@@ -162,23 +205,29 @@ class Schedule:
                     last = min(len(group.prompt), group.read.computed + room)
                     found.append(Chunk(group, group.read.computed, last))
                     room -= last - group.read.computed
-            elif room and sample.own.computed < len(sample.tokens) - 1:
-                last = min(len(sample.tokens) - 1, sample.own.computed + room)
+            elif room and sample.own.computed < sample.asked - 1:
+                last = min(sample.asked - 1, sample.own.computed + room)
                 found.append(Chunk(sample, sample.own.computed, last))
                 room -= last - sample.own.computed
+        for chunk in found:
+            (chunk.of.read if isinstance(chunk.of, Group) else chunk.of.own).computed = chunk.last
         return found
 
     def _decoding(self) -> list[Sample]:
-        """Those that run, each with a place for its last token; the ones that began last give way to the others."""
+        """Those that run and may have another token, each with a place for its last one; the ones that began last give way to the others."""
         ready = []
-        for sample in list(self._running):
-            while sample.runs and len(sample.own.blocks) < self._needed(len(sample.tokens)):
+        for sample in [sample for sample in self._running if sample.asked < sample.limit]:
+            while sample.runs and len(sample.own.blocks) * self._size < sample.asked:
                 if self.blocks.free:
                     sample.own.blocks += self.blocks.take(1)
                 else:
                     self._preempt()
             ready.append(sample)
-        return [sample for sample in ready if sample.runs]
+        ready = [sample for sample in ready if sample.runs]
+        for sample in ready:
+            sample.own.computed = sample.asked
+            sample.asked += 1
+        return ready
 
     def _preempt(self) -> None:
         """The sample that began last gives its blocks back and waits: it may be the very one that wants some."""
@@ -189,12 +238,11 @@ class Schedule:
 
     def _let_go(self, sample: Sample) -> None:
         """Its blocks, and its prompt's once nobody who runs reads them."""
+        assert sample.row is not None
+        self._rows.append(sample.row)
         self.blocks.give_back(sample.own.blocks)
-        sample.own.computed, sample.runs = 0, False
+        sample.own.computed, sample.row = 0, None
         group = sample.group
         if not any(other.runs for other in group.samples):
             self.blocks.give_back(group.read.blocks)
             group.read.computed = 0
-
-    def _needed(self, tokens: int) -> int:
-        return -(-tokens // self._size)

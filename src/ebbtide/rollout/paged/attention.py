@@ -1,0 +1,68 @@
+"""The paged cache, and the attention function through which any transformers model reads and writes it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from ebbtide.policy.attention import refuse_extras
+
+PAGED = "ebbtide_paged"
+
+
+class Cache:
+    """Per layer, places for the keys and the values of one token each. A tensor for each, so that they fit between what else is in memory."""
+
+    def __init__(self, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = [
+            [torch.empty((slots, shape.heads, shape.channels), dtype=dtype, device=device) for _ in range(2)] for _ in range(shape.layers)
+        ]  # [layers][keys, values]
+
+
+class Shape:
+    """What a model keeps of a token."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        text = config.get_text_config()
+        self.layers = int(text.num_hidden_layers)
+        self.heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        self.channels = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.heads * self.channels * dtype.itemsize
+
+
+class Attends(Protocol):
+    """One pass through the model."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Writes the keys and values [T, kv heads, channels] of new tokens; what their queries [T, heads, channels] find: [T, heads, channels]."""
+        ...
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, channels]
+    key: Tensor,  # [1, kv heads, T, channels]
+    value: Tensor,  # [1, kv heads, T, channels]
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    *,
+    paged_pass: Attends,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[1, T, heads, channels]."""
+    refuse_extras(module, softcap, s_aux)
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return paged_pass.attend(layer, q, k, v, scale, sliding_window).unsqueeze(0), None
+
+
+AttentionInterface.register(PAGED, paged_attention)

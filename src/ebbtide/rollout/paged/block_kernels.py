@@ -1,0 +1,182 @@
+"""What lies between a block's matrices, each as one Triton kernel: adding and norming; norming and turning queries and keys, with keys and values put into the cache; gating.
+
+Every value is rounded where transformers' own operations round it, so that the result is theirs but for the order in which a norm's squares are added.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_norm(x, more, weight, added, normed, eps, width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, padded)
+    real = column < width
+    kind: tl.constexpr = normed.dtype.element_ty
+    value = tl.load(x + row * width + column, mask=real, other=0.0)
+    if adds:
+        value = (value.to(tl.float32) + tl.load(more + row * width + column, mask=real, other=0.0).to(tl.float32)).to(kind)
+        tl.store(added + row * width + column, value, mask=real)
+    wide = value.to(tl.float32)
+    root = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    scaled = (wide * root).to(kind).to(tl.float32) * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(normed + row * width + column, scaled.to(kind), mask=real)
+
+
+def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, and its RMS norm: both [T, width]."""
+    rows, width = x.shape
+    added = x if more is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
+    padded = triton.next_power_of_2(width)
+    _add_norm[(rows,)](
+        x,
+        more if more is not None else x,
+        weight,
+        added,
+        normed,
+        eps,
+        width,
+        padded,
+        more is not None,
+        num_warps=8 if padded >= 2048 else 4,
+    )
+    return added, normed
+
+
+@triton.jit
+def _turned(
+    x,
+    weight,
+    cos,
+    sin,
+    token,
+    head,
+    token_stride,
+    eps,
+    channels: tl.constexpr,
+    half: tl.constexpr,
+    padded: tl.constexpr,
+    norms: tl.constexpr,
+):
+    """One head's channels, normed and turned: those of the first half, and of the second."""
+    kind: tl.constexpr = x.dtype.element_ty
+    column = tl.arange(0, padded)
+    real = column < half
+    place = x + token * token_stride + head * channels + column
+    low, high = tl.load(place, mask=real, other=0.0).to(tl.float32), tl.load(place + half, mask=real, other=0.0).to(tl.float32)
+    if norms:
+        root = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / channels + eps)
+        low = ((low * root).to(kind).to(tl.float32) * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        high = (
+            ((high * root).to(kind).to(tl.float32) * tl.load(weight + half + column, mask=real, other=0.0).to(tl.float32))
+            .to(kind)
+            .to(tl.float32)
+        )
+    angle = token * channels + column
+    cos_low, cos_high = (
+        tl.load(cos + angle, mask=real, other=0.0).to(tl.float32),
+        tl.load(cos + angle + half, mask=real, other=0.0).to(tl.float32),
+    )
+    sin_low, sin_high = (
+        tl.load(sin + angle, mask=real, other=0.0).to(tl.float32),
+        tl.load(sin + angle + half, mask=real, other=0.0).to(tl.float32),
+    )
+    first = (low * cos_low).to(kind).to(tl.float32) + (-high * sin_low).to(kind).to(tl.float32)
+    second = (high * cos_high).to(kind).to(tl.float32) + (low * sin_high).to(kind).to(tl.float32)
+    return first.to(kind), second.to(kind)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _turn_and_place(
+    query,  # [T, heads * channels]
+    key,  # [T, kv heads * channels]
+    value,
+    query_weight,
+    key_weight,
+    cos,  # [T, channels]
+    sin,
+    turned,  # [T, heads, channels]
+    addresses,  # [layers, 2] int64
+    layer,
+    slots,  # [T]: -1 for none
+    query_stride,
+    key_stride,
+    value_stride,
+    eps,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    channels: tl.constexpr,
+    padded: tl.constexpr,
+    norms: tl.constexpr,
+):
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = channels // 2
+    column = tl.arange(0, padded)
+    real = column < half
+    kind: tl.constexpr = tl.pointer_type(turned.dtype.element_ty)
+    if part < heads:
+        first, second = _turned(query, query_weight, cos, sin, token, part, query_stride, eps, channels, half, padded, norms)
+        target = turned + (token * heads + part) * channels + column
+        tl.store(target, first, mask=real)
+        tl.store(target + half, second, mask=real)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        held = real & (slot >= 0)
+        if part < heads + kv_heads:
+            head = part - heads
+            first, second = _turned(key, key_weight, cos, sin, token, head, key_stride, eps, channels, half, padded, norms)
+            target = tl.load(addresses + 2 * layer).to(kind) + (slot * kv_heads + head) * channels + column
+            tl.store(target, first, mask=held)
+            tl.store(target + half, second, mask=held)
+        else:
+            head = part - heads - kv_heads
+            source = value + token * value_stride + head * channels + column
+            target = tl.load(addresses + 2 * layer + 1).to(kind) + (slot * kv_heads + head) * channels + column
+            tl.store(target, tl.load(source, mask=real), mask=held)
+            tl.store(target + half, tl.load(source + half, mask=real), mask=held)
+
+
+def turn_and_place(
+    query: Tensor,  # [T, heads * channels]
+    key: Tensor,
+    value: Tensor,
+    norms: tuple[Tensor, Tensor] | None,  # weights of the norms of queries and keys
+    eps: float,
+    cos: Tensor,  # [T, channels]
+    sin: Tensor,
+    addresses: Tensor,
+    layer: int,
+    slots: Tensor,  # [T] int32
+    channels: int,
+) -> Tensor:
+    """Queries with their positions turned in, [T, heads, channels]; keys and values go into the cache."""
+    tokens, heads, kv_heads = len(query), query.shape[1] // channels, key.shape[1] // channels
+    turned = torch.empty((tokens, heads, channels), dtype=query.dtype, device=query.device)
+    weights = norms or (query, query)
+    _turn_and_place[(tokens, heads + 2 * kv_heads)](
+        query, key, value, *weights, cos, sin, turned, addresses, layer, slots, query.stride(0), key.stride(0), value.stride(0), eps,
+        heads, kv_heads, channels, triton.next_power_of_2(channels // 2), norms is not None, num_warps=1,
+    )  # fmt: skip
+    return turned
+
+
+@triton.jit
+def _gate(gate, up, out, count, block: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < count
+    kind: tl.constexpr = out.dtype.element_ty
+    value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    active = (value / (1.0 + tl.exp(-value))).to(kind).to(tl.float32)
+    tl.store(out + place, (active * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
+
+
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    out = torch.empty_like(gate)
+    _gate[(triton.cdiv(gate.numel(), 1024),)](gate, up, out, gate.numel(), 1024, num_warps=4)
+    return out

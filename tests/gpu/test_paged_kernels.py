@@ -1,0 +1,207 @@
+"""The paged engine's Triton kernels, each against plain torch."""
+
+import os
+import random
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from ebbtide.rollout.engine import Sampling
+from ebbtide.rollout.sampling import choose
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs them on a CPU
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
+
+NEAR = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
+
+
+class Paged:
+    """A cache of two layers in which sequences lie in blocks at random places."""
+
+    def __init__(self, kv_heads: int, channels: int, block: int, dtype: torch.dtype) -> None:
+        self.block, self.count = block, 200
+        self.layers = [[torch.randn(self.count * block, kv_heads, channels, device=DEVICE).to(dtype) for _ in range(2)] for _ in range(2)]
+        self.addresses = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in self.layers], device=DEVICE)
+        self._free = random.Random(1).sample(range(self.count), self.count)
+
+    def take(self, tokens: int) -> list[int]:
+        return [self._free.pop() for _ in range(-(-tokens // self.block))]
+
+    def slots(self, blocks: list[int], tokens: int) -> list[int]:
+        return [blocks[place // self.block] * self.block + place % self.block for place in range(tokens)]
+
+
+def table(rows: list[list[int]], height: int, width: int) -> torch.Tensor:
+    return integers([[*row, *[0] * (width - len(row))] for row in [*rows, *[[]] * (height - len(rows))]])
+
+
+def integers(values: list) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, first: int, window: int | None) -> torch.Tensor:
+    """Queries [T, heads, C] at positions from `first` on, of a context [L, kv heads, C]."""
+    position, token = first + torch.arange(len(query), device=DEVICE)[:, None], torch.arange(len(keys), device=DEVICE)
+    seen = (token <= position) & (position - token < (window or 10**6))
+    q, k, v = (states.transpose(0, 1).double()[None] for states in (query, keys, values))
+    mixed = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+    return mixed[0].transpose(0, 1).to(query.dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "channels", "block", "window"),
+    [(4, 2, 32, 16, None), (16, 8, 128, 64, None), (14, 2, 64, 64, 40), (4, 1, 80, 16, None)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_attends_to_the_prompt_and_to_own_tokens(heads, kv_heads, channels, block, window, dtype) -> None:
+    from ebbtide.rollout.paged.attention_kernels import decode
+
+    torch.manual_seed(0)
+    cache = Paged(kv_heads, channels, block, dtype)
+    groups = [(5, [1]), (300, [1, 17, 70, 33, 2, 9]), (64, [290, 64]), (1, [3])]
+    prompts = [cache.take(length) for length, _ in groups]
+    own = [cache.take(length) for _, lengths in groups for length in lengths]
+    lengths = [length for _, lengths in groups for length in lengths]
+    starts = [length for length, lengths in groups for _ in lengths]
+    rows, size = len(lengths), len(lengths) + 3  # three of padding
+    firsts = [0]
+    for _, lengths_of in groups:
+        firsts.append(firsts[-1] + len(lengths_of))
+    query = torch.randn(size, heads, channels, device=DEVICE).to(dtype)
+    found = decode(
+        query,
+        cache.addresses,
+        1,
+        kv_heads,
+        block,
+        integers(firsts + [rows] * (size + 1 - len(firsts))),
+        table(prompts, size, -(-300 // block)),
+        integers([length for length, _ in groups] + [0] * (size - len(groups))),
+        table(own, size, -(-300 // block)),
+        integers(lengths + [0] * 3),
+        integers(starts + [0] * 3),
+        4,
+        channels**-0.5,
+        window,
+    )
+    keys, values = cache.layers[1]
+    group_of = [number for number, (_, many) in enumerate(groups) for _ in many]
+    for row in range(rows):
+        slots = cache.slots(prompts[group_of[row]], starts[row]) + cache.slots(own[row], lengths[row])
+        wanted = reference(query[row : row + 1], keys[slots], values[slots], channels**-0.5, len(slots) - 1, window)
+        torch.testing.assert_close(found[row : row + 1], wanted, **NEAR[dtype])
+    assert not found[rows:].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "channels", "block", "window"), [(4, 2, 32, 16, None), (16, 8, 128, 64, None), (6, 2, 48, 16, 70)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, channels, block, window, dtype) -> None:
+    from ebbtide.rollout.paged.attention_kernels import TILE, place, read
+
+    torch.manual_seed(0)
+    cache = Paged(kv_heads, channels, block, dtype)
+    chunks = [(0, 70, 70, 0), (100, 150, 250, 0), (7, 90, 30, 90), (0, 1, 1, 0)]  # first, last, prompt, own tokens before it
+    prompts = [cache.take(prompt) for _, _, prompt, _ in chunks]
+    own = [cache.take(last) if start else [] for _, last, _, start in chunks]
+    sequences, tiles, slots, total = [], [], [], 0
+    for number, (first, last, prompt, start) in enumerate(chunks):
+        sequences.append([total, last - first, first + (prompt if start else 0), prompt])
+        tiles += [[number, begin] for begin in range(0, last - first, TILE)]
+        slots += cache.slots(own[number] if start else prompts[number], last)[first:]
+        total += last - first
+    query = torch.randn(total, heads, channels, device=DEVICE).to(dtype)
+    key, value = (torch.randn(kv_heads, total, channels, device=DEVICE).to(dtype).transpose(0, 1) for _ in range(2))
+    place(key, value, cache.addresses, 0, integers([*slots[:-1], -1]))
+    keys, values = cache.layers[0]
+    assert torch.equal(keys[slots[:-1]], key[:-1])
+    assert torch.equal(values[slots[:-1]], value[:-1])
+    found = read(
+        query,
+        cache.addresses,
+        0,
+        kv_heads,
+        block,
+        integers(tiles),
+        integers(sequences),
+        table(prompts, 4, max(map(len, prompts))),
+        table(own, 4, max(map(len, own))),
+        channels**-0.5,
+        window,
+    )
+    for number, (first, last, prompt, start) in enumerate(chunks):
+        context = cache.slots(prompts[number], prompt if start else last) + (cache.slots(own[number], last) if start else [])
+        begin, count, position, _ = sequences[number]
+        wanted = reference(query[begin : begin + count], keys[context], values[context], channels**-0.5, position, window)
+        torch.testing.assert_close(found[begin : begin + count], wanted, **NEAR[dtype])
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_between_the_matrices(norms, dtype) -> None:
+    from ebbtide.rollout.paged import block_kernels
+
+    def normed(x, weight):
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def turned(x, cos, sin):
+        half = x.shape[-1] // 2
+        return x * cos[:, None] + torch.cat([-x[..., half:], x[..., :half]], -1) * sin[:, None]
+
+    torch.manual_seed(0)
+    x, more, weight = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((5, 48), (5, 48), (48,)))
+    added, found = block_kernels.add_norm(x, more, weight, 1e-6)
+    assert torch.equal(added, x + more)
+    torch.testing.assert_close(found, normed(x + more, weight), **NEAR[dtype])
+    torch.testing.assert_close(block_kernels.add_norm(x, None, weight, 1e-6)[1], normed(x, weight), **NEAR[dtype])
+    torch.testing.assert_close(block_kernels.gate(x, more), silu(x) * more, **NEAR[dtype])
+
+    cache = Paged(2, 24, 16, dtype)
+    states = [torch.randn(5, width, device=DEVICE).to(dtype) for width in (4 * 24, 2 * 24, 2 * 24)]
+    weights = [torch.randn(24, device=DEVICE).to(dtype) for _ in range(2)]
+    cos, sin = (torch.randn(5, 24, device=DEVICE).to(dtype) for _ in range(2))
+    slots = [3, 70, 71, 5, -1]
+    query = block_kernels.turn_and_place(
+        *states, tuple(weights) if norms else None, 1e-6, cos, sin, cache.addresses, 1, integers(slots), 24
+    )
+    q, k, v = (state.view(5, -1, 24) for state in states)
+    if norms:
+        q, k = normed(q, weights[0]), normed(k, weights[1])
+    torch.testing.assert_close(query, turned(q, cos, sin), **NEAR[dtype])
+    torch.testing.assert_close(cache.layers[1][0][slots[:-1]], turned(k, cos, sin)[:-1], **NEAR[dtype])
+    assert torch.equal(cache.layers[1][1][slots[:-1]], v[:-1])
+
+
+@pytest.mark.parametrize("vocabulary", [11, 9000])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1), Sampling(1, 0.7), Sampling(1, 0.0), Sampling(1, 1.3, top_k=4), Sampling(1, 0.8, top_p=0.7, min_p=0.02)]
+)
+def test_drawing_is_that_of_plain_torch(vocabulary, softcap, sampling) -> None:
+    from ebbtide.rollout.paged.sample_kernels import bounds, pick
+
+    torch.manual_seed(0)
+    rows = 64
+    logits = (torch.randn(rows, vocabulary, device=DEVICE) * 3).bfloat16()
+    uniform = torch.rand(rows, dtype=torch.float64, device=DEVICE)
+    coarse = uniform.float()
+    temperatures = torch.full((rows,), sampling.temperature, device=DEVICE)
+    last, result = torch.zeros(rows + 1, dtype=torch.long, device=DEVICE), torch.zeros(3, rows, device=DEVICE)
+    places = torch.randperm(rows, device=DEVICE)
+    least = None
+    if sampling.top_k or sampling.top_p < 1:
+        cuts = (torch.full((rows,), value, device=DEVICE) for value in (sampling.top_k, sampling.top_p, sampling.min_p))
+        least = bounds(logits, temperatures, *cuts, 0.5, softcap)
+    pick(logits, temperatures, least, torch.stack([coarse, (uniform - coarse).float()]), places.int(), last, result, 0.5, softcap)
+    shaped = (logits.float() if softcap is None else (logits.float() / softcap).tanh() * softcap) * 0.5
+    tokens, logprobs, plain = choose(shaped, uniform, sampling)
+    found = result[0].view(torch.int32).long()
+    same = found == tokens  # a number on the edge between two tokens may go to either
+    assert same.float().mean() > 0.95
+    assert torch.equal(last[places], found)
+    torch.testing.assert_close(result[1][same], logprobs[same], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(result[2][same], plain[same], atol=2e-4, rtol=2e-4)
