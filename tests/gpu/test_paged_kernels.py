@@ -132,7 +132,7 @@ def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, ch
         channels**-0.5,
         window,
     )
-    for number, (first, last, prompt, start) in enumerate(chunks):
+    for number, (_, last, prompt, start) in enumerate(chunks):
         context = cache.slots(prompts[number], prompt if start else last) + (cache.slots(own[number], last) if start else [])
         begin, count, position, _ = sequences[number]
         wanted = reference(query[begin : begin + count], keys[context], values[context], channels**-0.5, position, window)

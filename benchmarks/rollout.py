@@ -1,0 +1,184 @@
+"""Generation with the policy's own weights: tokens a second of the paged engine, beside transformers' `generate` and `generate_batch`.
+
+    python benchmarks/rollout.py [start] [grpo] [lengths] [peers]
+
+start: from a loaded model to the first token, graphs captured, in a process that has compiled nothing. grpo: 16 and 64 prompts x 8 samples of 126 + 256 tokens with log-probs, on the Qwen3-1.7B
+shape, with prompts shared and not, and the difference to the trainer's log-probs. lengths: 256 prompts of 100 to 1,024 tokens with as many new ones (nano-vllm's benchmark), on the Qwen3-0.6B and
+1.7B shapes. peers: transformers on the first of the GRPO workloads. Weights are random and end tokens ignored, so that the work is the same for all. The bound of a workload is the
+time to read weights and keys and values at 4.8 TB/s and to multiply the prompts at 989 TFLOP/s, and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Row, kept, save
+
+from ebbtide.config import load
+from ebbtide.policy.attention import attention
+from ebbtide.policy.model import Loaded, load_model
+from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.policy import Policy
+from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.rollout.paged.attention import Shape
+from ebbtide.rollout.paged.engine import PagedEngine
+
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+SMALL = ["model.scratch.hidden=1024", "model.scratch.mlp=3072", "model.scratch.tied=true"]
+BANDWIDTH, COMPUTE = 4.8e12, 989e12
+STAGES = {"start": "start", "grpo": "GRPO", "lengths": "lengths", "peers": "peers"}
+
+Work = Sequence[tuple[Request, Sampling]]
+
+
+def bound(loaded: Loaded, work: Work) -> float:
+    """Seconds that the workload takes where nothing but memory and matrix units limit it."""
+    embedding = loaded.model.get_input_embeddings().weight
+    weights = sum(parameter.numel() for parameter in loaded.model.parameters())
+    tied = loaded.model.get_output_embeddings().weight is embedding
+    used = weights - (0 if tied else embedding.numel())
+    each = Shape(loaded.model.config).bytes(torch.bfloat16)
+    steps = max(sampling.max_new_tokens for _, sampling in work)
+    own = sum(len(request.seeds) * sampling.max_new_tokens**2 // 2 for request, sampling in work)
+    prompts = sum(len(request.prompt) * sampling.max_new_tokens for request, sampling in work)  # read once for a group
+    read = sum(len(request.prompt) for request, _ in work)
+    return (steps * 2 * used + each * (own + prompts)) / BANDWIDTH + 2 * used * read / COMPUTE
+
+
+def timed(engine: PagedEngine, work: Work) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with engine.session(
+        [(len(request.prompt), len(request.seeds)) for request, _ in work], max(s.max_new_tokens for _, s in work)
+    ) as session:
+        told = [session.add(request, sampling) for request, sampling in work]
+        while not session.finished:
+            session.step()
+    torch.cuda.synchronize()
+    taken = time.perf_counter() - start
+    assert all(len(one.tokens) == one.sampling.max_new_tokens for group in told for one in group)
+    return taken
+
+
+def measured(label: str, loaded: Loaded, engine: PagedEngine, work: Work, repeats: int = 3) -> list[Row]:
+    tokens = sum(len(request.seeds) * sampling.max_new_tokens for request, sampling in work)
+    timed(engine, work)
+    taken = statistics.median(timed(engine, work) for _ in range(repeats))
+    return [
+        Row(label, "tokens a second", tokens / taken, "tok/s"),
+        Row(label, "of the bound", 100 * bound(loaded, work) / taken, "%"),
+        Row(label, "seconds", taken, "s"),
+    ]
+
+
+def grpo_work(prompts: int, sampling: Sampling) -> list[tuple[Request, Sampling]]:
+    chance = random.Random(0)
+    return [(Request([chance.randrange(5, 150_000) for _ in range(126)], [8 * n + i for i in range(8)]), sampling) for n in range(prompts)]
+
+
+def start() -> list[Row]:
+    loaded = load_model(load(CONFIG))
+    work = grpo_work(16, Sampling(1, ignore_end=True))
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    engine = PagedEngine(loaded, 128)
+    timed(engine, work)
+    first = time.perf_counter() - begun
+    timed(engine, grpo_work(16, Sampling(2, ignore_end=True)))
+    return [
+        Row("start", "until 128 samples have a token", first, "s"),
+        Row("start", "and a graph decoded the second", time.perf_counter() - begun, "s"),
+    ]
+
+
+def grpo() -> list[Row]:
+    config = load(CONFIG)
+    loaded = load_model(config)
+    sampling = Sampling(256, ignore_end=True)
+    rows = []
+    for prompts in (16, 64):
+        work = grpo_work(prompts, sampling)
+        for label, shared in (("prompts shared", True), ("prompts not shared", False)):
+            engine = PagedEngine(loaded, 8 * prompts, share_prompts=shared)
+            rows += measured(f"GRPO {prompts} x 8, {label}", loaded, engine, work)
+    requests = [request for request, _ in grpo_work(16, sampling)]
+    groups = PagedEngine(loaded, 128).generate(requests, sampling, lambda *_: None)
+    trajectories = [
+        Trajectory(request.prompt, done.tokens, done.logprobs) for request, group in zip(requests, groups, strict=True) for done in group
+    ]
+    Policy(loaded, config).fill("old_logprobs", trajectories, lambda *_: None)
+    differences = torch.cat(
+        [one.old_logprobs.cpu() - torch.tensor(one.rollout_logprobs) for one in trajectories if one.old_logprobs is not None]
+    )
+    rows += [
+        Row("GRPO 16 x 8, log-probs beside the trainer's", "mean difference", differences.abs().mean().item(), "nats"),
+        Row("GRPO 16 x 8, log-probs beside the trainer's", "largest difference", differences.abs().max().item(), "nats"),
+    ]
+    return rows
+
+
+def lengths() -> list[Row]:
+    rows = []
+    for label, options in (("Qwen3-0.6B", SMALL), ("Qwen3-1.7B", [])):
+        loaded = load_model(load(CONFIG, options))
+        chance = random.Random(0)
+        prompts = [[chance.randint(5, 10_000) for _ in range(chance.randint(100, 1024))] for _ in range(256)]
+        work = [(Request(prompt, [n]), Sampling(chance.randint(100, 1024), 0.6, ignore_end=True)) for n, prompt in enumerate(prompts)]
+        rows += measured(f"lengths of 100 to 1,024, {label}", loaded, PagedEngine(loaded, 256), work)
+        del loaded
+    return rows
+
+
+def peers() -> list[Row]:
+    loaded = load_model(load(CONFIG))
+    model: Any = loaded.model
+    prompts = [request.prompt for request, _ in grpo_work(16, Sampling(256)) for _ in request.seeds]
+    ids = torch.tensor(prompts, device="cuda")
+
+    def generate() -> None:
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=256, min_new_tokens=256, pad_token_id=0)
+
+    def generate_batch() -> None:
+        from transformers import GenerationConfig
+
+        model.generate_batch(
+            prompts,
+            generation_config=GenerationConfig(do_sample=True, max_new_tokens=256, eos_token_id=-1, pad_token_id=0),
+            progress_bar=False,
+        )
+
+    rows = []
+    cases: list[tuple[str, Callable[[], None]]] = [("generate", generate), ("generate_batch", generate_batch)]
+    for name, work in cases:
+        try:
+            with attention(loaded.model, loaded.generate_attention), torch.no_grad():
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                work()
+                torch.cuda.synchronize()
+                rows.append(
+                    Row(f"peers, GRPO 16 x 8, transformers {name}", "tokens a second", 128 * 256 / (time.perf_counter() - begun), "tok/s")
+                )
+        except Exception as problem:  # a peer that breaks is said, and ours are measured all the same
+            print(f"transformers {name}: {type(problem).__name__}: {problem}", file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(STAGES)
+    for name in wanted:
+        stage = {"start": start, "grpo": grpo, "lengths": lengths, "peers": peers}[name]
+        rows = stage()
+        before = kept("rollout", lambda case, name=name: case.startswith(STAGES[name]))  # type: ignore[misc]
+        save("rollout", [*before, *rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The paged engine on a GPU: graphs, kernels and fused blocks sample what transformers' `generate` samples."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from conftest import FAMILIES, family
+from ebbtide.policy.model import load_model
+from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.rollout.huggingface import HuggingFaceEngine
+from ebbtide.rollout.paged.engine import PagedEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+ASKED = [Request([3, 4, 5], [1, 2, 3, 4, 5]), Request([6], [6]), Request([7, 8, 9, 10, 11, 3, 4], [7, 8]), Request([4, 4], [9])]
+
+
+def loaded_model(tiny, dtype, changes):
+    loaded = load_model(tiny({"device": "cuda", "model.dtype": dtype, **changes}))
+    torch.manual_seed(2)
+    for parameter in loaded.model.parameters():
+        parameter.data += 0.15 * torch.randn_like(parameter)
+    return loaded
+
+
+def tokens_of(groups):
+    return [one.tokens for group in groups for one in group]
+
+
+def quiet(done: int, of: int) -> None:
+    assert 0 <= done <= of
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sampling", [Sampling(20, 0.0), Sampling(20, 0.9), Sampling(20, 1.0, top_p=0.8, top_k=9)])
+def test_the_tokens_are_those_of_transformers(tiny, name, sampling) -> None:
+    loaded = loaded_model(tiny, "float32", family(name))
+    wanted = HuggingFaceEngine(loaded, 100).generate(ASKED, sampling, quiet)
+    for options in ({}, {"block": 4, "chunk": 3, "blocks": 14}, {"share_prompts": False}):
+        engine = PagedEngine(loaded, 6, **options)
+        for _ in range(2):  # the second time from captured graphs
+            found = engine.generate(ASKED, sampling, quiet)
+            assert tokens_of(found) == tokens_of(wanted)
+            for mine, theirs in zip(chain(*found), chain(*wanted), strict=True):
+                torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-3, rtol=1e-3)
+        assert (engine.preempted > 0) == ("blocks" in options)
+    if name != "gemma":
+        assert engine._runner.fused
+
+
+def test_logprobs_in_16_bits_are_those_of_a_full_forward(tiny) -> None:
+    loaded = loaded_model(tiny, "bfloat16", {"model.scratch.hidden": 128, "model.scratch.layers": 4})
+    groups = PagedEngine(loaded, 64).generate([Request([3, 4, 5, 6], list(range(32)))], Sampling(30, 1.0, ignore_end=True), quiet)
+    differences = []
+    for completion in groups[0]:
+        with torch.no_grad():
+            logits = loaded.model(torch.tensor([[3, 4, 5, 6, *completion.tokens]], device="cuda"), use_cache=False).logits[0].float()
+        rows = logits.log_softmax(-1)[3:-1].cpu()
+        differences.append(rows.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0] - torch.tensor(completion.logprobs))
+    assert torch.cat(differences).abs().mean() < 0.02
+
+
+def test_graphs_survive_another_cache_and_notice_weights_that_moved(tiny) -> None:
+    loaded = loaded_model(tiny, "float32", {})
+    engine = PagedEngine(loaded, 16)
+    before = tokens_of(engine.generate(ASKED, Sampling(12), quiet))
+    graphs = dict(engine._runner._graphs)
+    hole = torch.empty(10_000_000, device="cuda")  # the next cache lies elsewhere
+    assert tokens_of(engine.generate(ASKED, Sampling(12), quiet)) == before
+    assert engine._runner._graphs == graphs
+    del hole
+    for parameter in loaded.model.parameters():
+        parameter.data = parameter.data.clone()
+    assert tokens_of(engine.generate(ASKED, Sampling(12), quiet)) == before
+    assert engine._runner._graphs != graphs
+    for parameter in loaded.model.parameters():
+        parameter.data.mul_(-1)  # in place: no new graph, another model
+    assert tokens_of(engine.generate(ASKED, Sampling(12), quiet)) != before
