@@ -1,10 +1,10 @@
 """Generation with the policy's own weights: tokens a second of the paged engine, beside transformers' `generate` and `generate_batch`.
 
-    python benchmarks/rollout.py [start] [grpo] [lengths] [peers]
+    python benchmarks/rollout.py [start] [grpo] [lengths] [generate] [generate_batch]
 
 start: from a loaded model to the first token, graphs captured, in a process that has compiled nothing. grpo: 16 and 64 prompts x 8 samples of 126 + 256 tokens with log-probs, on the Qwen3-1.7B
 shape, with prompts shared and not, and the difference to the trainer's log-probs. lengths: 256 prompts of 100 to 1,024 tokens with as many new ones (nano-vllm's benchmark), on the Qwen3-0.6B and
-1.7B shapes. peers: transformers on the first of the GRPO workloads. Weights are random and end tokens ignored, so that the work is the same for all. The bound of a workload is the
+1.7B shapes. generate, generate_batch: transformers on the first of the GRPO workloads. Weights are random and end tokens ignored, so that the work is the same for all. The bound of a workload is the
 time to read weights and keys and values at 4.8 TB/s and to multiply the prompts at 989 TFLOP/s, and nothing else.
 """
 
@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from ebbtide.rollout.paged.engine import PagedEngine
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 SMALL = ["model.scratch.hidden=1024", "model.scratch.mlp=3072", "model.scratch.tied=true"]
 BANDWIDTH, COMPUTE = 4.8e12, 989e12
-STAGES = {"start": "start", "grpo": "GRPO", "lengths": "lengths", "peers": "peers"}
 
 Work = Sequence[tuple[Request, Sampling]]
 
@@ -136,48 +136,44 @@ def lengths() -> list[Row]:
     return rows
 
 
-def peers() -> list[Row]:
+def peer(name: str) -> list[Row]:
+    from transformers import GenerationConfig
+
     loaded = load_model(load(CONFIG))
     model: Any = loaded.model
     prompts = [request.prompt for request, _ in grpo_work(16, Sampling(256)) for _ in request.seeds]
     ids = torch.tensor(prompts, device="cuda")
+    settings = GenerationConfig(do_sample=True, max_new_tokens=256, eos_token_id=-1, pad_token_id=0)
+    with attention(loaded.model, loaded.generate_attention), torch.no_grad():
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        if name == "generate":
+            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        else:
+            model.generate_batch(prompts, generation_config=settings, progress_bar=False)
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - begun
+    return [Row(f"transformers {name}, GRPO 16 x 8", "tokens a second", 128 * 256 / taken, "tok/s")]
 
-    def generate() -> None:
-        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=256, min_new_tokens=256, pad_token_id=0)
 
-    def generate_batch() -> None:
-        from transformers import GenerationConfig
+STAGES: dict[str, tuple[str, Callable[[], list[Row]]]] = {
+    "start": ("start", start),
+    "grpo": ("GRPO", grpo),
+    "lengths": ("lengths", lengths),
+    "generate": ("transformers generate,", partial(peer, "generate")),
+    "generate_batch": ("transformers generate_batch", partial(peer, "generate_batch")),
+}
 
-        model.generate_batch(
-            prompts,
-            generation_config=GenerationConfig(do_sample=True, max_new_tokens=256, eos_token_id=-1, pad_token_id=0),
-            progress_bar=False,
-        )
 
-    rows = []
-    cases: list[tuple[str, Callable[[], None]]] = [("generate", generate), ("generate_batch", generate_batch)]
-    for name, work in cases:
-        try:
-            with attention(loaded.model, loaded.generate_attention), torch.no_grad():
-                torch.cuda.synchronize()
-                begun = time.perf_counter()
-                work()
-                torch.cuda.synchronize()
-                rows.append(
-                    Row(f"peers, GRPO 16 x 8, transformers {name}", "tokens a second", 128 * 256 / (time.perf_counter() - begun), "tok/s")
-                )
-        except Exception as problem:  # a peer that breaks is said, and ours are measured all the same
-            print(f"transformers {name}: {type(problem).__name__}: {problem}", file=sys.stderr)
-    return rows
+def _of(begins: str, case: str) -> bool:
+    return case.startswith(begins)
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or list(STAGES)
-    for name in wanted:
-        stage = {"start": start, "grpo": grpo, "lengths": lengths, "peers": peers}[name]
+    for name in sys.argv[1:] or list(STAGES):
+        begins, stage = STAGES[name]
         rows = stage()
-        before = kept("rollout", lambda case, name=name: case.startswith(STAGES[name]))  # type: ignore[misc]
-        save("rollout", [*before, *rows])
+        save("rollout", [*kept("rollout", partial(_of, begins)), *rows])
 
 
 if __name__ == "__main__":

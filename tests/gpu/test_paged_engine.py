@@ -33,7 +33,9 @@ def quiet(done: int, of: int) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("sampling", [Sampling(20, 0.0), Sampling(20, 0.9), Sampling(20, 1.0, top_p=0.8, top_k=9)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(20, 0.0, ignore_end=True), Sampling(20, 0.9, ignore_end=True), Sampling(20, 1.0, top_p=0.8, top_k=9)]
+)
 def test_the_tokens_are_those_of_transformers(tiny, name, sampling) -> None:
     loaded = loaded_model(tiny, "float32", family(name))
     wanted = HuggingFaceEngine(loaded, 100).generate(ASKED, sampling, quiet)
@@ -44,7 +46,8 @@ def test_the_tokens_are_those_of_transformers(tiny, name, sampling) -> None:
             assert tokens_of(found) == tokens_of(wanted)
             for mine, theirs in zip(chain(*found), chain(*wanted), strict=True):
                 torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-3, rtol=1e-3)
-        assert (engine.preempted > 0) == ("blocks" in options)
+        if sampling.ignore_end:
+            assert (engine.preempted > 0) == ("blocks" in options)
     if name != "gemma":
         assert engine._runner.fused
 

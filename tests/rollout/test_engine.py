@@ -96,6 +96,9 @@ def test_end_tokens_and_lengths(tiny, engine_of) -> None:
         assert (completion.tokens[-1] == end) == (completion.finish == "stop")
         assert end not in completion.tokens[:-1]
         assert (len(completion.tokens) == 8) or completion.finish == "stop"
+    (group,) = engine.generate([Request([3, 4], list(range(60)))], Sampling(8, temperature=2.0, ignore_end=True), quiet)
+    assert {len(completion.tokens) for completion in group} == {8}
+    assert any(end in completion.tokens for completion in group)
 
 
 def test_stop_texts_end_a_completion_and_are_cut_from_its_text(tiny, engine_of) -> None:

@@ -268,8 +268,8 @@ class Rollout(Section):
     batch: Count = 512
     """Sequences that are generated at once."""
 
-    engine: Literal["huggingface", "paged"] = "huggingface"
-    """`huggingface`: transformers' own `generate`. `paged`: continuous batching over a paged cache, a group's prompt computed once; new, and without kernels of its own on a GPU yet. Both use the policy's own weights and sample the same tokens, but for float noise."""
+    engine: Literal["paged", "huggingface"] = "paged"
+    """`paged`: continuous batching over a paged cache, a group's prompt computed and read once; on a GPU with kernels of its own and CUDA graphs. `huggingface`: transformers' own `generate`, slow and plain. Both use the policy's own weights and sample the same tokens, but for float noise."""
 
 
 class Advantage(Section):

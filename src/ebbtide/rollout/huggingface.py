@@ -56,9 +56,8 @@ class HuggingFaceEngine:
         chooser = _Chooser(uniforms(seeds, sampling.max_new_tokens).to(device), sampling, count)
         ending = Ending(sampling, self._tokenizer, self._end_tokens)
         stops = _Stops(ending, longest, len(prompts))
-        settings = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=self._end_tokens or None, pad_token_id=pad
-        )
+        ends = [] if sampling.ignore_end else self._end_tokens
+        settings = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=pad)
         with attention(self._model, self._attention), _plain_defaults(self._model):
             self._model.generate(
                 ids,
@@ -70,12 +69,15 @@ class HuggingFaceEngine:
         tokens, logprobs, plain = (torch.stack(columns, 1).tolist() for columns in zip(*chooser.drawn, strict=True))  # each [B][N]
         if not all(map(math.isfinite, itertools.chain(*logprobs))):
             raise diverged()
-        return [self._completion(ending, tokens[row], logprobs[row], plain[row], stopped_at) for row, stopped_at in enumerate(stops.ended)]
+        return [
+            self._completion(ending, tokens[row], logprobs[row], plain[row], ends, stopped_at) for row, stopped_at in enumerate(stops.ended)
+        ]
 
+    @staticmethod
     def _completion(
-        self, ending: Ending, tokens: list[int], logprobs: list[float], plain: list[float], stopped_at: int | None
+        ending: Ending, tokens: list[int], logprobs: list[float], plain: list[float], end_tokens: Sequence[int], stopped_at: int | None
     ) -> Completion:
-        ends = (place + 1 for place, token in enumerate(tokens) if token in self._end_tokens)
+        ends = (place + 1 for place, token in enumerate(tokens) if token in end_tokens)
         stop_points = [point for point in (next(ends, None), stopped_at) if point is not None]
         length = min(stop_points, default=len(tokens))
         return ending.completion(tokens[:length], logprobs[:length], plain[:length], stopped=bool(stop_points))

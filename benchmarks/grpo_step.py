@@ -1,0 +1,124 @@
+"""A whole GRPO step, phase by phase: the Qwen3-1.7B shape with random weights, 16 prompts x 8 samples of 126 + 256 tokens, no KL. Beside it TRL's GRPOTrainer, where TRL is installed.
+
+    python benchmarks/grpo_step.py [ebbtide] [away] [trl]
+
+ebbtide: the optimizer on the device throughout. away: its state on the host in generate. TRL has the same model, prompts, lengths and optimizer, in bf16 with transformers' `generate`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Row, kept, save
+
+from ebbtide.config import load
+from ebbtide.loop import train
+from ebbtide.policy.model import load_model
+from ebbtide.report.report import Report
+
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+STEPS = 5
+VARIED = ["task.builtin=null", "task.python.object=varied_task:Varied"]  # a reward that differs within groups
+PHASES = ("generate", "score", "logprob", "train", "step")
+
+
+def ours(label: str, options: list[str]) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(
+            CONFIG, [f"train.steps={STEPS}", f"run.folder={folder}/run", "report.samples_every=0", "checkpoint=null", *VARIED, *options]
+        )
+        with Report(config, "benchmark") as report:
+            train(config, report)
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if line["step"] > 1]  # the first compiles and captures
+
+    def middle(name: str) -> float:
+        return statistics.median(line.get(name, 0.0) for line in timed)
+
+    return [
+        Row(label, "step", middle("seconds"), "s"),
+        *(Row(label, phase, middle(f"seconds/{phase}"), "s") for phase in PHASES),
+        Row(label, "exposed", middle("seconds_exposed"), "s"),
+        Row(label, "peak", max(line["peak_gib"] for line in timed), "GiB"),
+        Row(label, "log-probs off the trainer's, mean", middle("mismatch"), "nats"),
+        Row(label, "first step", lines[0]["seconds"], "s"),
+    ]
+
+
+def trl() -> list[Row]:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = load(CONFIG)
+    loaded = load_model(config)
+    loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
+    begun: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            begun.append(time.perf_counter())
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            begun.append(time.perf_counter())
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(completion) % 7) for completion in completions]
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=128,
+            num_generations=8,
+            max_completion_length=256,
+            max_steps=3,
+            beta=0.0,
+            bf16=True,
+            gradient_checkpointing=False,
+            learning_rate=1e-6,
+            report_to=[],
+            save_strategy="no",
+            generation_kwargs={"eos_token_id": None},
+        )
+        prompts = ["".join(str((7 * place + number) % 10) for place in range(125)) + "=" for number in range(64)]
+        trainer = GRPOTrainer(
+            model=loaded.model,
+            reward_funcs=reward,
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=loaded.tokenizer,
+            callbacks=[Clock()],
+        )
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    taken = [later - earlier for earlier, later in zip(begun, begun[1:], strict=False)]
+    return [
+        Row("TRL", "step", statistics.median(taken[1:]), "s"),
+        Row("TRL", "peak", torch.cuda.max_memory_allocated() / 2**30, "GiB"),
+    ]
+
+
+def main() -> None:
+    away = ['memory.away={"generate": ["moments", "master", "grads"]}']
+    stages = {
+        "ebbtide": ("Ebbtide", lambda: ours("Ebbtide", [])),
+        "away": ("optimizer away", lambda: ours("optimizer away in generate", away)),
+        "trl": ("TRL", trl),
+    }
+    for name in sys.argv[1:] or list(stages):
+        begins, stage = stages[name]
+        rows = stage()
+        save("grpo_step", [*(row for row in kept("grpo_step", lambda case: False) if not row.case.startswith(begins)), *rows])
+
+
+if __name__ == "__main__":
+    main()
