@@ -7,6 +7,7 @@ ebbtide: the optimizer on the device throughout. away: its state on the host in 
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -100,7 +101,7 @@ def trl() -> list[Row]:
         )
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    taken = [later - earlier for earlier, later in zip(begun, begun[1:], strict=False)]
+    taken = [later - earlier for earlier, later in itertools.pairwise(begun)]
     return [
         Row("TRL", "step", statistics.median(taken[1:]), "s"),
         Row("TRL", "peak", torch.cuda.max_memory_allocated() / 2**30, "GiB"),
