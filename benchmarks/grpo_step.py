@@ -78,7 +78,8 @@ def trl() -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=128,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=8,
             num_generations=8,
             max_completion_length=256,
             max_steps=3,

@@ -50,41 +50,36 @@ def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tupl
 
 @triton.jit
 def _turned(
-    x,
+    x,  # one token's heads
     weight,
     cos,
     sin,
-    token,
-    head,
-    token_stride,
     eps,
+    heads: tl.constexpr,
     channels: tl.constexpr,
-    half: tl.constexpr,
+    padded_heads: tl.constexpr,
     padded: tl.constexpr,
     norms: tl.constexpr,
 ):
-    """One head's channels, normed and turned: those of the first half, and of the second."""
+    """All heads of a token, normed and turned: the first halves of their channels, and the second."""
+    half: tl.constexpr = channels // 2
     kind: tl.constexpr = x.dtype.element_ty
-    column = tl.arange(0, padded)
-    real = column < half
-    place = x + token * token_stride + head * channels + column
-    low, high = tl.load(place, mask=real, other=0.0).to(tl.float32), tl.load(place + half, mask=real, other=0.0).to(tl.float32)
+    head, column = tl.arange(0, padded_heads)[:, None], tl.arange(0, padded)[None, :]
+    inside, real = (head < heads) & (column < half), column < half
+    place = x + head * channels + column
+    low, high = tl.load(place, mask=inside, other=0.0).to(tl.float32), tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
     if norms:
-        root = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / channels + eps)
+        root = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / channels + eps)[:, None]
         low = ((low * root).to(kind).to(tl.float32) * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-        high = (
-            ((high * root).to(kind).to(tl.float32) * tl.load(weight + half + column, mask=real, other=0.0).to(tl.float32))
-            .to(kind)
-            .to(tl.float32)
-        )
-    angle = token * channels + column
+        high = ((high * root).to(kind).to(tl.float32) * tl.load(weight + half + column, mask=real, other=0.0).to(tl.float32)).to(kind)
+        high = high.to(tl.float32)
     cos_low, cos_high = (
-        tl.load(cos + angle, mask=real, other=0.0).to(tl.float32),
-        tl.load(cos + angle + half, mask=real, other=0.0).to(tl.float32),
+        tl.load(cos + column, mask=real, other=0.0).to(tl.float32),
+        tl.load(cos + half + column, mask=real, other=0.0).to(tl.float32),
     )
     sin_low, sin_high = (
-        tl.load(sin + angle, mask=real, other=0.0).to(tl.float32),
-        tl.load(sin + angle + half, mask=real, other=0.0).to(tl.float32),
+        tl.load(sin + column, mask=real, other=0.0).to(tl.float32),
+        tl.load(sin + half + column, mask=real, other=0.0).to(tl.float32),
     )
     first = (low * cos_low).to(kind).to(tl.float32) + (-high * sin_low).to(kind).to(tl.float32)
     second = (high * cos_high).to(kind).to(tl.float32) + (low * sin_high).to(kind).to(tl.float32)
@@ -111,34 +106,39 @@ def _turn_and_place(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     channels: tl.constexpr,
+    padded_heads: tl.constexpr,
+    padded_kv_heads: tl.constexpr,
     padded: tl.constexpr,
     norms: tl.constexpr,
 ):
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = channels // 2
-    column = tl.arange(0, padded)
-    real = column < half
     kind: tl.constexpr = tl.pointer_type(turned.dtype.element_ty)
-    if part < heads:
-        first, second = _turned(query, query_weight, cos, sin, token, part, query_stride, eps, channels, half, padded, norms)
-        target = turned + (token * heads + part) * channels + column
-        tl.store(target, first, mask=real)
-        tl.store(target + half, second, mask=real)
+    cos += token * channels
+    sin += token * channels
+    column = tl.arange(0, padded)[None, :]
+    if tl.program_id(1) == 0:
+        query_first, query_second = _turned(
+            query + token * query_stride, query_weight, cos, sin, eps, heads, channels, padded_heads, padded, norms
+        )
+        query_head = tl.arange(0, padded_heads)[:, None]
+        query_inside = (query_head < heads) & (column < half)
+        target = turned + (token * heads + query_head) * channels + column
+        tl.store(target, query_first, mask=query_inside)
+        tl.store(target + half, query_second, mask=query_inside)
     else:
         slot = tl.load(slots + token).to(tl.int64)
-        held = real & (slot >= 0)
-        if part < heads + kv_heads:
-            head = part - heads
-            first, second = _turned(key, key_weight, cos, sin, token, head, key_stride, eps, channels, half, padded, norms)
-            target = tl.load(addresses + 2 * layer).to(kind) + (slot * kv_heads + head) * channels + column
-            tl.store(target, first, mask=held)
-            tl.store(target + half, second, mask=held)
-        else:
-            head = part - heads - kv_heads
-            source = value + token * value_stride + head * channels + column
-            target = tl.load(addresses + 2 * layer + 1).to(kind) + (slot * kv_heads + head) * channels + column
-            tl.store(target, tl.load(source, mask=real), mask=held)
-            tl.store(target + half, tl.load(source + half, mask=real), mask=held)
+        head = tl.arange(0, padded_kv_heads)[:, None]
+        inside = (head < kv_heads) & (column < half) & (slot >= 0)
+        first, second = _turned(key + token * key_stride, key_weight, cos, sin, eps, kv_heads, channels, padded_kv_heads, padded, norms)
+        place = (slot * kv_heads + head) * channels + column
+        keys = tl.load(addresses + 2 * layer).to(kind)
+        tl.store(keys + place, first, mask=inside)
+        tl.store(keys + place + half, second, mask=inside)
+        source = value + token * value_stride + head * channels + column
+        values = tl.load(addresses + 2 * layer + 1).to(kind)
+        tl.store(values + place, tl.load(source, mask=inside), mask=inside)
+        tl.store(values + place + half, tl.load(source + half, mask=inside), mask=inside)
 
 
 def turn_and_place(
@@ -158,9 +158,9 @@ def turn_and_place(
     tokens, heads, kv_heads = len(query), query.shape[1] // channels, key.shape[1] // channels
     turned = torch.empty((tokens, heads, channels), dtype=query.dtype, device=query.device)
     weights = norms or (query, query)
-    _turn_and_place[(tokens, heads + 2 * kv_heads)](
+    _turn_and_place[(tokens, 2)](
         query, key, value, *weights, cos, sin, turned, addresses, layer, slots, query.stride(0), key.stride(0), value.stride(0), eps,
-        heads, kv_heads, channels, triton.next_power_of_2(channels // 2), norms is not None, num_warps=1,
+        heads, kv_heads, channels, *map(triton.next_power_of_2, (heads, kv_heads, channels // 2)), norms is not None, num_warps=2,
     )  # fmt: skip
     return turned
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy
@@ -229,7 +230,7 @@ class DeviceRunner:
             graph.run()  # compiles and warms up, on padding alone
             if self._captures:
                 torch.cuda.current_stream(self._device).synchronize()
-                with torch.cuda.graph(graph.graph, pool=self._pool):
+                with _uncollected(), torch.cuda.graph(graph.graph, pool=self._pool):
                     graph.run()
             self._graphs[key] = graph
         return self._graphs[key]
@@ -354,6 +355,18 @@ class _Ticket:
         for name, value in (("tokens", 0), ("slots", -1), ("own_lengths", 0), ("own_starts", 0), ("prompt_lengths", 0), ("temperature", 0)):
             found[name].fill(value)
         return found
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected: what is freed then, such as another engine's graphs, would break a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _fields(rows: int, widths: tuple[int, int]) -> dict[str, int]:
