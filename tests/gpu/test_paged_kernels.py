@@ -22,9 +22,14 @@ class Paged:
 
     def __init__(self, kv_heads: int, channels: int, block: int, dtype: torch.dtype) -> None:
         self.block, self.count = block, 200
-        self.layers = [[torch.randn(self.count * block, kv_heads, channels, device=DEVICE).to(dtype) for _ in range(2)] for _ in range(2)]
+        shape = (self.count, kv_heads, block, channels)
+        self.layers = [[torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2)] for _ in range(2)]
         self.addresses = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in self.layers], device=DEVICE)
         self._free = random.Random(1).sample(range(self.count), self.count)
+
+    def at(self, layer: int, which: int, slots: list[int]) -> torch.Tensor:
+        """Keys (0) or values (1) of tokens: [tokens, kv heads, channels]."""
+        return torch.stack([self.layers[layer][which][slot // self.block, :, slot % self.block] for slot in slots])
 
     def take(self, tokens: int) -> list[int]:
         return [self._free.pop() for _ in range(-(-tokens // self.block))]
@@ -86,11 +91,10 @@ def test_decoding_attends_to_the_prompt_and_to_own_tokens(heads, kv_heads, chann
         channels**-0.5,
         window,
     )
-    keys, values = cache.layers[1]
     group_of = [number for number, (_, many) in enumerate(groups) for _ in many]
     for row in range(rows):
         slots = cache.slots(prompts[group_of[row]], starts[row]) + cache.slots(own[row], lengths[row])
-        wanted = reference(query[row : row + 1], keys[slots], values[slots], channels**-0.5, len(slots) - 1, window)
+        wanted = reference(query[row : row + 1], cache.at(1, 0, slots), cache.at(1, 1, slots), channels**-0.5, len(slots) - 1, window)
         torch.testing.assert_close(found[row : row + 1], wanted, **NEAR[dtype])
     assert not found[rows:].any()
 
@@ -115,10 +119,9 @@ def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, ch
         total += last - first
     query = torch.randn(total, heads, channels, device=DEVICE).to(dtype)
     key, value = (torch.randn(kv_heads, total, channels, device=DEVICE).to(dtype).transpose(0, 1) for _ in range(2))
-    place(key, value, cache.addresses, 0, integers([*slots[:-1], -1]))
-    keys, values = cache.layers[0]
-    assert torch.equal(keys[slots[:-1]], key[:-1])
-    assert torch.equal(values[slots[:-1]], value[:-1])
+    place(key, value, cache.addresses, 0, integers([*slots[:-1], -1]), block)
+    assert torch.equal(cache.at(0, 0, slots[:-1]), key[:-1])
+    assert torch.equal(cache.at(0, 1, slots[:-1]), value[:-1])
     found = read(
         query,
         cache.addresses,
@@ -135,7 +138,7 @@ def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, ch
     for number, (_, last, prompt, start) in enumerate(chunks):
         context = cache.slots(prompts[number], prompt if start else last) + (cache.slots(own[number], last) if start else [])
         begin, count, position, _ = sequences[number]
-        wanted = reference(query[begin : begin + count], keys[context], values[context], channels**-0.5, position, window)
+        wanted = reference(query[begin : begin + count], cache.at(0, 0, context), cache.at(0, 1, context), channels**-0.5, position, window)
         torch.testing.assert_close(found[begin : begin + count], wanted, **NEAR[dtype])
 
 
@@ -166,14 +169,14 @@ def test_what_lies_between_the_matrices(norms, dtype) -> None:
     cos, sin = (torch.randn(5, 24, device=DEVICE).to(dtype) for _ in range(2))
     slots = [3, 70, 71, 5, -1]
     query = block_kernels.turn_and_place(
-        *states, tuple(weights) if norms else None, 1e-6, cos, sin, cache.addresses, 1, integers(slots), 24
+        *states, tuple(weights) if norms else None, 1e-6, cos, sin, cache.addresses, 1, integers(slots), 16, 24
     )
     q, k, v = (state.view(5, -1, 24) for state in states)
     if norms:
         q, k = normed(q, weights[0]), normed(k, weights[1])
     torch.testing.assert_close(query, turned(q, cos, sin), **NEAR[dtype])
-    torch.testing.assert_close(cache.layers[1][0][slots[:-1]], turned(k, cos, sin)[:-1], **NEAR[dtype])
-    assert torch.equal(cache.layers[1][1][slots[:-1]], v[:-1])
+    torch.testing.assert_close(cache.at(1, 0, slots[:-1]), turned(k, cos, sin)[:-1], **NEAR[dtype])
+    assert torch.equal(cache.at(1, 1, slots[:-1]), v[:-1])
 
 
 @pytest.mark.parametrize("vocabulary", [11, 9000])

@@ -14,7 +14,7 @@ PAGED = "ebbtide_paged"
 
 
 class Cache:
-    """Per layer, places for the keys and the values of one token each. A tensor for each, so that they fit between what else is in memory."""
+    """Per layer, places for the keys and the values of one token each; kernels lay them out anew within each block. A tensor for each, so that they fit between what else is in memory."""
 
     def __init__(self, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = [

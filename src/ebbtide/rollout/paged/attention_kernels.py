@@ -3,7 +3,7 @@
 Decoding cuts contexts into splits so that few samples keep a whole GPU busy. Each program reads one split of one key-value head: of a prompt for all samples of its
 group together, or of one sample's own tokens. It writes the weighted values of its split, normalised, and the log of its sum; a second kernel adds the splits up.
 
-Lengths, tables and the addresses of the cache are read on the device: a captured launch serves every step, and every cache.
+In the cache, each key-value head of a block lies together. Lengths, tables and the addresses of the cache are read on the device: a captured launch serves every step, and every cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TILE = 64  # queries that a program reads with
 @triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "rows", "prompt_splits", "window"])
 def _split(
     query,  # [B, heads, channels]
-    addresses,  # [layers, 2] int64: of the keys [slots, kv heads, channels] and the values
+    addresses,  # [layers, 2] int64: of the keys [blocks, kv heads, block, channels] and the values
     layer,
     firsts,  # [B + 1]: the first row of each prompt's group, then B for those that are none
     prompt_tables,  # [B, blocks]
@@ -91,8 +91,7 @@ def _split(
             token = at + tl.arange(0, strip)
             there = token < end
             number_of = tl.load(table + token // block, mask=there, other=0)
-            slot = number_of.to(tl.int64) * block + token % block
-            source = (slot * kv_heads + head) * channels
+            source = ((number_of.to(tl.int64) * kv_heads + head) * block + token % block) * channels
             held = there[:, None] & real[None, :]
             k = tl.load(keys + source[:, None] + channel[None, :], mask=held, other=0.0)
             v = tl.load(values + source[:, None] + channel[None, :], mask=held, other=0.0)
@@ -207,8 +206,8 @@ def _read(
         of_own = token - prompt
         in_prompt = tl.load(prompt_tables + sequence.to(tl.int64) * prompt_width + token // block, mask=there & of_prompt, other=0)
         in_own = tl.load(own_tables + sequence.to(tl.int64) * own_width + of_own // block, mask=there & (of_own >= 0), other=0)
-        slot = tl.where(of_prompt, in_prompt.to(tl.int64) * block + token % block, in_own.to(tl.int64) * block + of_own % block)
-        source = (slot * kv_heads + kv_head) * channels
+        at_block = tl.where(of_prompt, in_prompt, in_own).to(tl.int64)
+        source = ((at_block * kv_heads + kv_head) * block + tl.where(of_prompt, token, of_own) % block) * channels
         held = there[:, None] & real[None, :]
         k = tl.load(keys + source[:, None] + channel[None, :], mask=held, other=0.0)
         v = tl.load(values + source[:, None] + channel[None, :], mask=held, other=0.0)
@@ -242,6 +241,7 @@ def _place(
     kv_heads: tl.constexpr,
     channels: tl.constexpr,
     padded: tl.constexpr,
+    block: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind: tl.constexpr = tl.pointer_type(key.dtype.element_ty)
@@ -251,7 +251,7 @@ def _place(
     real = channel < channels
     slot = tl.load(slots + token).to(tl.int64)
     real = real & (slot >= 0)  # padding has no place
-    target = (slot * kv_heads + head) * channels + channel
+    target = ((slot // block * kv_heads + head) * block + slot % block) * channels + channel
     tl.store(keys + target, tl.load(key + token * key_token + head * key_head + channel, mask=real), mask=real)
     tl.store(values + target, tl.load(value + token * value_token + head * value_head + channel, mask=real), mask=real)
 
@@ -371,7 +371,7 @@ def read(
     return out
 
 
-def place(key: Tensor, value: Tensor, addresses: Tensor, layer: int, slots: Tensor) -> None:
+def place(key: Tensor, value: Tensor, addresses: Tensor, layer: int, slots: Tensor, block: int) -> None:
     """Writes the keys and values [T, kv heads, channels] of new tokens into the cache."""
     tokens, kv_heads, channels = key.shape
     _place[(tokens, kv_heads)](
@@ -387,5 +387,6 @@ def place(key: Tensor, value: Tensor, addresses: Tensor, layer: int, slots: Tens
         kv_heads,
         channels,
         triton.next_power_of_2(channels),
+        block,
         num_warps=1,
     )

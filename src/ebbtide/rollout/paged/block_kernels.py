@@ -109,6 +109,7 @@ def _turn_and_place(
     padded_heads: tl.constexpr,
     padded_kv_heads: tl.constexpr,
     padded: tl.constexpr,
+    block: tl.constexpr,
     norms: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -131,7 +132,7 @@ def _turn_and_place(
         head = tl.arange(0, padded_kv_heads)[:, None]
         inside = (head < kv_heads) & (column < half) & (slot >= 0)
         first, second = _turned(key + token * key_stride, key_weight, cos, sin, eps, kv_heads, channels, padded_kv_heads, padded, norms)
-        place = (slot * kv_heads + head) * channels + column
+        place = ((slot // block * kv_heads + head) * block + slot % block) * channels + column
         keys = tl.load(addresses + 2 * layer).to(kind)
         tl.store(keys + place, first, mask=inside)
         tl.store(keys + place + half, second, mask=inside)
@@ -152,6 +153,7 @@ def turn_and_place(
     addresses: Tensor,
     layer: int,
     slots: Tensor,  # [T] int32
+    block: int,
     channels: int,
 ) -> Tensor:
     """Queries with their positions turned in, [T, heads, channels]; keys and values go into the cache."""
@@ -160,7 +162,7 @@ def turn_and_place(
     weights = norms or (query, query)
     _turn_and_place[(tokens, 2)](
         query, key, value, *weights, cos, sin, turned, addresses, layer, slots, query.stride(0), key.stride(0), value.stride(0), eps,
-        heads, kv_heads, channels, *map(triton.next_power_of_2, (heads, kv_heads, channels // 2)), norms is not None, num_warps=2,
+        heads, kv_heads, channels, *map(triton.next_power_of_2, (heads, kv_heads, channels // 2)), block, norms is not None, num_warps=2,
     )  # fmt: skip
     return turned
 

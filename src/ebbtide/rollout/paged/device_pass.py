@@ -21,7 +21,7 @@ class DevicePass:
         raise NotImplementedError
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        attention_kernels.place(key, value, self.addresses, layer, self.slots)
+        attention_kernels.place(key, value, self.addresses, layer, self.slots, self.block)
         return self.look_up(layer, query, scale, window)
 
 

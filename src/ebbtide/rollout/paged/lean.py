@@ -52,7 +52,9 @@ class _LeanBlock:
         hidden, normed = block_kernels.add_norm(hidden, more, norm.weight, norm.variance_epsilon)
         norms = (attention.q_norm.weight, attention.k_norm.weight) if self._norms else None
         states = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
-        query = block_kernels.turn_and_place(*states, norms, self._eps, cos, sin, one.addresses, layer, one.slots, self._channels)
+        query = block_kernels.turn_and_place(
+            *states, norms, self._eps, cos, sin, one.addresses, layer, one.slots, one.block, self._channels
+        )
         mixed = one.look_up(layer, query, attention.scaling, None)
         norm = block.post_attention_layernorm
         hidden, normed = block_kernels.add_norm(hidden, attention.o_proj(mixed.flatten(1)), norm.weight, norm.variance_epsilon)
