@@ -34,6 +34,10 @@ class VllmEngine:
     def __init__(self, loaded: Loaded, config: Config) -> None:
         self._vllm = _import_vllm()
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        if loaded.model.device.type == "cpu" and any("experts" in name for name, _ in loaded.model.named_parameters()):
+            raise UserError(  # vLLM 0.32 packs experts for the CPU when it starts, and not again when they change
+                "`rollout.engine: vllm` cannot update the weights of experts on a CPU: use a GPU, or `rollout.engine: paged`"
+            )
         self._end_tokens = end_tokens(loaded)
         self._settings = config.rollout.vllm or Vllm()
         self._tempered = config.tempered
@@ -56,6 +60,7 @@ class VllmEngine:
             warnings.simplefilter("ignore")
             shape = copy.deepcopy(loaded.model.config)
             shape.architectures = [type(loaded.model).__name__]
+            vars(shape).pop("quantization_config", None)  # of a GGUF file: the policy's weights are no longer quantised
             shape.save_pretrained(folder)
             loaded.tokenizer.save_pretrained(folder)
             try:

@@ -194,6 +194,11 @@ def test_the_process_keeps_its_random_numbers() -> None:
     assert drawn() == wanted
 
 
+def test_experts_on_a_cpu_are_refused() -> None:
+    with pytest.raises(UserError, match="experts on a CPU"):
+        made(family("qwen3_moe"))
+
+
 def test_arguments_that_are_ours_or_unknown_are_refused() -> None:
     with pytest.raises(UserError, match=r"`rollout.vllm.args` names dtype"):
         made({"rollout.vllm": {"args": {"dtype": "float16"}}})
