@@ -117,6 +117,13 @@ def test_logprobs_at_a_temperature_and_at_one(tempered) -> None:
     greedy(loaded, engine)
 
 
+def test_logprobs_that_vllm_cannot_give_are_not_made_up(of_family, tempered) -> None:
+    with pytest.raises(ValueError, match="other log-probs"):
+        of_family[1].generate([Request([3], [1])], Sampling(2, temperature=0.8), quiet)
+    with pytest.raises(ValueError, match="other log-probs"):
+        tempered[1].generate([Request([3], [1])], Sampling(2, temperature=0.8, top_p=0.9), quiet)
+
+
 def test_a_sample_is_that_of_its_seed_whatever_its_neighbours(of_family) -> None:
     _, engine = of_family
     crowd = [Request(prompt, [10 * i, 10 * i + 1, 2**63 - 1 - i]) for i, prompt in enumerate(PROMPTS)]

@@ -70,6 +70,10 @@ class VllmEngine:
         self._sleep()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
+        plain_only = sampling.temperature in (0, 1)
+        cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+        if cut if self._tempered else not plain_only:
+            raise ValueError(f"vLLM was started for other log-probs than those of {sampling}: `Config.tempered` decides")
         samples = [(index, request.prompt, seed) for index, request in enumerate(requests) for seed in request.seeds]
         ending = Ending(sampling, self._tokenizer, self._end_tokens)
         with self._awake():
@@ -78,8 +82,7 @@ class VllmEngine:
             logprobs = [list(done.logprobs.logprobs) for done in drawn]
             if not all(math.isfinite(value) for row in logprobs for value in row):
                 raise diverged()
-            same = not self._tempered or sampling.temperature in (0, 1)
-            plain = logprobs if same else self._plain([(s[1], list(done.token_ids)) for s, done in zip(samples, drawn, strict=True)])
+            plain = logprobs if plain_only else self._plain([(s[1], list(done.token_ids)) for s, done in zip(samples, drawn, strict=True)])
         groups: list[list[Completion]] = [[] for _ in requests]
         for (index, _, _), done, row, plain_row in zip(samples, drawn, logprobs, plain, strict=True):
             groups[index].append(ending.completion(list(done.token_ids), row, plain_row, stopped=done.finish_reason == "stop"))
