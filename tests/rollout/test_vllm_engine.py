@@ -183,11 +183,14 @@ def test_weights_that_diverged_are_an_error_with_advice() -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_every_sleep_level_wakes_with_the_weights(level) -> None:
-    loaded, engine = made({"rollout.vllm": {**SETTINGS["rollout.vllm"], "sleep_level": level}})
+def test_no_sleep_level_keeps_what_old_weights_computed(level) -> None:
+    args = {**SETTINGS["rollout.vllm"]["args"], "block_size": 32}
+    loaded, engine = made({"rollout.max_prompt_tokens": 48, "rollout.vllm": {"sleep_level": level, "args": args}})
+    prompt = [3 + place % 9 for place in range(40)]  # longer than a block: its start is cached
     for seed in (2, 3):
         stirred(loaded, seed)
-        greedy(loaded, engine)
+        ((completion,),) = engine.generate([Request(prompt, [0])], Sampling(6, temperature=0), quiet)
+        close(completion.logprobs, forward_logprobs(loaded.model, prompt, completion.tokens))
 
 
 def test_the_process_keeps_its_random_numbers() -> None:
