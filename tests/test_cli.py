@@ -95,6 +95,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "unwritable folder": (["train", "quickstart", f"run.folder={folder}/blocked/run"], ["run folder cannot be made", "`run.folder`"]),
         "character not in the alphabet": ([*quick, "model.scratch.alphabet='01234567='"], ["`model.scratch.alphabet` lacks"]),
         "wandb not installed": ([*quick, "report.wandb.project=x"], ["pip install 'ebbtide[wandb]'", "`report.wandb: null`"]),
+        "vllm not installed": ([*quick, "rollout.engine=vllm"], ["`rollout.engine: vllm`", "pip install 'ebbtide[vllm]'"]),
         "no GPU here": ([*quick, "device=cuda"], ["torch sees no GPU"]),
     }
 
@@ -120,6 +121,7 @@ BAD_INPUTS = (
     "unwritable folder",
     "character not in the alphabet",
     "wandb not installed",
+    "vllm not installed",
     "no GPU here",
 )
 
@@ -132,8 +134,8 @@ def test_the_list_of_bad_inputs_is_whole(tmp_path) -> None:
 def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, name) -> None:
     if name == "no GPU here" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    if name == "wandb not installed" and importlib.util.find_spec("wandb") is not None:
-        pytest.skip("wandb is installed")
+    if name.endswith(" not installed") and importlib.util.find_spec(name.split()[0]) is not None:
+        pytest.skip("it is installed")
     arguments, needles = bad_inputs(tmp_path)[name]
     code, out, err = ebbtide(capsys, *arguments)
     assert code == 2, err

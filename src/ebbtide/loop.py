@@ -69,7 +69,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
         optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
         reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
         notes += [*optimizer.about, *policy.place_activations(residency, needs)]
-        engine = build_engine(loaded, config.rollout)
+        engine = build_engine(loaded, config)
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:

@@ -235,6 +235,22 @@ class Task(Section):
         return self
 
 
+class Vllm(Section):
+    """vLLM in this process, on the policy's device. Its weights are the policy's, handed over before every generation."""
+
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Share of the device's memory that vLLM takes for its weights and cache while it generates (`gpu_memory_utilization`)."""
+
+    sleep_level: Literal[0, 1, 2] = 2
+    """What vLLM frees between generations: 0 nothing, 1 the cache, with its weights kept in host memory, 2 cache and weights. They are replaced anyway: 1 only costs more. On a CPU vLLM frees nothing."""
+
+    bucket_mib: Count = 512
+    """Weights that vLLM wants cut otherwise than the policy has them, such as experts, are copied for it so many MiB at a time; all others are not copied on the way."""
+
+    args: dict[str, Any] = {}
+    """More of vLLM's engine arguments, as they are: `{enforce_eager: true}`."""
+
+
 class Rollout(Section):
     """How completions are sampled."""
 
@@ -268,8 +284,19 @@ class Rollout(Section):
     batch: Count = 512
     """Sequences that are generated at once."""
 
-    engine: Literal["paged", "huggingface"] = "paged"
-    """`paged`: continuous batching over a paged cache, a group's prompt computed and read once; on a GPU with kernels of its own and CUDA graphs. `huggingface`: transformers' own `generate`, slow and plain. Both use the policy's own weights and sample the same tokens, but for float noise."""
+    engine: Literal["paged", "huggingface", "vllm"] = "paged"
+    """`paged`: continuous batching over a paged cache, a group's prompt computed and read once; on a GPU with kernels of its own and CUDA graphs. `huggingface`: transformers' own `generate`, slow and plain. Both use the policy's own weights and sample the same tokens, but for float noise. `vllm`: vLLM in this process, with a copy of the weights; samples by its own random numbers."""
+
+    vllm: Vllm | None = None
+    """Settings of `engine: vllm`; `null` is their defaults."""
+
+    @model_validator(mode="after")
+    def _vllm_is_used(self) -> Rollout:
+        if self.vllm is not None and self.engine != "vllm":
+            raise ValueError(
+                f"`rollout.vllm` is set and `rollout.engine: {self.engine}` does not read it: set `rollout.engine: vllm`, or remove it"
+            )
+        return self
 
 
 class Advantage(Section):
@@ -693,6 +720,11 @@ class Config(Section):
                 f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context of "
                 f"`model.scratch.context` = {self.model.scratch.context}: lower one of them, or raise the context"
             )
+        if rollout.engine == "vllm" and self.tempered and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+            raise ValueError(
+                "`rollout.engine: vllm` gives log-probs at a temperature other than 1 only over the tokens that `rollout.top_p`, `top_k` and `min_p` "
+                "keep, and the trainer's are over all: leave those out, set every temperature to 1 (`evaluate.temperature`: or 0), or use another engine"
+            )
         brings_its_own = self.task.python is not None or (self.task.file is not None and self.task.file.held_out is not None)
         if self.evaluate is not None and self.task.held_out == 0 and not brings_its_own:
             raise ValueError("`evaluate` needs held-out problems and `task.held_out: 0` sets none aside: raise it, or set `evaluate: null`")
@@ -701,6 +733,11 @@ class Config(Section):
                 f"`evaluate.problems: {self.evaluate.problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside: lower it, or raise those"
             )
         return self
+
+    @property
+    def tempered(self) -> bool:
+        """Whether anything is sampled at a temperature other than 1: greedy counts as 1."""
+        return self.rollout.temperature != 1 or (self.evaluate is not None and self.evaluate.temperature not in (0, 1))
 
     @property
     def on_policy(self) -> bool:

@@ -1,1 +1,1 @@
-"""Sampling completions: the engine's interface, prompts, and the engine on transformers' `generate`."""
+"""Sampling completions: the engine's interface, prompts, and the engines."""
