@@ -24,7 +24,7 @@ def test_without_vllm_the_error_names_the_extra(tiny, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollout.vllm": {}}, "`rollout.engine: huggingface` does not read it"),
+        ({"rollout.vllm": {}}, "`rollout.engine: paged` does not read it"),
         ({"rollout.engine": "vllm", "rollout.vllm.sleep_level": 3}, "rollout.vllm.sleep_level"),
         ({"rollout.engine": "vllm", "rollout.vllm.memory_share": 1.5}, "rollout.vllm.memory_share"),
         ({"rollout.engine": "vllm", "rollout.vllm.bucket_mib": 0}, "rollout.vllm.bucket_mib"),
