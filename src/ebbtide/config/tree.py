@@ -15,6 +15,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):
@@ -270,6 +271,17 @@ class Rollout(Section):
 
     engine: Literal["huggingface", "paged"] = "huggingface"
     """`huggingface`: transformers' own `generate`. `paged`: continuous batching over a paged cache, a group's prompt computed once; new, and without kernels of its own on a GPU yet. Both use the policy's own weights and sample the same tokens, but for float noise."""
+
+    serve_port: Port | None = None
+    """Present: the policy that trains is served at this port of 127.0.0.1 with an OpenAI-compatible API; 0 is any free one. What is asked waits until the loop has generated or evaluated its own samples; docs/serve.md. Needs `rollout.engine: paged`."""
+
+    @model_validator(mode="after")
+    def _served_by_whom(self) -> Rollout:
+        if self.serve_port is not None and self.engine != "paged":
+            raise ValueError(
+                f"`rollout.serve_port: {self.serve_port}` needs `rollout.engine: paged`, and it is `{self.engine}`: set that, or remove the port"
+            )
+        return self
 
 
 class Advantage(Section):
