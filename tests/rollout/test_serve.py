@@ -60,8 +60,8 @@ class WatchedDesk(Desk):
 class Server:
     """A server whose steps can be counted and held up."""
 
-    def __init__(self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0) -> None:
-        self.engine = PagedEngine(loaded, batch, block=4)
+    def __init__(self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False) -> None:
+        self.engine = PagedEngine(loaded, batch, block=4, ahead=ahead)
         self.desk = WatchedDesk(room)
         self.steps = 0
         self.gate = threading.Event()
@@ -179,8 +179,9 @@ def in_thread(function):
         ({"seed": 3, "extra_body": {"ignore_eos": True}}, Sampling(20, ignore_end=True)),
     ],
 )
-def test_completions_are_the_engines_own(loaded, asked, sampling) -> None:
-    with serving(loaded) as server:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_completions_are_the_engines_own(loaded, asked, sampling, ahead) -> None:
+    with serving(loaded, ahead=ahead) as server:
         found = server.client.completions.create(model="tiny", prompt="hello", n=3, max_tokens=20, logprobs=0, **asked)
     seeds = [asked.get("seed", 0) + i for i in range(3)]
     wanted = expected(loaded, "hello", sampling, seeds)
@@ -399,7 +400,13 @@ def test_errors_say_what_is_wrong(loaded) -> None:
             wrong = server.post("chat/completions", messages=messages)
             assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
         as_json = {"content-type": "application/json"}
-        for text, words in (("{", "not valid JSON"), ("[1]", "JSON object"), ("[" * 5000, "not valid JSON"), ("", "not valid JSON")):
+        for text, words in (
+            ("{", "not valid JSON"),
+            ("[1]", "JSON object"),
+            ("[" * 5000, "not valid JSON"),
+            ("", "not valid JSON"),
+            ('{"prompt": "\\ud800"}', "not valid JSON"),
+        ):
             bad = httpx.post(f"{server.url}/completions", content=text, headers=as_json)
             assert bad.status_code == 400
             assert words in bad.json()["error"]["message"]
@@ -469,9 +476,10 @@ def raw(server, body: dict) -> socket.socket:
     return connection
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_samples(loaded, stream) -> None:
-    with serving(loaded) as server:
+def test_a_client_that_leaves_ends_its_samples(loaded, stream, ahead) -> None:
+    with serving(loaded, ahead=ahead) as server:
         server.gate.clear()
         body = {"prompt": "ab", "n": 3, "max_tokens": 40, "ignore_eos": True, "stream": stream, "return_token_ids": True}
         connection = raw(server, body)
@@ -579,7 +587,6 @@ def test_the_first_stop_lets_requests_end(loaded) -> None:
         server._thread.join(60)
         with pytest.raises(httpx.ConnectError):
             server.post()
-        server.desk.stops = 0
 
 
 @pytest.mark.parametrize("how", ["second stop", "time is up"])
@@ -673,16 +680,15 @@ def test_training_is_the_same_with_and_without_guests(tiny, tmp_path, monkeypatc
     assert not [thread for thread in threading.enumerate() if thread.name == "http"]
 
 
-def test_the_end_of_a_run_ends_what_waits(tiny) -> None:
+def test_the_end_of_a_run_ends_what_waits(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(beside, "Desk", WatchedDesk)
     config = tiny({"rollout.engine": "paged", "rollout.serve_port": 0})
     loaded = load_model(config)
     said = []
     with served(PagedEngine(loaded, 4), loaded, config, said.append) as engine:
         at = re.search(r"http://\S+", said[0])[0]
         thread, found = in_thread(lambda: httpx.post(f"{at}/completions", json={"prompt": "1="}, timeout=60))
-        desk = engine._desk
-        while not desk.samples:
-            pass
+        engine._desk.came.get(timeout=60)
     thread.join(60)
     answer = found.get()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server has stopped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -30,6 +31,7 @@ class Api:
     def __init__(self, desk: Desk, served: Served, *, key: str | None, max_body: int) -> None:
         self._desk, self._served, self._max_body = desk, served, max_body
         self._key = None if key is None else key.encode()
+        self._since = int(time.time())
         self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not hold up those that are being answered
         self.app = Starlette(
             routes=[
@@ -52,7 +54,13 @@ class Api:
     async def models(self, request: Request) -> Response:
         self._admit(request)
         served = self._served
-        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "ebbtide", "max_model_len": served.limits.together}
+        model = {
+            "id": served.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "ebbtide",
+            "max_model_len": served.limits.together,
+        }
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Reply:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ebbtide.rollout.paged.engine import PagedEngine, Session, Told
 from ebbtide.rollout.serve.desk import Desk, Job, Piece
 
-AHEAD = 8  # samples that wait in the session itself; the rest of the queue costs it nothing
+AHEAD = 64  # samples that wait in the session itself, with a number for each of their tokens; the rest of the queue costs less
 
 
 class Shift:
