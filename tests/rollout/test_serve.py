@@ -33,6 +33,7 @@ from ebbtide.rollout.serve.beside import served
 from ebbtide.rollout.serve.checks import api_key, check_installed
 from ebbtide.rollout.serve.desk import Desk
 from ebbtide.rollout.serve.http import answering, listen, url
+from ebbtide.rollout.serve.run import serve
 from ebbtide.rollout.serve.shift import work
 from ebbtide.rollout.serve.text import Text
 
@@ -462,6 +463,26 @@ def test_settings_and_packages(monkeypatch) -> None:
 def test_a_port_in_use() -> None:
     with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="cannot listen"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_an_open_address_without_a_key_is_said() -> None:
+    def said(host, key):
+        found = []
+        with pytest.raises(UserError, match="nowhere"):
+            serve("./nowhere", load_serve([f"host={host}", "port=0"]), key, found.append)
+        return " ".join(found)
+
+    assert "whoever reaches 0.0.0.0 can use this server" in said("0.0.0.0", None)
+    assert said("0.0.0.0", "key") == said("127.0.0.1", None) == ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_dies_ends_the_engines_work(loaded) -> None:
+    server = Server(loaded)
+    server.desk.loop.call_soon_threadsafe(server.desk.loop.stop)
+    server._thread.join(60)
+    assert "has ended by itself" in str(server.failure)
+    server.client.close()
 
 
 # Clients that leave, queues that fill, engines that die

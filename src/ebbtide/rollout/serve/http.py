@@ -57,6 +57,7 @@ def answering(desk: Desk, served: Served, listening: socket.socket, *, key: str 
             asyncio.run(serve())
         finally:
             desk.lose()
+            ready.set()
 
     thread = threading.Thread(target=run, name="http", daemon=True)
     thread.start()
