@@ -38,7 +38,7 @@ def ebbtide(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_help_teaches(capsys) -> None:
     code, out, _ = ebbtide(capsys, "--help")
     assert code == 0
-    for word in ("train", "recipes", "config", "quickstart", "train.steps=50"):
+    for word in ("train", "recipes", "config", "serve", "quickstart", "train.steps=50"):
         assert word in out
 
 
@@ -70,6 +70,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
     (folder / "fields.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 200)
     (folder / "blocked").write_text("a file where a folder should be")
     (folder / "model").mkdir()
+    (folder / "no_run" / "checkpoints").mkdir(parents=True)
     run = f"run.folder={folder}/run"
     quick = ["train", "quickstart", run]
     file = ["task.builtin=null", "evaluate=null"]
@@ -97,6 +98,11 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "wandb not installed": ([*quick, "report.wandb.project=x"], ["pip install 'ebbtide[wandb]'", "`report.wandb: null`"]),
         "vllm not installed": ([*quick, "rollout.engine=vllm"], ["`rollout.engine: vllm`", "pip install 'ebbtide[vllm]'"]),
         "no GPU here": ([*quick, "device=cuda"], ["torch sees no GPU"]),
+        "served by another engine": ([*quick, "rollout.serve_port=8000"], ["`rollout.serve_port: 8000`", "`rollout.engine: paged`"]),
+        "nothing to serve": (["serve", "./nowhere", "port=0"], ["`model.path: ./nowhere` does not exist"]),
+        "a run without checkpoints": (["serve", f"{folder}/no_run", "port=0"], ["no complete checkpoint"]),
+        "unknown setting of the server": (["serve", "quickstart", "prot=1"], ["unknown key `prot`", "Did you mean `port`?"]),
+        "no such key file": (["serve", "quickstart", "--api-key-file", f"{folder}/no_key"], ["API key cannot be read"]),
     }
 
 
@@ -123,6 +129,11 @@ BAD_INPUTS = (
     "wandb not installed",
     "vllm not installed",
     "no GPU here",
+    "served by another engine",
+    "nothing to serve",
+    "a run without checkpoints",
+    "unknown setting of the server",
+    "no such key file",
 )
 
 

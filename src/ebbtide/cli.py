@@ -14,10 +14,11 @@ from rich.text import Text
 from ebbtide import __version__
 from ebbtide.checkpoint.resume import FOLDER, find
 from ebbtide.checkpoint.store import listed
-from ebbtide.config import load, recipes
+from ebbtide.config import load, load_serve, recipes
 from ebbtide.config.document import explained
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import build_plan
+from ebbtide.rollout.serve.checks import api_key, check_installed
 from ebbtide.tasks.build import build_task
 
 app = typer.Typer(
@@ -51,6 +52,8 @@ def _train(source: str, overrides: list[str]) -> None:
     sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     build_plan(config.memory, config.optimizer)  # what can be found wrong without torch is found now, not ten seconds later
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
+    if config.rollout.serve_port is not None:
+        check_installed()
     resumed = find(config, Console(stderr=True, highlight=False, soft_wrap=True).print)
     Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
     from ebbtide.loop import train as run_loop
@@ -99,6 +102,38 @@ def export(
     saved = pick(run, step)
     write_folder(saved, out)
     typer.echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
+
+
+@app.command()
+def serve(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="A Hugging Face folder, a hub id, a GGUF file, or a run folder (its newest checkpoint)."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, as in `port=8001` (docs/serve.md).", show_default=False),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with the key that clients must send; without it, EBBTIDE_API_KEY is looked at.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a model, or what a run has learnt, with an OpenAI-compatible HTTP API."""
+    config = load_serve(overrides or [])
+    check_installed()
+    key = api_key(api_key_file)
+    err = Console(stderr=True, highlight=False)
+    err.print("starting (torch and transformers take a few seconds to load)", style="dim")
+    try:
+        from ebbtide.rollout.serve.run import serve as run_server
+
+        run_server(source, config, key, typer.echo)
+    except KeyboardInterrupt:
+        err.print("stopped before it served")
+        raise typer.Exit(130) from None
 
 
 @app.command(name="recipes")

@@ -13,7 +13,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, check_host_budget
 from ebbtide.memory.plan import Plan
 from ebbtide.optim.adamw import state_bytes
-from ebbtide.policy.model import model_config, pick_dtype
+from ebbtide.policy.model import model_config, pick_device, pick_dtype
 
 COPIES = "copies for checkpoints"
 
@@ -38,7 +38,7 @@ def host_needs(config: Config, plan: Plan) -> dict[str, int]:
     saved = config.checkpoint is not None and config.checkpoint.async_save
     if not plan.moves and not saved and config.optimizer.place == "device" and not config.optimizer.on_cpu:
         return {}
-    dtype = pick_dtype(config)
+    dtype = pick_dtype(config.model.dtype, pick_device(config.device))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -31,6 +31,7 @@ from ebbtide.policy.reference import freeze_reference
 from ebbtide.report.report import Report
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.prompts import encode
+from ebbtide.rollout.serve.beside import served
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.scoring import ScoringPool
@@ -90,7 +91,8 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
     updates_per_step = config.train.epochs * config.train.minibatches
 
     keeper = Keeper(config, report.folder.path, state, report.terminal.say)
-    with ScoringPool(config.task, config.seed) as scoring, keeper, quiet_collector():
+    serving = served(engine, loaded, config, report.terminal.say)
+    with ScoringPool(config.task, config.seed) as scoring, keeper, quiet_collector(), serving as engine:
 
         def examined() -> dict[str, float]:
             with residency.phase("evaluate"), report.phase("evaluate") as progress:

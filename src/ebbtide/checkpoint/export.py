@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.state import CONFIG
@@ -31,12 +32,18 @@ def pick(run: Path, step: int | None) -> Saved:
 
 
 @torch.no_grad()
+def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Config]:
+    """A checkpoint's model, on the CPU and in the type of its weights, with its tokenizer and the run's config."""
+    config = Config.model_validate(yaml.safe_load((saved.path / CONFIG).read_text()))
+    model, tokenizer = unfilled_model(config, saved_dtype(saved.path))
+    read_tensors({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}, saved.path)
+    return model, tokenizer, config
+
+
 def export(saved: Saved, out: Path) -> None:
     """Writes model, tokenizer and chat template to a new folder that transformers loads."""
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
-    config = Config.model_validate(yaml.safe_load((saved.path / CONFIG).read_text()))
-    model, tokenizer = unfilled_model(config, saved_dtype(saved.path))
-    read_tensors({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}, saved.path)
+    model, tokenizer, _ = read_model(saved)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

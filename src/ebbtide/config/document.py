@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ebbtide.config.load import sections
+from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Config
 
 
@@ -51,14 +52,13 @@ def reference() -> str:
         "tree with each field's meaning. An unknown key is an error. A section that is `null` is off; one that is present is on.",
         "",
     ]
-    return "\n".join([*lines, *_tables(Config, "")])
+    return "\n".join([*lines, *_tables(Config, ""), *_tables(Serve, "", "`ebbtide serve`")])
 
 
-def _tables(section: type[BaseModel], above: str) -> list[str]:
+def _tables(section: type[BaseModel], above: str, title: str = "The top level") -> list[str]:
     below = sections(section)
-    title = above.removesuffix(".") or "The top level"
     lines = [
-        f"## `{title}`" if above else f"## {title}",
+        f"## `{above.removesuffix('.')}`" if above else f"## {title}",
         "",
         section.__doc__ or "",
         "",

@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+
+T = TypeVar("T", bound=BaseModel)
 
 
 class _Yaml(yaml.SafeLoader):
@@ -54,14 +57,26 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     tree, where = _read(source)
     for override in overrides:
         _override(tree, override)
+    return _valid(Config, tree, f"the config from {where}")
+
+
+def load_serve(overrides: Sequence[str]) -> Serve:
+    """What `ebbtide serve` was told."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _override(tree, override)
+    return _valid(Serve, tree, "what `ebbtide serve` was told")
+
+
+def _valid(root: type[T], tree: dict[str, Any], what: str) -> T:
     try:
-        return Config.model_validate(tree)
+        return root.model_validate(tree)
     except ValidationError as error:
         # Unknown keys first: a misspelt section is also a missing one, and the spelling is what to mend.
         ordered = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        problems = [_explain(dict(problem)) for problem in ordered]
+        problems = [_explain(dict(problem), root) for problem in ordered]
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
-        raise UserError(f"the config from {where} is not valid:\n{lines}") from None
+        raise UserError(f"{what} is not valid:\n{lines}") from None
 
 
 def _read(source: str) -> tuple[dict[str, Any], str]:
@@ -120,22 +135,22 @@ def _override(tree: dict[str, Any], override: str) -> None:
     tree[keys[-1]] = value
 
 
-def _explain(problem: dict[str, Any]) -> str:
+def _explain(problem: dict[str, Any], root: type[BaseModel]) -> str:
     """One line for one pydantic error: the key, the value, and what to write instead."""
     keys = [str(part) for part in problem["loc"]]
     dotted = ".".join(keys)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key `{dotted}` (= {_short(problem['input'])}). {_nearest(keys)}"
+        return f"unknown key `{dotted}` (= {_short(problem['input'])}). {_nearest(keys, root)}"
     if problem["type"] == "missing":
-        return f"`{dotted}` is missing: {_meaning(keys)}"
+        return f"`{dotted}` is missing: {_meaning(keys, root)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"`{dotted}`: {message}" if dotted and f"`{dotted}" not in message else message
-    section = _section(keys)
+    section = _section(keys, root)
     if section is not None:
         message = f"a section with keys such as {', '.join(list(section.model_fields)[:3])}"
     message = message.removeprefix("Input should be ").removeprefix("a valid ")
-    return f"`{dotted}` is {_short(problem['input'])} and should be {message}. Its meaning: {_meaning(keys)}"
+    return f"`{dotted}` is {_short(problem['input'])} and should be {message}. Its meaning: {_meaning(keys, root)}"
 
 
 def _short(value: object) -> str:
@@ -143,9 +158,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _section(keys: Sequence[str]) -> type[BaseModel] | None:
+def _section(keys: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
     """The section class that the dotted path names, if it names one."""
-    section: type[BaseModel] = Config
+    section = root
     for key in keys:
         found = sections(section).get(key)
         if found is None:
@@ -164,28 +179,28 @@ def sections(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return found
 
 
-def _all_keys(section: type[BaseModel] = Config, above: str = "") -> Iterator[str]:
+def _all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
     for name in section.model_fields:
         yield above + name
     for name, below in sections(section).items():
         yield from _all_keys(below, f"{above}{name}.")
 
 
-def _nearest(keys: Sequence[str]) -> str:
-    section = _section(keys[:-1])
+def _nearest(keys: Sequence[str], root: type[BaseModel]) -> str:
+    section = _section(keys[:-1], root)
     siblings = list(section.model_fields) if section else []
     near = difflib.get_close_matches(keys[-1], siblings, n=1)
     if near:
         return f"Did you mean `{'.'.join([*keys[:-1], near[0]])}`?"
-    same_name = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == keys[-1]]
+    same_name = [key for key in _all_keys(root) if key.rsplit(".", 1)[-1] == keys[-1]]
     if same_name:
         return f"Did you mean `{same_name[0]}`?"
     return f"Valid keys here: {', '.join(siblings)}."
 
 
-def _meaning(keys: Sequence[str]) -> str:
+def _meaning(keys: Sequence[str], root: type[BaseModel]) -> str:
     while keys and keys[-1].isdigit():  # an entry of a list: the list has the meaning
         keys = keys[:-1]
-    section = _section(keys[:-1])
+    section = _section(keys[:-1], root)
     field = section.model_fields.get(keys[-1]) if section else None
     return field.description if field is not None and field.description else "see docs/config.md"

@@ -15,6 +15,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):
@@ -290,11 +291,22 @@ class Rollout(Section):
     vllm: Vllm | None = None
     """Settings of `engine: vllm`; `null` is their defaults."""
 
+    serve_port: Port | None = None
+    """Present: the policy that trains is served at this port of 127.0.0.1 with an OpenAI-compatible API; 0 is any free one. What is asked waits until the loop has generated or evaluated its own samples; docs/serve.md. Needs `rollout.engine: paged`."""
+
     @model_validator(mode="after")
     def _vllm_is_used(self) -> Rollout:
         if self.vllm is not None and self.engine != "vllm":
             raise ValueError(
                 f"`rollout.vllm` is set and `rollout.engine: {self.engine}` does not read it: set `rollout.engine: vllm`, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _served_by_whom(self) -> Rollout:
+        if self.serve_port is not None and self.engine != "paged":
+            raise ValueError(
+                f"`rollout.serve_port: {self.serve_port}` needs `rollout.engine: paged`, and it is `{self.engine}`: set that, or remove the port"
             )
         return self
 

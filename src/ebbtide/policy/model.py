@@ -49,31 +49,48 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
-def pick_dtype(config: Config) -> torch.dtype:
-    name = config.model.dtype
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        name = "bfloat16" if pick_device(config.device).type == "cuda" else "float32"
+        name = "bfloat16" if device.type == "cuda" else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def load_model(config: Config) -> Loaded:
-    """The configured model in eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
-    device, dtype = pick_device(config.device), pick_dtype(config)
-    transformers_logging.disable_progress_bar()  # our own progress is shown instead
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 units: slower, as is known, and said in 20 lines
-    tokenizer = _tokenizer(config.model)
-    if config.model.scratch is not None:
+    """The configured model, on its device."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.model.dtype, device)
+    if config.model.scratch is None:
+        loaded = load_pretrained(config.model, device, dtype)
+    else:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(config.seed)
             model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
-    else:
-        model, info = _pretrained(config.model, AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
-        if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
-            raise UserError(
-                f"`model.path: {config.model.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
-                f"({', '.join(absent[:3])}): they would be random. Get the whole model"
-            )
-        model = model.to(device)
+        loaded = ready(model, _tokenizer(config.model), config.model)
+    context = getattr(loaded.model.config, "max_position_embeddings", None)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if context is not None and longest > context:
+        raise UserError(
+            f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context of {context}: lower one of them"
+        )
+    return loaded
+
+
+def load_pretrained(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Loaded:
+    """The model at `model.path`."""
+    transformers_logging.disable_progress_bar()  # our own progress is shown instead
+    tokenizer = _tokenizer(config)
+    model, info = _pretrained(config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+    if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
+        raise UserError(
+            f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
+            f"({', '.join(absent[:3])}): they would be random. Get the whole model"
+        )
+    return ready(model.to(device), tokenizer, config)
+
+
+def ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Loaded:
+    """In eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 units: slower, as is known, and said in 20 lines
     for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
         parameter.data = parameter.data.contiguous()
     model.eval()
@@ -185,21 +202,13 @@ def _in_package(path: str) -> Path:
     return Path(spec.origin).parent / inside
 
 
-def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(
-            f"the tokenizer knows no tokens: `model.path: {config.model.path}` has no tokenizer files; name one in `model.tokenizer`"
-        )
+        raise UserError(f"the tokenizer knows no tokens: `model.path: {config.path}` has no tokenizer files; name one in `model.tokenizer`")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens and the model's embedding only {rows} rows: they do not belong together; check `model.path` and `model.tokenizer`"
-        )
-    context = getattr(model.config, "max_position_embeddings", None)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if context is not None and longest > context:
-        raise UserError(
-            f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context of {context}: lower one of them"
         )
 
 

@@ -1,1 +1,1 @@
-"""Sampling completions: the engine's interface, prompts, and the engines."""
+"""Sampling completions: the engine's interface, prompts, the paged engine, those on transformers' `generate` and on vLLM, and the HTTP server."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
-from ebbtide.tasks.task import Problem
+from ebbtide.tasks.task import Message, Problem
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,14 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config, pr
     prompts, limit = [], config.rollout.max_prompt_tokens
     templated = config.model.chat_template and bool(tokenizer.chat_template)
     for number, problem in enumerate(problems):
-        text = _render(problem, number, tokenizer) if templated else "".join(message["content"] for message in problem.messages)
-        # A chat template writes its own special tokens; a plain text gets the tokenizer's usual ones.
-        tokens: list[int] = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        try:
+            text, tokens = render(problem.messages, tokenizer, templated)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in problem.messages)
+            raise UserError(
+                f"the model's chat template refuses problem {number} (its messages are: {roles}): {error}. "
+                "Some templates take no system message: remove `task.system`, or set `model.chat_template: false`"
+            ) from None
         if not tokens:
             raise UserError(f"problem {number} has an empty prompt: a model needs at least one token to go on from")
         if config.model.scratch is not None and tokenizer.unk_token_id in tokens:
@@ -52,13 +57,11 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config, pr
     return prompts
 
 
-def _render(problem: Problem, number: int, tokenizer: Tokenizer) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(problem.messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in problem.messages)
-        raise UserError(
-            f"the model's chat template refuses problem {number} (its messages are: {roles}): {error}. "
-            "Some templates take no system message: remove `task.system`, or set `model.chat_template: false`"
-        ) from None
-    return text
+def render(messages: Sequence[Message], tokenizer: Tokenizer, templated: bool) -> tuple[str, list[int]]:
+    """Messages as the model reads them: by the chat template, or their texts joined."""
+    if templated:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    else:
+        text = "".join(message["content"] for message in messages)
+    # A chat template writes its own special tokens; a plain text gets the tokenizer's usual ones.
+    return text, tokenizer(text, add_special_tokens=not templated)["input_ids"]

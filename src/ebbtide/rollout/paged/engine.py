@@ -79,6 +79,11 @@ class PagedEngine:
         self.preempted = 0
         """Samples that gave way in the last call."""
 
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self._block
+
     def _build_runner(self) -> Runner:
         if self._model.device.type != "cuda":
             return PlainRunner(self._model, self._block)
@@ -103,11 +108,27 @@ class PagedEngine:
     @contextmanager
     def session(self, prompts: Sequence[tuple[int, int]], new: int) -> Iterator[Session]:
         """Room for prompts of these lengths with so many samples each, of `new` tokens at most. Sessions of one engine follow each other."""
-        count = self._count(prompts, new)
+        running = min(self._batch, sum(samples for _, samples in prompts))
+        read = sum(self._needed(length) * (1 if self._share else samples) for length, samples in prompts)
+        longest = max(self._needed(length) for length, _ in prompts)
+        with self._open(read + running * (self._needed(new) + 1), longest, self._needed(new), longest + self._needed(new)) as session:
+            yield session
+
+    @contextmanager
+    def standing_session(self, longest: int) -> Iterator[Session]:
+        """Room for as many samples as decode at once, whatever they will be, of `longest` tokens at most with their prompts."""
+        needed = self._needed(longest)
+        with self._open(self._batch * (needed + 2), needed, needed, needed + 1) as session:  # prompt and completion each round up
+            yield session
+
+    @contextmanager
+    def _open(self, useful: int, prompt: int, new: int, together: int) -> Iterator[Session]:
+        """All in blocks: how many are useful, and of the longest prompt, of the longest completion, and of both in one sample."""
+        count = self._count(useful, together)
         weight = next(self._model.parameters())
         cache = Cache(self._shape, count * self._block, weight.dtype, weight.device)
         schedule = Schedule(Blocks(count), self._block, batch=self._batch, chunk=self._chunk)
-        self._runner.begin(cache, self._needed(max(length for length, _ in prompts)), self._needed(new))
+        self._runner.begin(cache, prompt, new)
         try:
             with torch.no_grad():
                 yield Session(self._runner, schedule, self._ending, self._share, self._ahead)
@@ -117,21 +138,17 @@ class PagedEngine:
     def _ending(self, sampling: Sampling) -> Ending:
         return Ending(sampling, self.tokenizer, self._end_tokens)
 
-    def _count(self, prompts: Sequence[tuple[int, int]], new: int) -> int:
-        """Blocks of the cache: enough for all at once, or as many as memory has room for."""
-        if self._blocks is not None:
-            count = self._blocks
-        else:
-            running = min(self._batch, sum(samples for _, samples in prompts))
-            read = sum(self._needed(length) * (1 if self._share else samples) for length, samples in prompts)
+    def _count(self, useful: int, longest: int) -> int:
+        """Blocks of the cache: all that are useful, or as many as memory has room for, and at least for the longest sample."""
+        count = self._blocks
+        if count is None:
             weight = next(self._model.parameters())
             each = self._block * self._shape.bytes(weight.dtype)
-            count = min(read + running * (self._needed(new) + 1), int(SHARE * _free_bytes(weight.device)) // each)
-        longest = max(self._needed(length) for length, _ in prompts) + self._needed(new)
+            count = min(useful, int(SHARE * _free_bytes(weight.device)) // each)
         if count < longest:
             raise UserError(
                 f"the cache has room for {count * self._block:,} tokens, and one sample may need {longest * self._block:,}: lower `rollout.max_new_tokens` or "
-                "`rollout.max_prompt_tokens`, or free memory for generation (`memory.away.generate`, `optimizer.place`)"
+                "`rollout.max_prompt_tokens` (`max_length` of `ebbtide serve`), or free memory for generation (`memory.away.generate`, `optimizer.place`)"
             )
         return count
 
@@ -144,7 +161,6 @@ class Session:
 
     def __init__(self, runner: Runner, schedule: Schedule, ending: Callable[[Sampling], Ending], share_prompts: bool, ahead: bool) -> None:
         self._runner, self._schedule, self._make_ending, self._share, self._ahead = runner, schedule, ending, share_prompts, ahead
-        self._endings: dict[Sampling, Ending] = {}
         self._told: dict[int, Told] = {}
         self._under_way: Drawn | None = None
 
@@ -169,7 +185,7 @@ class Session:
         return self._schedule.waiting
 
     def add(self, request: Request, sampling: Sampling) -> list[Told]:
-        ending = self._endings.setdefault(sampling, self._make_ending(sampling))
+        ending = self._make_ending(sampling)
         count, limit = len(request.seeds), sampling.max_new_tokens
         samples = (
             self._schedule.add(request.prompt, [limit] * count)

@@ -1,0 +1,186 @@
+"""The HTTP API: routes, the key, bodies, and answers that end when their client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ebbtide.rollout.serve.answer import Answer, Said
+from ebbtide.rollout.serve.ask import Served, job_of
+from ebbtide.rollout.serve.body import ChatBody, CompletionBody, parsed
+from ebbtide.rollout.serve.desk import Desk, Job, Piece
+from ebbtide.rollout.serve.error import ApiError
+
+GONE = 499  # a status that nobody sees: nginx's for a client that is gone
+
+
+class Api:
+    def __init__(self, desk: Desk, served: Served, *, key: str | None, max_body: int) -> None:
+        self._desk, self._served, self._max_body = desk, served, max_body
+        self._key = None if key is None else key.encode()
+        self._since = int(time.time())
+        self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not hold up those that are being answered
+        self.app = Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            ],
+            exception_handlers={ApiError: _refused, HTTPException: _http_error, ClientDisconnect: _gone, 500: _failed},
+        )
+
+    def close(self) -> None:
+        self._encoder.shutdown()
+
+    async def health(self, _: Request) -> Response:
+        if (closed := self._desk.closed) is not None:
+            raise closed
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: Request) -> Response:
+        self._admit(request)
+        served = self._served
+        model = {
+            "id": served.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "ebbtide",
+            "max_model_len": served.limits.together,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def completions(self, request: Request) -> Reply:
+        return await self._reply(request, CompletionBody)
+
+    async def chat(self, request: Request) -> Reply:
+        return await self._reply(request, ChatBody)
+
+    async def _reply(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Reply:
+        self._admit(request)
+        body = parsed(kind, await self._read(request), self._served.name)
+        job = await asyncio.get_running_loop().run_in_executor(self._encoder, job_of, body, self._served)
+        return Reply(self._desk, job, Answer(body, job, self._served), stream=bool(body.stream))
+
+    def _admit(self, request: Request) -> None:
+        if self._key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
+            raise ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
+
+    async def _read(self, request: Request) -> bytes:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be JSON: send it with `Content-Type: application/json`")  # which a foreign web page may not
+        too_large = ApiError(413, f"the body has more than {self._max_body} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise too_large
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max_body:
+                raise too_large
+        return bytes(body)
+
+
+class Reply:
+    """The answer to a job, sent as it comes or whole."""
+
+    def __init__(self, desk: Desk, job: Job, answer: Answer, *, stream: bool) -> None:
+        self._desk, self._job, self._answer, self._stream = desk, job, answer, stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._asked(receive):
+            first = await self._next()  # before the status is sent: it may be that there will be no answer
+            if self._stream:
+                await self._send_stream(first, send)
+            else:
+                await JSONResponse(await self._whole(first))(scope, receive, send)
+
+    @asynccontextmanager
+    async def _asked(self, receive: Receive) -> AsyncIterator[None]:
+        """However this ends, the job is over then; and it ends when the client is gone."""
+        self._desk.submit(self._job)
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            self._desk.withdraw(self._job)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._desk.withdraw(self._job)
+        self._job.events.put_nowait(ApiError(GONE, "the client is gone"))
+
+    async def _next(self) -> Said:
+        event = await self._job.events.get()
+        if isinstance(event, Piece):
+            return self._answer.take(event)
+        raise event
+
+    async def _whole(self, first: Said) -> dict[str, Any]:
+        samples = [Said(index) for index in range(self._answer.samples)]
+        samples[first.index] += first
+        while not self._answer.done:
+            said = await self._next()
+            samples[said.index] += said
+        for said in samples:
+            said.offsets = [min(offset, len(said.text)) for offset in said.offsets]
+        return self._answer.whole(samples)
+
+    async def _send_stream(self, said: Said, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def event(data: str, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+
+        try:
+            while True:
+                if (chunk := self._answer.chunk(said)) is not None:
+                    await event(json.dumps(chunk))
+                if self._answer.done:
+                    break
+                said = await self._next()
+        except ApiError as refused:
+            await event(json.dumps(refused.body()), more=False)
+            return
+        if self._answer.tells_usage:
+            await event(json.dumps(self._answer.last_chunk()))
+        await event("[DONE]", more=False)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(error.status)
+    return JSONResponse(error.body(), error.status, headers=headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} does not take {request.method}"}
+    return JSONResponse(ApiError(error.status_code, what.get(error.status_code, error.detail)).body(), error.status_code, error.headers)
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(500, "the server failed at this request; its own output says why").body(), 500)
