@@ -12,7 +12,7 @@ import time
 import numpy
 import torch
 
-from ebbtide.batch import assemble, averaged, minibatches, requests, training_sampling
+from ebbtide.batch import assemble, averaged, minibatches
 from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.ranks import Ranks
 from ebbtide.checkpoint.state import HELD, State
@@ -32,6 +32,7 @@ from ebbtide.report.report import Report
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.prompts import encode
 from ebbtide.rollout.serve.beside import served
+from ebbtide.rollouts import build_rollouts
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.scoring import ScoringPool
@@ -82,7 +83,8 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
     report.begin(policy.model, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
-    state = State(config, policy.model, optimizer, sampler, residency, Ranks(config.run.distributed_timeout_minutes))
+    rollouts = build_rollouts(config, engine, sampler, prompts, residency)
+    state = State(config, policy.model, optimizer, sampler, residency, Ranks(config.run.distributed_timeout_minutes), rollouts)
     begun = 0
     if report.resumed is not None:
         with report.working("reading the checkpoint"):
@@ -92,7 +94,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
 
     keeper = Keeper(config, report.folder.path, state, report.terminal.say)
     serving = served(engine, loaded, config, report.terminal.say)
-    with ScoringPool(config.task, config.seed) as scoring, keeper, quiet_collector(), serving as engine:
+    with ScoringPool(config.task, config.seed) as scoring, keeper, quiet_collector(), serving:
 
         def examined() -> dict[str, float]:
             with residency.phase("evaluate"), report.phase("evaluate") as progress:
@@ -103,11 +105,9 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
 
         for step in range(begun + 1, config.train.steps + 1):
             started = time.perf_counter()
-            asked = sampler.take(config.rollout.prompts)
 
             with residency.phase("generate"), report.phase("generate") as progress:
-                wanted = requests(asked, config.rollout.samples, config.seed, step)
-                groups = engine.generate(wanted, training_sampling(config.rollout), progress)
+                asked, groups = rollouts.next(step, progress)
 
             with residency.phase("score"), report.phase("score") as progress:
                 scored = scoring.score(
@@ -132,7 +132,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
                     report.skipped(optimizer.skipped)
                 updates.append(figures)
 
-            metrics = batch.figures() | averaged(updates) | {"seconds": time.perf_counter() - started}
+            metrics = batch.figures() | rollouts.figures() | averaged(updates) | {"seconds": time.perf_counter() - started}
             if config.evaluate and (step % config.evaluate.every == 0 or step == config.train.steps):
                 metrics |= examined()
             report.step(step, metrics | meter.take(), batch.samples)

@@ -89,6 +89,11 @@ def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ah
         for sample in sorted(cancelled, key=lambda sample: sample.number):
             if chance.random() < 0.2:
                 schedule.cancel(sample)
+        if not under_way and chance.random() < 0.1:  # the phase ends: the cache goes, or what is used of it moves
+            if chance.random() < 0.5:
+                schedule.rest()
+            used = schedule.move_to(Blocks(count))
+            assert len(set(used)) == len(used) == count - schedule.blocks.free
         check(schedule, groups)
     assert schedule.finished
     assert schedule.blocks.free == count

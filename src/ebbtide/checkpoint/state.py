@@ -6,10 +6,10 @@ import base64
 import json
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -32,6 +32,14 @@ Fill = Callable[[Tensor], None]
 """Writes a tensor's contents into one on the host."""
 
 
+class UnderWay(Protocol):
+    """Completions that outlast a step."""
+
+    def state(self) -> list[dict[str, Any]]: ...
+
+    def restore(self, state: Sequence[dict[str, Any]]) -> None: ...
+
+
 @dataclass
 class State:
     """The parts of a run that change."""
@@ -42,6 +50,7 @@ class State:
     sampler: Sampler[Any]
     residency: Residency
     ranks: Ranks
+    rollouts: UnderWay | None = None
 
     def snapshot(self, step: int, *, copy: bool) -> Snapshot:
         """The run as it is now. With `copy` it stays so while the run goes on; without, it is to be written at once."""
@@ -54,6 +63,7 @@ class State:
                 "world": self.ranks.count,
                 "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
                 "optimizer_steps": self.optimizer.steps,
+                "rollouts": self.rollouts.state() if self.rollouts is not None else [],
             }
             texts |= {RUN: json.dumps(run) + "\n", CONFIG: resolved(self.config)}
         fills: dict[Entry, tuple[Fill, bool]] = {}
@@ -81,6 +91,8 @@ class State:
             parameter.copy_(weights[f"model.{name}"])
         self.optimizer.restore({name.removeprefix("optimizer."): tensor for name, tensor in moments.items()}, run["optimizer_steps"])
         self.sampler.seek(run["sampler"]["epoch"], run["sampler"]["position"])
+        if self.rollouts is not None:
+            self.rollouts.restore(run.get("rollouts", []))
         mine = folder / f"random-{self.ranks.rank:05d}.json"
         if load_rng and mine.exists():  # a rank that was not there then goes on with the state that its seed gave it
             _set_random_states(json.loads(mine.read_text()))

@@ -291,6 +291,12 @@ class Rollout(Section):
     vllm: Vllm | None = None
     """Settings of `engine: vllm`; `null` is their defaults."""
 
+    ahead: Natural = 0
+    """Prompts begun beyond those that a step needs. A step's generation then ends when `prompts` of the groups under way have ended, oldest first; the others go on in the next step, with the weights of then. Short completions come sooner that way, and `loss.correction` weighs what older weights sampled. Needs `rollout.engine: paged`."""
+
+    cache: Literal["dropped", "kept"] = "dropped"
+    """Keys and values of completions that go on in the next step: `dropped` computes them again with the weights of then; `kept` goes on with those there are, on the device or, in the phases of `memory.away` that name `kv_cache`, on the host."""
+
     serve_port: Port | None = None
     """Present: the policy that trains is served at this port of 127.0.0.1 with an OpenAI-compatible API; 0 is any free one. What is asked waits until the loop has generated or evaluated its own samples; docs/serve.md. Needs `rollout.engine: paged`."""
 
@@ -299,6 +305,18 @@ class Rollout(Section):
         if self.vllm is not None and self.engine != "vllm":
             raise ValueError(
                 f"`rollout.vllm` is set and `rollout.engine: {self.engine}` does not read it: set `rollout.engine: vllm`, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> Rollout:
+        if self.ahead and self.engine != "paged":
+            raise ValueError(
+                f"`rollout.ahead: {self.ahead}` needs `rollout.engine: paged`, and it is `{self.engine}`: set that, or `rollout.ahead: 0`"
+            )
+        if self.cache == "kept" and not self.ahead:
+            raise ValueError(
+                "`rollout.cache: kept` keeps what goes on in the next step, and with `rollout.ahead: 0` nothing does: raise that, or remove it"
             )
         return self
 
@@ -469,7 +487,7 @@ class Train(Section):
     """Tokens whose logits exist at once. [head_chunk_tokens, vocabulary] is the largest tensor of the output head."""
 
 
-Movable = Literal["grads", "master", "moments", "reference"]
+Movable = Literal["grads", "master", "moments", "reference", "kv_cache"]
 
 
 class Away(Section):
@@ -560,7 +578,7 @@ class Memory(Section):
     """`keep` moves nothing; `lean` sends away, in every phase that uses the device, all that the phase does not need."""
 
     away: Away = Away()
-    """Holdings that leave in a phase: `grads`, `master`, `moments` (the optimizer's state), `reference`. One that does not exist in a run is passed over."""
+    """Holdings that leave in a phase: `grads`, `master`, `moments` (the optimizer's state), `reference`, `kv_cache` (where `rollout.cache: kept`). One that does not exist in a run is passed over."""
 
     activations: Activations = Activations()
     """What the forward saves for the backward, by module."""

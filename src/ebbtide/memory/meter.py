@@ -32,7 +32,7 @@ class Row:
 
     @property
     def other(self) -> int:
-        """What is not a holding: activations, KV cache, workspaces. With the holdings it adds up to the peak."""
+        """What is not a holding: activations, the cache while it generates, workspaces. With the holdings it adds up to the peak."""
         return self.peak - sum(self.holdings.values())
 
     def absorb(self, later: Row) -> None:

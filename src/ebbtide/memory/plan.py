@@ -12,7 +12,7 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
 
 Phase = Literal["generate", "score", "logprob", "train", "step", "save", "evaluate"]
-Name = Literal["weights", "grads", "master", "moments", "reference", "activations"]
+Name = Literal["weights", "grads", "master", "moments", "reference", "kv_cache", "activations"]
 Place = Literal["device", "away", "stays", "host"]
 """In a plan: must be on the device; must not be; stays where it is; or lives on the host in every phase."""
 
@@ -22,7 +22,7 @@ HOLDINGS: tuple[Name, ...] = tuple(name for name in get_args(Name) if name != "a
 MOVABLE: tuple[Movable, ...] = get_args(Movable)
 
 NEEDS: Mapping[Phase, frozenset[Name]] = {
-    "generate": frozenset({"weights"}),
+    "generate": frozenset({"weights", "kv_cache"}),
     "score": frozenset(),
     "logprob": frozenset({"weights", "reference"}),
     "train": frozenset({"weights", "grads"}),

@@ -7,12 +7,14 @@ from ebbtide.policy.model import Loaded
 from ebbtide.rollout.engine import Engine
 from ebbtide.rollout.huggingface import HuggingFaceEngine
 from ebbtide.rollout.paged.engine import PagedEngine
-from ebbtide.rollout.vllm_engine import VllmEngine
 
 
 def build_engine(loaded: Loaded, config: Config) -> Engine:
-    if config.rollout.engine == "vllm":
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        from ebbtide.rollout.vllm_engine import VllmEngine
+
         return VllmEngine(loaded, config)
-    if config.rollout.engine == "paged":
-        return PagedEngine(loaded, config.rollout.batch)
-    return HuggingFaceEngine(loaded, config.rollout.batch)
+    if rollout.engine == "paged":
+        return PagedEngine(loaded, rollout.batch, longest=(rollout.max_prompt_tokens, rollout.max_new_tokens))
+    return HuggingFaceEngine(loaded, rollout.batch)

@@ -21,6 +21,10 @@ class Cache:
             [torch.empty((slots, shape.heads, shape.channels), dtype=dtype, device=device) for _ in range(2)] for _ in range(shape.layers)
         ]  # [layers][keys, values]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in layer]
+
 
 class Shape:
     """What a model keeps of a token."""

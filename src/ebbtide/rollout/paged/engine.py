@@ -11,6 +11,7 @@ from typing import Literal
 import numpy
 import numpy.typing
 import torch
+from torch import Tensor
 
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import free_host_bytes
@@ -29,6 +30,9 @@ BLOCKS = {"cpu": 16, "cuda": 64}  # tokens of a block
 CHUNKS = {"cpu": 2048, "cuda": 16384}  # tokens that are read in one go
 
 
+Finish = Literal["stop", "length"]
+
+
 @dataclass(eq=False)
 class Told:
     """A sample as its asker sees it."""
@@ -39,7 +43,7 @@ class Told:
     uniform: numpy.typing.NDArray[numpy.float64]
     logprobs: list[float] = field(default_factory=list)
     plain_logprobs: list[float] = field(default_factory=list)
-    finish: Literal["stop", "length"] | None = None
+    finish: Finish | None = None
     """None while it goes on, and where it was cancelled."""
 
     @property
@@ -62,10 +66,12 @@ class PagedEngine:
         blocks: int | None = None,
         share_prompts: bool = True,
         ahead: bool | None = None,
+        longest: tuple[int, int] = (1, 1),
     ) -> None:
         """`batch` samples decode at once; `blocks` of `block` tokens are the cache, as many as are useful and fit where that is None.
 
         `ahead`: a step is planned before the last one's tokens are known, so that a device never waits for the host; None: on a device.
+        `longest`: tokens of a prompt and of a completion that will come at some time: what is captured for them serves all that are shorter.
         """
         self.tokenizer, self._model, self._batch = loaded.tokenizer, loaded.model, batch
         self._end_tokens = end_tokens(loaded)
@@ -74,10 +80,13 @@ class PagedEngine:
         self._chunk = chunk or CHUNKS[device.type]
         self._blocks, self._share = blocks, share_prompts
         self._ahead = device.type == "cuda" if ahead is None else ahead
+        self._longest = tuple(map(self._needed, longest))
         self._shape = Shape(loaded.model.config)
         self._runner = self._build_runner()
         self.preempted = 0
         """Samples that gave way in the last call."""
+        self.afterwards: Callable[[], None] = lambda: None
+        """Called when its own samples are done."""
 
     @property
     def block(self) -> int:
@@ -103,6 +112,7 @@ class PagedEngine:
                 ended += sum(one.finish is not None for one in session.step())
                 progress(ended, seeds)
             self.preempted = session.preempted
+        self.afterwards()
         return [[one.completion() for one in group] for group in told]
 
     @contextmanager
@@ -125,15 +135,28 @@ class PagedEngine:
     def _open(self, useful: int, prompt: int, new: int, together: int) -> Iterator[Session]:
         """All in blocks: how many are useful, and of the longest prompt, of the longest completion, and of both in one sample."""
         count = self._count(useful, together)
-        weight = next(self._model.parameters())
-        cache = Cache(self._shape, count * self._block, weight.dtype, weight.device)
-        schedule = Schedule(Blocks(count), self._block, batch=self._batch, chunk=self._chunk)
-        self._runner.begin(cache, prompt, new)
+        session = self._session(count)
+        self._begin(self._cache(count), prompt, new)
         try:
             with torch.no_grad():
-                yield Session(self._runner, schedule, self._ending, self._share, self._ahead)
+                yield session
         finally:
             self._runner.end()
+
+    def lasting_session(self, prompts: int, prompt: int, samples: int, new: int, *, keep: bool) -> LastingSession:
+        """Room for so many prompts of at most `prompt` tokens, with `samples` each of at most `new`; with `keep`, its cache outlasts its rests."""
+        return LastingSession(self, prompts, prompt, samples, new, keep)
+
+    def _session(self, blocks: int) -> Session:
+        schedule = Schedule(Blocks(blocks), self._block, batch=self._batch, chunk=self._chunk)
+        return Session(self._runner, schedule, self._ending, self._share, self._ahead)
+
+    def _begin(self, cache: Cache, prompt: int, new: int) -> None:
+        self._runner.begin(cache, max(prompt, self._longest[0]), max(new, self._longest[1]))
+
+    def _cache(self, blocks: int) -> Cache:
+        weight = next(self._model.parameters())
+        return Cache(self._shape, blocks * self._block, weight.dtype, weight.device)
 
     def _ending(self, sampling: Sampling) -> Ending:
         return Ending(sampling, self.tokenizer, self._end_tokens)
@@ -198,6 +221,19 @@ class Session:
         self._told |= {one.sample.number: one for one in told}
         return told
 
+    def put_back(self, told: Told, tokens: Sequence[int], logprobs: Sequence[float], plain: Sequence[float], finish: Finish | None) -> None:
+        """A sample that was just added is one that had come so far."""
+        told.tokens[:], told.logprobs[:], told.plain_logprobs[:] = tokens, logprobs, plain
+        told.sample.asked, told.finish = len(tokens), finish
+        if finish is not None:
+            self.cancel(told)
+
+    def settle(self) -> None:
+        """Nothing is under way any more: all tokens that were asked for are known."""
+        if self._under_way is not None:
+            self._take(self._under_way)
+            self._under_way = None
+
     def cancel(self, told: Told) -> None:
         self._schedule.cancel(told.sample)
         self._told.pop(told.sample.number, None)
@@ -240,6 +276,59 @@ class Session:
                 del self._told[sample.number]
             found.append(told)
         return found
+
+
+class LastingSession:
+    """A session that rests while others use the device: its samples then go on where they were, from what was kept of the cache or read again."""
+
+    def __init__(self, engine: PagedEngine, prompts: int, prompt: int, samples: int, new: int, keep: bool) -> None:
+        self._engine, self._keep = engine, keep
+        self._prompt, self._new = engine._needed(prompt), engine._needed(new)
+        shared = 1 if engine._share else samples
+        self._useful = prompts * shared * self._prompt + min(engine._batch, prompts * samples) * (self._new + 1)
+        self._session = engine._session(0)
+        self.kept: list[Tensor] = []
+        """Blocks in use while it rests, by layer: keys and values in turn."""
+
+    @property
+    def session(self) -> Session:
+        """To add to, at any time."""
+        return self._session
+
+    @contextmanager
+    def awake(self) -> Iterator[Session]:
+        """What was kept must be on the device."""
+        engine, session, schedule = self._engine, self._session, self._session._schedule
+        count = engine._count(self._useful, self._prompt + self._new)
+        if schedule.blocks.count > count:
+            schedule.rest()  # there is less memory now than what was kept fills
+            self.kept = []
+        cache = engine._cache(count)
+        self._take_over(schedule.move_to(Blocks(count)), self.kept, cache.tensors)
+        self.kept = []
+        engine._begin(cache, self._prompt, self._new)
+        try:
+            with torch.no_grad():
+                yield session
+                session.settle()
+        finally:
+            engine._runner.end()
+        if not self._keep:
+            schedule.rest()
+        used = schedule.blocks.count - schedule.blocks.free
+        compact = engine._cache(used)
+        self._take_over(schedule.move_to(Blocks(used)), cache.tensors, compact.tensors)
+        self.kept = compact.tensors if used else []
+        del cache, compact
+        engine.afterwards()
+
+    def _take_over(self, used: Sequence[int], source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+        """Blocks of one cache, in this order, become the first ones of another."""
+        if used:
+            places = torch.tensor(used, device=source[0].device)
+            for old, new in zip(source, target, strict=True):
+                by_block = new.view(-1, self._engine._block, *new.shape[1:])
+                torch.index_select(old.view(-1, *by_block.shape[1:]), 0, places, out=by_block[: len(used)])
 
 
 def _free_bytes(device: torch.device) -> int:

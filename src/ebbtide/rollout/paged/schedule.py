@@ -167,6 +167,23 @@ class Schedule:
         if all(other.done for other in sample.group.samples):
             del self.groups[sample.group.number]
 
+    def rest(self) -> None:
+        """All give their blocks back and wait, in the order in which they came."""
+        for sample in self._running:
+            self._let_go(sample)
+        self._waiting = deque(sorted([*self._running, *self._waiting], key=lambda sample: sample.number))
+        self._running = []
+
+    def move_to(self, blocks: Blocks) -> list[int]:
+        """Into another cache: gives the blocks of this one that are in use, in the order in which they lie in the other."""
+        groups = list(self.groups.values())
+        stretches = [group.read for group in groups] + [sample.own for group in groups for sample in group.samples]
+        used = [block for stretch in stretches for block in stretch.blocks]
+        for stretch in stretches:
+            stretch.blocks = blocks.take(len(stretch.blocks))
+        self.blocks = blocks
+        return used
+
     # Who runs
 
     def _admit(self) -> None:

@@ -6,14 +6,14 @@ with and without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Config
 from ebbtide.policy.model import Loaded
-from ebbtide.progress import Progress
-from ebbtide.rollout.engine import Completion, Engine, Request, Sampling
+from ebbtide.rollout.engine import Engine
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.serve.ask import Limits, serve_as
 from ebbtide.rollout.serve.checks import api_key
@@ -22,24 +22,12 @@ from ebbtide.rollout.serve.http import answering, listen, url
 from ebbtide.rollout.serve.shift import work_off
 
 
-class _Hospitable:
-    """An engine that serves those who wait once its own samples are done."""
-
-    def __init__(self, engine: PagedEngine, desk: Desk) -> None:
-        self._engine, self._desk = engine, desk
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
-        found = self._engine.generate(requests, sampling, progress)
-        work_off(self._desk, self._engine)
-        return found
-
-
 @contextmanager
-def served(engine: Engine, loaded: Loaded, config: Config, say: Callable[[str], None]) -> Iterator[Engine]:
-    """The engine itself, or one that also serves where the config says so."""
+def served(engine: Engine, loaded: Loaded, config: Config, say: Callable[[str], None]) -> Iterator[None]:
+    """Where the config says so, the engine serves those who wait whenever its own samples are done."""
     rollout = config.rollout
     if rollout.serve_port is None:
-        yield engine
+        yield
         return
     assert isinstance(engine, PagedEngine)  # the config sees to it
     usual = Serve()
@@ -49,4 +37,8 @@ def served(engine: Engine, loaded: Loaded, config: Config, say: Callable[[str], 
     key, body = api_key(None), 1024 * usual.max_body_kib
     with listen(usual.host, rollout.serve_port) as listening, answering(desk, model, listening, key=key, max_body=body):
         say(f"serving {model.name} at {url(listening)} while it trains")
-        yield _Hospitable(engine, desk)
+        engine.afterwards = partial(work_off, desk, engine)
+        try:
+            yield
+        finally:
+            engine.afterwards = lambda: None

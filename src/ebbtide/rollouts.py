@@ -1,0 +1,136 @@
+"""What a step trains on: prompts from the sampler, completions from the engine. With `rollout.ahead`, groups are begun ahead of need and outlast the step that began them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbtide.batch import requests, training_sampling
+from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+from ebbtide.memory.residency import Residency
+from ebbtide.progress import Progress
+from ebbtide.rollout.engine import Completion, Engine, Request
+from ebbtide.rollout.paged.engine import PagedEngine, Told
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.sampler import Sampler
+
+Groups = tuple[list[Prompt], list[list[Completion]]]
+"""Prompts, and the completions of each."""
+
+
+class Rollouts:
+    """Every step with prompts of its own, which all end in it."""
+
+    def __init__(self, config: Config, engine: Engine, sampler: Sampler[Prompt]) -> None:
+        self._config, self._engine, self._sampler = config, engine, sampler
+
+    def next(self, step: int, progress: Progress) -> Groups:
+        config = self._config
+        asked = self._sampler.take(config.rollout.prompts)
+        wanted = requests(asked, config.rollout.samples, config.seed, step)
+        return asked, self._engine.generate(wanted, training_sampling(config.rollout), progress)
+
+    def figures(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        return {}
+
+    def state(self) -> list[dict[str, Any]]:
+        """What is under way, for a checkpoint."""
+        return []
+
+    def restore(self, state: Sequence[dict[str, Any]]) -> None:
+        """Takes up what was under way."""
+        if state:
+            raise UserError(
+                f"the checkpoint has {len(state)} groups of completions under way, and with `rollout.ahead: 0` none go on: resume with the value it was made with"
+            )
+
+
+@dataclass(frozen=True)
+class _Group:
+    prompt: Prompt
+    request: Request
+    step: int
+    """In which it was begun."""
+    told: list[Told]
+
+    @property
+    def ended(self) -> bool:
+        return all(one.finish is not None for one in self.told)
+
+
+class LastingRollouts(Rollouts):
+    """A step ends when enough of the groups under way have ended; the others go on in the next one."""
+
+    def __init__(
+        self, config: Config, engine: PagedEngine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency
+    ) -> None:
+        super().__init__(config, engine, sampler)
+        rollout = config.rollout
+        self._prompts, self._residency, self._sampling = prompts, residency, training_sampling(rollout)
+        self._most = rollout.prompts + rollout.ahead
+        keep = rollout.cache == "kept"
+        self._lasting = engine.lasting_session(self._most, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, keep=keep)
+        self._groups: list[_Group] = []
+        self._ages: list[int] = []
+        residency.hold("kv_cache", lambda: self._lasting.kept)
+
+    def next(self, step: int, progress: Progress) -> Groups:
+        config = self._config
+        asked = self._sampler.take(max(0, self._most - len(self._groups)))
+        for prompt, request in zip(asked, requests(asked, config.rollout.samples, config.seed, step), strict=True):
+            self._groups.append(_Group(prompt, request, step, self._lasting.session.add(request, self._sampling)))
+        self._residency.need("kv_cache")
+        with self._lasting.awake() as session:
+            self._residency.dropped("kv_cache")
+            while (ended := sum(group.ended for group in self._groups)) < config.rollout.prompts:
+                progress(ended, config.rollout.prompts)
+                session.step()
+        done = [group for group in self._groups if group.ended][: config.rollout.prompts]
+        self._groups = [group for group in self._groups if group not in done]
+        self._ages = [step - group.step for group in done]
+        return [group.prompt for group in done], [[one.completion() for one in group.told] for group in done]
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "groups_under_way": float(len(self._groups)),
+            "group_age": sum(self._ages) / len(self._ages),
+            "group_age_max": float(max(self._ages)),
+        }
+
+    def state(self) -> list[dict[str, Any]]:
+        places = {id(prompt): place for place, prompt in enumerate(self._prompts)}
+        return [
+            {
+                "prompt": places[id(group.prompt)],
+                "tokens": group.prompt.tokens,
+                "step": group.step,
+                "seeds": group.request.seeds,
+                "samples": [[one.tokens, one.logprobs, one.plain_logprobs, one.finish] for one in group.told],
+            }
+            for group in self._groups
+        ]
+
+    def restore(self, state: Sequence[dict[str, Any]]) -> None:
+        session = self._lasting.session
+        for saved in state:
+            place = saved["prompt"]
+            if place >= len(self._prompts) or self._prompts[place].tokens != saved["tokens"]:
+                raise UserError(
+                    "the checkpoint has completions under way for prompts that this `task` does not have in their places: resume with the task it was made with"
+                )
+            prompt = self._prompts[place]
+            request = Request(prompt.tokens, saved["seeds"])
+            told = session.add(request, self._sampling)
+            for one, so_far in zip(told, saved["samples"], strict=True):
+                session.put_back(one, *so_far)
+            self._groups.append(_Group(prompt, request, saved["step"], told))
+
+
+def build_rollouts(config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency) -> Rollouts:
+    if not config.rollout.ahead:
+        return Rollouts(config, engine, sampler)
+    assert isinstance(engine, PagedEngine)  # the config sees to it
+    return LastingRollouts(config, engine, sampler, prompts, residency)
