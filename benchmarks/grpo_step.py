@@ -44,7 +44,7 @@ def ours(label: str, options: list[str]) -> list[Row]:
         return statistics.median(line.get(name, 0.0) for line in timed)
 
     return [
-        Row(label, "step", middle("seconds"), "s"),
+        Row(label, "whole step", middle("seconds"), "s"),
         *(Row(label, phase, middle(f"seconds/{phase}"), "s") for phase in PHASES),
         Row(label, "exposed", middle("seconds_exposed"), "s"),
         Row(label, "peak", max(line["peak_gib"] for line in timed), "GiB"),
@@ -104,7 +104,7 @@ def trl() -> list[Row]:
         trainer.train()
     taken = [later - earlier for earlier, later in itertools.pairwise(begun)]
     return [
-        Row("TRL", "step", statistics.median(taken[1:]), "s"),
+        Row("TRL", "whole step", statistics.median(taken[1:]), "s"),
         Row("TRL", "peak", torch.cuda.max_memory_allocated() / 2**30, "GiB"),
     ]
 

@@ -70,7 +70,7 @@ def test_state_on_the_host_stays_there_and_cannot_be_sent_away(options) -> None:
 def test_the_table_shows_every_cell() -> None:
     lines = plan(preset="lean").rows()
     assert len(lines) == 1 + len(PHASES)
-    assert lines[1] == ["generate", "device", "away", "away", "away", "away"]
+    assert lines[1] == ["generate", "device", "away", "away", "away", "away", "device"]
     assert plan(preset="lean").moves
     assert not plan().moves
 

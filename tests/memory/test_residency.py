@@ -39,6 +39,8 @@ class AnyRun(RuleBasedStateMachine):
         for name, tensors in self.held.items():
             self.residency.hold(name, tensors, frozen=name == "reference")
         self.residency.hold("grads", lambda: [self.weight.grad] if self.weight.grad is not None else [])
+        self.held["kv_cache"], self.truth["kv_cache"] = [], []
+        self.residency.hold("kv_cache", lambda: self.held["kv_cache"])
         self.residency.pin()
         self.addresses = [tensor.data_ptr() for tensor in self.held["weights"]]
         self.phase = None
@@ -62,6 +64,17 @@ class AnyRun(RuleBasedStateMachine):
         more = torch.randn(37)
         self.weight.grad = more.clone() if self.weight.grad is None else self.weight.grad + more
         self.gradient = more if self.gradient is None else self.gradient + more
+
+    @rule(sizes=st.lists(st.integers(1, 300), max_size=3))
+    def generate(self, sizes) -> None:
+        """What was kept of a cache is used, let go of, and another kept."""
+        with self.residency.phase("generate"):
+            self.phase = "generate"
+            self.residency.need("kv_cache")
+            assert all(torch.equal(a, b) for a, b in zip(self.held["kv_cache"], self.truth["kv_cache"], strict=True))
+            self.residency.dropped("kv_cache")
+            self.held["kv_cache"] = [torch.randn(size) for size in sizes]
+            self.truth["kv_cache"] = [tensor.clone() for tensor in self.held["kv_cache"]]
 
     @precondition(lambda self: not self.leases)
     @rule()

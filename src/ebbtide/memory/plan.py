@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -68,11 +68,12 @@ class Plan:
     def moves(self) -> bool:
         return any(self.ever_away(holding) for holding in HOLDINGS)
 
-    def rows(self) -> list[list[str]]:
-        """The table as text: a heading, then one row per phase."""
-        lines: list[list[str]] = [["phase", *HOLDINGS]]
+    def rows(self, held: Container[Name] = HOLDINGS) -> list[list[str]]:
+        """The table of what there is as text: a heading, then one row per phase."""
+        shown = [holding for holding in HOLDINGS if holding in held]
+        lines: list[list[str]] = [["phase", *shown]]
         for phase in PHASES:
-            lines.append([phase, *(self.table[phase][holding] for holding in HOLDINGS)])
+            lines.append([phase, *(self.table[phase][holding] for holding in shown)])
         return lines
 
 

@@ -91,7 +91,7 @@ class Report:
             self.terminal.say(note)
         if residency.plan.moves or any(size.host for size in residency.holdings().values()):
             self.terminal.say(f"\nwhat lives where in each phase, with {residency.host_bytes / GIB:.2f} GiB of host memory taken:")
-            self.terminal.table(residency.plan.rows())
+            self.terminal.table(residency.plan.rows(residency.holdings()))
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
         if samples:
