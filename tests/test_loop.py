@@ -141,6 +141,9 @@ def test_on_policy_needs_no_logprob_forward_and_sees_no_mismatch(tiny, tmp_path,
     metrics, _, _ = run(tiny, tmp_path / "a", {"advantage.drop_flat_groups": False})
     assert all(line["mismatch_max"] < 1e-4 for line in metrics)
     assert all(line["clipped"] == 0 for line in metrics)
+    several = {"advantage.drop_flat_groups": False, "train.minibatches": 2, "loss.old_logprobs": "rollout"}
+    metrics, _, _ = run(tiny, tmp_path / "b", several)
+    assert all(line["mismatch_max"] > 1e-4 for line in metrics)  # after the first update the trainer has moved
 
 
 def test_micro_batches_and_head_chunks_change_nothing_but_rounding(tiny, tmp_path) -> None:

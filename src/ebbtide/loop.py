@@ -116,7 +116,7 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
             batch = assemble(config, asked, groups, scored)
 
             with residency.phase("logprob"), report.phase("logprob") as progress:
-                if not config.on_policy:
+                if config.needs_old_logprobs:
                     policy.fill("old_logprobs", batch.trajectories, progress)
                 if reference is not None:
                     residency.need("reference")

@@ -15,6 +15,7 @@ from ebbtide.policy.pack import Trajectory
 from ebbtide.policy.policy import Policy
 
 CASES = {
+    "grpo, against the sampler": {"loss.old_logprobs": "rollout"},
     "grpo": {},
     "grpo, asymmetric": {"loss.clip_low": 0.1, "loss.clip_high": 0.3},
     "grpo, by sequence": {"loss.normalise": "sequence"},
@@ -75,6 +76,8 @@ def reference_loss(model, config, items: list[Trajectory], on_policy: bool) -> t
             row = torch.log_softmax(logits[len(item.prompt) - 1 + t], 0)
             steps.append((row[token], -(row.exp() * row).sum()))
         old = [step[0].detach() for step in steps] if on_policy else list(item.old_logprobs)
+        if loss_config.old_logprobs == "rollout":
+            old = [torch.tensor(logprob) for logprob in item.rollout_logprobs]
         sequence_ratio = torch.exp(sum(step[0] - before for step, before in zip(steps, old, strict=True)) / len(steps))
         for t, (logprob, entropy) in enumerate(steps):
             ratio = sequence_ratio if kind == "gspo" else torch.exp(logprob - old[t])

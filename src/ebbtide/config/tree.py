@@ -380,8 +380,19 @@ class Loss(Section):
     correction: Correction | None = None
     """Present: correct for the difference between the sampler's and the trainer's log-probs."""
 
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """What the ratio is against. `trainer`: the trainer's log-probs before the first update on a batch, by a forward in the logprob phase where a batch has several updates. `rollout`: those that the sampler saw, without that forward; the ratio then covers the difference between sampler and trainer as well."""
+
     mask_overlong: bool = False
     """Leave completions out of the loss that hit `rollout.max_new_tokens`; they still count in their group's baseline."""
+
+    @model_validator(mode="after")
+    def _corrected_once(self) -> Loss:
+        if self.correction is not None and self.old_logprobs == "rollout":
+            raise ValueError(
+                "`loss.correction` weighs the trainer's old log-probs against the sampler's, and `loss.old_logprobs: rollout` takes the sampler's for both: remove one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _gspo_by_sequence(self) -> Loss:
@@ -770,6 +781,6 @@ class Config(Section):
         return self.rollout.temperature != 1 or (self.evaluate is not None and self.evaluate.temperature not in (0, 1))
 
     @property
-    def on_policy(self) -> bool:
-        """One update per batch of rollouts: the trainer's own log-probs are the old ones, and no extra forward is needed."""
-        return self.train.minibatches == 1 and self.train.epochs == 1
+    def needs_old_logprobs(self) -> bool:
+        """Whether an extra forward computes them: with one update per batch the trainer's own log-probs are the old ones."""
+        return self.loss.old_logprobs == "trainer" and (self.train.minibatches > 1 or self.train.epochs > 1)

@@ -133,7 +133,8 @@ class Policy:
             inputs = self._loss_inputs(batch, [minibatch[member] for member in batch.members])
             loss, reported = policy_loss(self.config.loss, inputs)
             loss.backward()
-            reported |= mismatch(inputs.logprobs if inputs.old_logprobs is None else inputs.old_logprobs, inputs.rollout_logprobs)
+            filled = inputs.old_logprobs if self.config.needs_old_logprobs else None
+            reported |= mismatch(inputs.logprobs if filled is None else filled, inputs.rollout_logprobs)
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
             seen.append(reported)
             progress(done + 1, len(batches))
@@ -153,12 +154,13 @@ class Policy:
             known = [part for part in parts if part is not None]
             return torch.cat(known).to(self.device) if known else None
 
-        rollout = [logprob for member in members for logprob in member.rollout_logprobs]
+        sampled = [logprob for member in members for logprob in member.rollout_logprobs]
+        rollout = torch.tensor(sampled, dtype=torch.float32).to(self.device, non_blocking=True)
         return LossInputs(
             logprobs=logprobs,
             entropies=entropies,
-            old_logprobs=together([member.old_logprobs for member in members]),
-            rollout_logprobs=torch.tensor(rollout, dtype=torch.float32).to(self.device, non_blocking=True),
+            old_logprobs=rollout if self.config.loss.old_logprobs == "rollout" else together([member.old_logprobs for member in members]),
+            rollout_logprobs=rollout,
             reference_logprobs=together([member.reference_logprobs for member in members]),
             advantages=per_token([member.advantage for member in members]),
             weights=per_token([member.weight for member in members]),
