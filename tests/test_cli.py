@@ -98,7 +98,10 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "wandb not installed": ([*quick, "report.wandb.project=x"], ["pip install 'ebbtide[wandb]'", "`report.wandb: null`"]),
         "vllm not installed": ([*quick, "rollout.engine=vllm"], ["`rollout.engine: vllm`", "pip install 'ebbtide[vllm]'"]),
         "no GPU here": ([*quick, "device=cuda"], ["torch sees no GPU"]),
-        "served by another engine": ([*quick, "rollout.serve_port=8000"], ["`rollout.serve_port: 8000`", "`rollout.engine: paged`"]),
+        "served by another engine": (
+            [*quick, "rollout.serve_port=8000", "rollout.engine=huggingface"],
+            ["`rollout.serve_port: 8000`", "`rollout.engine: paged`"],
+        ),
         "nothing to serve": (["serve", "./nowhere", "port=0"], ["`model.path: ./nowhere` does not exist"]),
         "a run without checkpoints": (["serve", f"{folder}/no_run", "port=0"], ["no complete checkpoint"]),
         "unknown setting of the server": (["serve", "quickstart", "prot=1"], ["unknown key `prot`", "Did you mean `port`?"]),

@@ -711,10 +711,12 @@ def test_the_end_of_a_run_ends_what_waits(tiny, monkeypatch) -> None:
     config = tiny({"rollout.engine": "paged", "rollout.serve_port": 0})
     loaded = load_model(config)
     said = []
-    with served(PagedEngine(loaded, 4), loaded, config, said.append) as engine:
+    engine = PagedEngine(loaded, 4)
+    with served(engine, loaded, config, said.append):
         at = re.search(r"http://\S+", said[0])[0]
         thread, found = in_thread(lambda: httpx.post(f"{at}/completions", json={"prompt": "1="}, timeout=60))
-        engine._desk.came.get(timeout=60)
+        desk, _ = engine.afterwards.args
+        desk.came.get(timeout=60)
     thread.join(60)
     answer = found.get()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server has stopped")
@@ -722,4 +724,4 @@ def test_the_end_of_a_run_ends_what_waits(tiny, monkeypatch) -> None:
 
 def test_only_the_paged_engine_serves(tiny) -> None:
     with pytest.raises(ValueError, match=r"`rollout.serve_port: 8000` needs `rollout.engine: paged`"):
-        tiny({"rollout.serve_port": 8000})
+        tiny({"rollout.serve_port": 8000, "rollout.engine": "huggingface"})
