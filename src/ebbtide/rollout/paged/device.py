@@ -17,7 +17,7 @@ from ebbtide.policy.attention import attention
 from ebbtide.policy.model import decoder, head_shape, head_weight
 from ebbtide.rollout.engine import Sampling
 from ebbtide.rollout.paged import sample_kernels
-from ebbtide.rollout.paged.attention import PAGED, Cache, Shape
+from ebbtide.rollout.paged.attention import DRAWN_AT_ONCE, PAGED, ROWS_CUT_AT_ONCE, Cache, Shape
 from ebbtide.rollout.paged.attention_kernels import TILE
 from ebbtide.rollout.paged.device_pass import Decoding, DevicePass, Reading
 from ebbtide.rollout.paged.lean import LeanModel, lean_shape
@@ -26,7 +26,6 @@ from ebbtide.rollout.paged.schedule import Blocks, Chunk, Group, Sample, Schedul
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # of captured batches; then in steps of 128
 RING = 3  # steps whose host memory is in use at once
-DRAWN_AT_ONCE = 512  # rows of logits in memory, after prompts were read
 
 
 class DeviceRunner:
@@ -259,12 +258,18 @@ class DeviceRunner:
         if cut_by is not None:
             spare = [Sampling(1, 0.0)] * (len(logits) - len(cut_by))
             samplings = [*(draw.sampling for draw in cut_by), *spare]
-            cuts = (
-                self._sent([sampling.top_k for sampling in samplings], torch.int32),
-                self._sent([sampling.top_p for sampling in samplings], torch.float32),
-                self._sent([sampling.min_p for sampling in samplings], torch.float32),
+            top_k = self._sent([sampling.top_k for sampling in samplings], torch.int32)
+            top_p = self._sent([sampling.top_p for sampling in samplings], torch.float32)
+            min_p = self._sent([sampling.min_p for sampling in samplings], torch.float32)
+            parts = (slice(first, first + ROWS_CUT_AT_ONCE) for first in range(0, len(logits), ROWS_CUT_AT_ONCE))
+            least = torch.cat(
+                [
+                    sample_kernels.bounds(
+                        logits[part], temperatures[part], top_k[part], top_p[part], min_p[part], self._scale, self._softcap
+                    )
+                    for part in parts
+                ]
             )
-            least = sample_kernels.bounds(logits, temperatures, *cuts, self._scale, self._softcap)
         sample_kernels.pick(logits, temperatures, least, uniform, rows, self._last, result, self._scale, self._softcap)
 
     def _under_way(self, draws: Sequence[Draw], result: Tensor, host: Tensor) -> Drawn:

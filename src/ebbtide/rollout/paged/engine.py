@@ -25,7 +25,7 @@ from ebbtide.rollout.paged.runner import Draw, Drawn, Runner
 from ebbtide.rollout.paged.schedule import Blocks, Sample, Schedule
 from ebbtide.rollout.sampling import uniforms
 
-SHARE = 0.9  # of the memory that is free when generation begins
+SHARE = 0.95  # of the memory that is free when generation begins, and that a pass does not need for itself
 BLOCKS = {"cpu": 16, "cuda": 64}  # tokens of a block
 CHUNKS = {"cpu": 2048, "cuda": 16384}  # tokens that are read in one go
 
@@ -167,7 +167,8 @@ class PagedEngine:
         if count is None:
             weight = next(self._model.parameters())
             each = self._block * self._shape.bytes(weight.dtype)
-            count = min(useful, int(SHARE * _free_bytes(weight.device)) // each)
+            room = int(SHARE * _free_bytes(weight.device)) - self._shape.workspace(weight.dtype, self._chunk, self._batch)
+            count = min(useful, max(0, room) // each)
         if count < longest:
             raise UserError(
                 f"the cache has room for {count * self._block:,} tokens, and one sample may need {longest * self._block:,}: lower `rollout.max_new_tokens` or "
