@@ -27,14 +27,20 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor,
         tokens = logits.argmax(-1)
     else:
         logits = logits / sampling.temperature
-        # Whole numbers add up to the same sum in any order: the same choice on every device and in every batch. 2^50 parts
-        # resolve the rarest of 152k tokens, which a sum in float32 would drop.
-        parts = (_truncated(logits, sampling).double().softmax(-1) * 2**50).long().cumsum(-1)  # [B, V]
+        parts = whole_parts(_truncated(logits, sampling)).cumsum(-1)  # [B, V]
         target = (uniform * parts[:, -1]).long()  # [B], below the last sum
         # Logits that are not finite point nowhere: they are kept within bounds here, and the engine finds their log-probs.
         tokens = torch.searchsorted(parts, target[:, None], right=True)[:, 0].clamp(0, logits.shape[-1] - 1)
     logprobs, plain_logprobs = (values.gather(-1, tokens[:, None])[:, 0] - values.logsumexp(-1) for values in (logits, plain))
     return tokens, logprobs, plain_logprobs
+
+
+def whole_parts(logits: Tensor) -> Tensor:
+    """Probabilities [B, V] as whole numbers, which add up to the same sum in any order: the same choice on every device and in every batch.
+
+    2^50 parts resolve the rarest of 152k tokens, which a sum in float32 would drop.
+    """
+    return (logits.double().softmax(-1) * 2**50).long()
 
 
 def _truncated(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -44,8 +50,9 @@ def _truncated(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < weakest, -math.inf)
     if sampling.top_p < 1:
         ordered = logits.sort(-1, descending=True).values
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that is likelier
-        weakest = ordered.masked_fill(before >= sampling.top_p, math.inf).amin(-1, keepdim=True)
+        parts = whole_parts(ordered)
+        before = parts.cumsum(-1) - parts  # of all that is likelier
+        weakest = ordered.masked_fill(before >= sampling.top_p * parts.sum(-1, keepdim=True), math.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill(logits < weakest, -math.inf)  # those as likely as the last one stay with it
     if sampling.min_p > 0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), -math.inf)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.rollout.sampling import whole_parts
+
 CHUNK = 4096  # tokens of the vocabulary
 
 
@@ -154,6 +156,7 @@ def bounds(
     vocabulary = logits.shape[-1]
     kth = ordered.gather(-1, (top_k.where(top_k > 0, vocabulary).clamp(1, vocabulary).long() - 1)[:, None])
     values = (values / temperatures.where(temperatures > 0, 1.0)[:, None]).masked_fill(ordered < kth, -torch.inf)
-    likely = values.softmax(-1)
-    inside = ((likely.cumsum(-1) - likely) < top_p[:, None]) & (likely >= min_p[:, None] * likely[:, :1]) & (ordered >= kth)
+    parts = whole_parts(values)
+    most = top_p[:, None].double() * parts.sum(-1, keepdim=True)
+    inside = (parts.cumsum(-1) - parts < most) & (values >= values[:, :1] + min_p[:, None].log()) & (ordered >= kth)
     return ordered.gather(-1, (inside.sum(-1).clamp(min=1) - 1)[:, None])[:, 0]
