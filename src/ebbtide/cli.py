@@ -16,6 +16,7 @@ from ebbtide.checkpoint.resume import FOLDER, find
 from ebbtide.checkpoint.store import listed
 from ebbtide.config import load, load_serve, recipes
 from ebbtide.config.document import explained
+from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import build_plan
 from ebbtide.rollout.serve.checks import api_key, check_installed
@@ -40,15 +41,46 @@ Overrides = Annotated[
 @app.command()
 def train(source: Source, overrides: Overrides = None) -> None:
     """Train a policy: generate, score, update, over and over. Writes to runs/NAME-001 unless run.folder says otherwise."""
+    _go(source, load(source, overrides or []))
+
+
+@app.command()
+def rehearse(
+    source: Source,
+    overrides: Overrides = None,
+    optimizer: Annotated[
+        Rehearsal,
+        typer.Option(help="`built`: there, and moved as in training. `none`: no optimizer and no gradients are made."),
+    ] = "built",
+    steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 2,
+    save_rollouts: Annotated[
+        str | None,
+        typer.Option(help="A file for every completion, with which `ebbtide train ... rollout.replay=FILE` trains.", show_default=False),
+    ] = None,
+) -> None:
+    """Do all that a run does but its updates: generate, score, evaluate, and every move. No weight changes, and nothing is saved."""
+    config = load(source, overrides or [])
+    if config.resume is not None:
+        raise UserError("a rehearsal begins anew: remove `resume`")
+    if save_rollouts is not None:
+        config = load(source, [*(overrides or []), f"rollout.save_to={save_rollouts}"])
+    changes = {
+        "checkpoint": None,
+        "train": config.train.model_copy(update={"steps": steps}),
+        "run": config.run.model_copy(update={"name": f"{config.run.name}-rehearsal"}),
+    }
+    _go(source, config.model_copy(update=changes), rehearsal=optimizer)
+
+
+def _go(source: str, config: Config, rehearsal: Rehearsal | None = None) -> None:
     try:
-        _train(source, overrides or [])
+        _run(source, config, rehearsal)
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped before the first step: nothing was written")
         raise typer.Exit(130) from None
 
 
-def _train(source: str, overrides: list[str]) -> None:
-    config = load(source, overrides)
+def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
     sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     build_plan(config.memory, config.optimizer)  # what can be found wrong without torch is found now, not ten seconds later
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
@@ -61,15 +93,15 @@ def _train(source: str, overrides: list[str]) -> None:
 
     with Report(config, source, resumed=resumed) as report:
         try:
-            run_loop(config, report)
+            run_loop(config, report, rehearsal)
         except KeyboardInterrupt:
             report.terminal.stop()
             if not report.began:
                 raise
-            report.end(f"stopped after step {report.steps_done} of {config.train.steps}")
+            report.end(f"stopped after step {report.steps_done} of {config.train.steps}", rehearsed=rehearsal is not None)
             raise typer.Exit(130) from None
         report.terminal.stop()
-        report.end(f"done: {config.train.steps} steps")
+        report.end(f"{'done' if rehearsal is None else 'rehearsed'}: {config.train.steps} steps", rehearsed=rehearsal is not None)
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart-001.")]

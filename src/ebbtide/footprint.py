@@ -18,9 +18,9 @@ from ebbtide.policy.model import model_config, pick_device, pick_dtype
 COPIES = "copies for checkpoints"
 
 
-def fit_to_host(config: Config, plan: Plan) -> tuple[Config, dict[str, int], list[str]]:
+def fit_to_host(config: Config, plan: Plan, *, optimizer: bool = True) -> tuple[Config, dict[str, int], list[str]]:
     """(the config, host memory by holding, what a person should know): where only the copies for checkpoints are too much, saves are not asynchronous."""
-    needs = host_needs(config, plan)
+    needs = host_needs(config, plan, optimizer=optimizer)
     try:
         check_host_budget(needs, config.memory.host_budget_gib)
     except UserError:
@@ -33,8 +33,8 @@ def fit_to_host(config: Config, plan: Plan) -> tuple[Config, dict[str, int], lis
     return config, needs, []
 
 
-def host_needs(config: Config, plan: Plan) -> dict[str, int]:
-    """Holding -> bytes. Gradients that the plan sends away are not among them: between steps there are none."""
+def host_needs(config: Config, plan: Plan, *, optimizer: bool = True) -> dict[str, int]:
+    """Holding -> bytes, with an optimizer or without. Gradients that the plan sends away are not among them: between steps there are none."""
     saved = config.checkpoint is not None and config.checkpoint.async_save
     if not plan.moves and not saved and config.optimizer.place == "device" and not config.optimizer.on_cpu:
         return {}
@@ -42,7 +42,7 @@ def host_needs(config: Config, plan: Plan) -> dict[str, int]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    moving, resident = state_bytes(config.optimizer, parameters, dtype)
+    moving, resident = state_bytes(config.optimizer, parameters, dtype) if optimizer else ({}, {})
     if config.loss.kl is not None:
         moving["reference"] = dtype.itemsize * parameters
     needs: Counter[str] = Counter(resident)

@@ -16,7 +16,7 @@ from ebbtide.batch import assemble, averaged, minibatches
 from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.ranks import Ranks
 from ebbtide.checkpoint.state import HELD, State
-from ebbtide.config.tree import Checkpoint, Config
+from ebbtide.config.tree import Checkpoint, Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
 from ebbtide.footprint import fit_to_host
@@ -36,6 +36,7 @@ from ebbtide.rollouts import build_rollouts
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.scoring import ScoringPool
+from ebbtide.updates import Rehearsing, Training, Updates
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
@@ -48,17 +49,17 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a check for bugs that writes every new tensor once more
 
 
-def train(config: Config, report: Report) -> Policy:
-    """One whole run: what it learnt is in the policy that comes back, what happened is in the report."""
+def train(config: Config, report: Report, rehearsal: Rehearsal | None = None) -> Policy:
+    """One whole run: what it learnt is in the policy that comes back, what happened is in the report. A rehearsal does all but the updates."""
     seed_everything(config.seed, config.deterministic)
     device = pick_device(config.device)
     near = bind_near(pci_address(device)) if device.type == "cuda" else None
     with Residency(build_plan(config.memory, config.optimizer), device) as residency:
-        return _run(config, report, residency, [near] if near else [])
+        return _run(config, report, residency, rehearsal, [near] if near else [])
 
 
-def _run(config: Config, report: Report, residency: Residency, notes: list[str]) -> Policy:
-    config, needs, told = fit_to_host(config, residency.plan)
+def _run(config: Config, report: Report, residency: Residency, rehearsal: Rehearsal | None, notes: list[str]) -> Policy:
+    config, needs, told = fit_to_host(config, residency.plan, optimizer=rehearsal != "none")
     notes += told
     meter = residency.meter
     with report.working("making problems"):
@@ -68,9 +69,12 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
         policy = Policy(loaded, config)
         policy.verify()
         residency.hold("weights", list(policy.model.parameters()))
-        optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
+        optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency) if rehearsal != "none" else None
         reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
-        notes += [*optimizer.about, *policy.place_activations(residency, needs)]
+        if optimizer is not None:
+            notes += optimizer.about
+        if rehearsal is None:
+            notes += policy.place_activations(residency, needs)
         engine = build_engine(loaded, config)
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
@@ -84,9 +88,13 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
 
     sampler = Sampler(prompts, config.seed)
     rollouts = build_rollouts(config, engine, sampler, prompts, residency)
-    state = State(config, policy.model, optimizer, sampler, residency, Ranks(config.run.distributed_timeout_minutes), rollouts)
+    state: State | None = None
+    trainer: Updates = Rehearsing(policy, residency)
     begun = 0
-    if report.resumed is not None:
+    if optimizer is not None and rehearsal is None:
+        state = State(config, policy.model, optimizer, sampler, residency, Ranks(config.run.distributed_timeout_minutes), rollouts)
+        trainer = Training(policy, optimizer)
+    if state is not None and report.resumed is not None:
         with report.working("reading the checkpoint"):
             kept = config.checkpoint or Checkpoint()
             begun = state.load(report.resumed.path, load_rng=kept.load_rng, parallel=kept.fully_parallel_load)
@@ -125,11 +133,11 @@ def _run(config: Config, report: Report, residency: Residency, notes: list[str])
             updates: list[dict[str, float]] = []
             for number, minibatch in enumerate(minibatches(config, batch.trajectories, step)):
                 with residency.phase("train"), report.phase("train") as progress:
-                    figures = policy.accumulate(minibatch, progress)
+                    figures = trainer.accumulate(minibatch, progress)
                 with residency.phase("step"), report.phase("step"):
                     done, of = (step - 1) * updates_per_step + number, config.train.steps * updates_per_step
-                    figures |= optimizer.step(learning_rate(config.optimizer, done, of))
-                    report.skipped(optimizer.skipped)
+                    figures |= trainer.step(learning_rate(config.optimizer, done, of))
+                    report.skipped(trainer.skipped)
                 updates.append(figures)
 
             metrics = batch.figures() | rollouts.figures() | averaged(updates) | {"seconds": time.perf_counter() - started}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ebbtide.batch import requests, training_sampling
@@ -129,8 +131,81 @@ class LastingRollouts(Rollouts):
             self._groups.append(_Group(prompt, request, saved["step"], told))
 
 
+class SavedRollouts(Rollouts):
+    """Those of another, written to a file as well."""
+
+    def __init__(self, of: Rollouts, path: str) -> None:
+        self._of, self._path = of, Path(path).expanduser()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text("")
+        except OSError as error:
+            raise UserError(f"`rollout.save_to: {path}` cannot be written: {error.strerror}") from None
+
+    def next(self, step: int, progress: Progress) -> Groups:
+        prompts, groups = self._of.next(step, progress)
+        lines = [
+            {"step": step, "prompt": prompt.tokens, "completions": [asdict(one) for one in group]}
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        return prompts, groups
+
+    def figures(self) -> dict[str, float]:
+        return self._of.figures()
+
+    def state(self) -> list[dict[str, Any]]:
+        return self._of.state()
+
+    def restore(self, state: Sequence[dict[str, Any]]) -> None:
+        self._of.restore(state)
+
+
+class ReplayedRollouts(Rollouts):
+    """Those that a file has."""
+
+    def __init__(self, config: Config, prompts: Sequence[Prompt], path: str) -> None:
+        self._config, self._path = config, path
+        known = {tuple(prompt.tokens): prompt for prompt in prompts}
+        self._steps: dict[int, list[tuple[Prompt, list[Completion]]]] = {}
+        try:
+            with Path(path).expanduser().open() as file:
+                for line in map(json.loads, file):
+                    found = known.get(tuple(line["prompt"]))
+                    if found is None:
+                        raise UserError(
+                            f"`rollout.replay: {path}` has a prompt that this `task` and tokenizer do not have: replay it with those it was made with"
+                        )
+                    self._steps.setdefault(line["step"], []).append((found, [Completion(**one) for one in line["completions"]]))
+        except OSError as error:
+            raise UserError(f"`rollout.replay: {path}` cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"`rollout.replay: {path}` is not a file that `rollout.save_to` wrote: {error}") from None
+
+        for step in range(1, config.train.steps + 1):
+            self._check(step)
+
+    def _check(self, step: int) -> None:
+        groups, rollout = self._steps.get(step, []), self._config.rollout
+        if len(groups) != rollout.prompts or any(len(group) != rollout.samples for _, group in groups):
+            sizes = f"{len(groups)} x {len(groups[0][1])}" if groups else "no"
+            raise UserError(
+                f"`rollout.replay: {self._path}` has {sizes} completions of step {step}, and {rollout.prompts} x {rollout.samples} are wanted "
+                f"(it has steps {', '.join(map(str, sorted(self._steps))) or 'none'}): change `train.steps`, `rollout.prompts` or `rollout.samples`"
+            )
+
+    def next(self, step: int, progress: Progress) -> Groups:
+        prompts, groups = zip(*self._steps[step], strict=True)
+        return list(prompts), list(groups)
+
+
 def build_rollouts(config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency) -> Rollouts:
-    if not config.rollout.ahead:
-        return Rollouts(config, engine, sampler)
-    assert isinstance(engine, PagedEngine)  # the config sees to it
-    return LastingRollouts(config, engine, sampler, prompts, residency)
+    rollout = config.rollout
+    if rollout.replay is not None:
+        return ReplayedRollouts(config, prompts, rollout.replay)
+    made = Rollouts(config, engine, sampler)
+    if rollout.ahead:
+        assert isinstance(engine, PagedEngine)  # the config sees to it
+        made = LastingRollouts(config, engine, sampler, prompts, residency)
+    return made if rollout.save_to is None else SavedRollouts(made, rollout.save_to)

@@ -22,10 +22,13 @@ class Keeper:
     """Around the steps of a run: the first Ctrl-C or SIGTERM lets the step under way end and be saved, the second stops at once."""
 
     def __init__(
-        self, config: Config, run: Path, state: State, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, config: Config, run: Path, state: State | None, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config, self._say, self._clock = config, say, clock
-        self._saver = Saver(config.checkpoint, run / FOLDER, state, say) if config.checkpoint is not None else None
+        self._saver = None
+        if config.checkpoint is not None:
+            assert state is not None  # there is something to save
+            self._saver = Saver(config.checkpoint, run / FOLDER, state, say)
         self._began = self._stepped = self._saved = clock()
         self._step_seconds = self._blocked_seconds = 0.0
         self._asked = self._hurried = False

@@ -297,6 +297,12 @@ class Rollout(Section):
     cache: Literal["dropped", "kept"] = "dropped"
     """Keys and values of completions that go on in the next step: `dropped` computes them again with the weights of then; `kept` goes on with those there are, on the device or, in the phases of `memory.away` that name `kv_cache`, on the host."""
 
+    save_to: str | None = None
+    """Present: a file that every completion is written to, with tokens and log-probs, for `rollout.replay`."""
+
+    replay: str | None = None
+    """Present: completions are taken from this file, step by step, and none are generated but for evaluation."""
+
     serve_port: Port | None = None
     """Present: the policy that trains is served at this port of 127.0.0.1 with an OpenAI-compatible API; 0 is any free one. What is asked waits until the loop has generated or evaluated its own samples; docs/serve.md. Needs `rollout.engine: paged`."""
 
@@ -306,6 +312,13 @@ class Rollout(Section):
             raise ValueError(
                 f"`rollout.vllm` is set and `rollout.engine: {self.engine}` does not read it: set `rollout.engine: vllm`, or remove it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _replayed_or_not(self) -> Rollout:
+        if self.replay is not None and (self.ahead or self.save_to is not None):
+            other = "rollout.ahead" if self.ahead else "rollout.save_to"
+            raise ValueError(f"`rollout.replay` generates nothing, and `{other}` is set: remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -497,6 +510,9 @@ class Train(Section):
     head_chunk_tokens: Count = 2048
     """Tokens whose logits exist at once. [head_chunk_tokens, vocabulary] is the largest tensor of the output head."""
 
+
+Rehearsal = Literal["built", "none"]
+"""Whether a rehearsal has an optimizer."""
 
 Movable = Literal["grads", "master", "moments", "reference", "kv_cache"]
 

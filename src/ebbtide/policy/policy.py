@@ -124,15 +124,21 @@ class Policy:
         """Adds the gradient of the loss on a minibatch, micro-batch by micro-batch; says what it saw."""
         # The backward runs parts of the forward again where activations are recomputed, and so needs the same attention.
         with attention(self.model, PACKED), self._activations or nullcontext():
-            return self._accumulate(minibatch, progress)
+            return self._accumulate(minibatch, progress, backward=True)
 
-    def _accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
+    def observe(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
+        """What `accumulate` would see, without a gradient."""
+        with attention(self.model, PACKED), torch.no_grad():
+            return self._accumulate(minibatch, progress, backward=False)
+
+    def _accumulate(self, minibatch: Sequence[Trajectory], progress: Progress, *, backward: bool) -> dict[str, float]:
         batches = pack(minibatch, self.config.train.microbatch_tokens, self.device)
         seen: list[dict[str, Tensor]] = []
         for done, batch in enumerate(batches):
             inputs = self._loss_inputs(batch, [minibatch[member] for member in batch.members])
             loss, reported = policy_loss(self.config.loss, inputs)
-            loss.backward()
+            if backward:
+                loss.backward()
             filled = inputs.old_logprobs if self.config.needs_old_logprobs else None
             reported |= mismatch(inputs.logprobs if filled is None else filled, inputs.rollout_logprobs)
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}

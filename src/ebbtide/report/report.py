@@ -128,7 +128,7 @@ class Report:
                 self._told.add(message)
                 self.terminal.say(f"  not scored: {printable(message, 300)}", "red")
 
-    def end(self, outcome: str) -> None:
+    def end(self, outcome: str, *, rehearsed: bool = False) -> None:
         """The last words: what changed, where everything is, what to try next."""
         say = self.terminal.say
         say(f"\n{outcome}", "bold")
@@ -144,6 +144,9 @@ class Report:
             if not entry.name.startswith("."):
                 say(f"  {entry.name}{'/' if entry.is_dir() else ''}")
         say("\nnext:")
+        if rehearsed:
+            say(f"  ebbtide train {self._source}   the run itself")
+            return
         again = f"ebbtide train {self.folder.path / 'config.yaml'} seed={self._config.seed + 1}"
         settings = f"ebbtide config {self.folder.path / 'config.yaml'}"
         say(f"  {again}   the same with another seed")

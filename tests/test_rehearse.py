@@ -1,0 +1,111 @@
+"""A rehearsal does what a run does and changes nothing; rollouts that were saved train as if they had just been sampled."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ebbtide import loop
+from ebbtide.cli import app
+from ebbtide.config import load
+from ebbtide.errors import UserError
+from ebbtide.optim.adamw import AdamW
+from ebbtide.policy.model import load_model
+from ebbtide.report.report import Report
+from ebbtide.updates import Rehearsing
+from toy import state_of
+
+AWAY = {
+    "memory.preset": "lean",
+    "loss.kl": {"coefficient": 0.1},
+    "train.minibatches": 2,
+    "checkpoint": None,
+    "evaluate": {"every": 1, "problems": 4},
+}
+
+
+def run(config, rehearsal=None):
+    with Report(config, "test") as report:
+        policy = loop.train(config, report, rehearsal)
+    lines = [json.loads(line) for line in (report.folder.path / "metrics.jsonl").read_text().splitlines()]
+    return lines, (report.folder.path / "rollouts.jsonl").read_text(), policy.model.state_dict()
+
+
+@pytest.mark.parametrize("place", ["device", "streamed", "cpu"])
+def test_with_an_optimizer_built_no_weight_and_no_moment_changes(tiny, tmp_path, monkeypatch, place) -> None:
+    built, states = [], []
+    monkeypatch.setattr(loop, "AdamW", lambda *arguments: built.append(AdamW(*arguments)) or built[-1])
+    step = Rehearsing.step
+    monkeypatch.setattr(Rehearsing, "step", lambda self, lr: states.append(state_of(built[0])) or step(self, lr))
+    config = tiny({**AWAY, "optimizer.place": place, "run.folder": str(tmp_path / "a")})
+    lines, _, weights = run(config, "built")
+    before = load_model(config).model.state_dict()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.items())
+    assert len(states) == 4
+    for moments, steps in states:
+        assert steps == states[0][1]
+        assert moments.keys() == states[0][0].keys()
+        assert all(torch.equal(tensor, states[0][0][name]) for name, tensor in moments.items())
+    if place == "device":
+        assert sum(line["moved_gib"] for line in lines) > 0  # its state comes and goes as in training
+
+
+def test_without_an_optimizer_nothing_of_one_is_made(tiny, tmp_path, monkeypatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("an optimizer was built")
+
+    monkeypatch.setattr(loop, "AdamW", forbidden)
+    lines, _, _ = run(tiny({**AWAY, "run.folder": str(tmp_path / "a")}), "none")
+    assert not [key for line in lines for key in line if key.endswith(("/master", "/moments", "/grads")) and line[key]]
+    assert all("mismatch" in line for line in lines[1:])
+
+
+def test_a_rehearsal_samples_what_the_run_samples_first(tiny, tmp_path) -> None:
+    rehearsed = run(tiny({**AWAY, "train.steps": 1, "run.folder": str(tmp_path / "a")}), "built")
+    trained = run(tiny({**AWAY, "train.steps": 1, "run.folder": str(tmp_path / "b")}))
+    assert rehearsed[1] == trained[1]
+    for key in ("reward", "loss", "entropy", "kl", "mismatch"):
+        assert rehearsed[0][1][key] == pytest.approx(trained[0][1][key], abs=0.05)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_saved_rollouts_train_as_if_they_had_just_been_sampled(tiny, tmp_path, ahead) -> None:
+    file = str(tmp_path / "kept" / "rollouts.jsonl")
+    sampled = run(tiny({"rollout.save_to": file, "rollout.ahead": ahead, "run.folder": str(tmp_path / "a")}))
+    replayed = run(tiny({"rollout.replay": file, "run.folder": str(tmp_path / "b")}))
+    assert replayed[1] == sampled[1]
+    assert all(torch.equal(tensor, sampled[2][name]) for name, tensor in replayed[2].items())
+
+
+def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
+    file, folder = tmp_path / "rollouts.jsonl", {"run.folder": str(tmp_path / "b"), "rollout.replay": str(tmp_path / "rollouts.jsonl")}
+    with pytest.raises(UserError, match="cannot be read"):
+        run(tiny(folder))
+    run(tiny({"rollout.save_to": str(file), "train.steps": 1, "run.folder": str(tmp_path / "a")}))
+    for changes, message in (
+        ({"train.steps": 2}, r"no completions of step 2.*it has steps 1\)"),
+        ({"train.steps": 1, "rollout.samples": 2}, r"4 x 4 completions of step 1, and 4 x 2 are wanted"),
+        ({"train.steps": 1, "seed": 5, "task.builtin": {"name": "copy", "options": {"digits": 2}}}, "prompt that this `task`"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tiny({**folder, **changes}))
+    file.write_text("{}\n")
+    with pytest.raises(UserError, match=r"not a file that `rollout.save_to` wrote"):
+        run(tiny(folder))
+    with pytest.raises(UserError, match=r"`rollout.ahead` is set"):
+        load("quickstart", ["rollout.replay=x", "rollout.ahead=1"])
+
+
+def test_the_command(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["task.size=40", "rollout.prompts=4", "rollout.samples=2", "evaluate=null", "task.held_out=0"]
+    result = CliRunner().invoke(
+        app, ["rehearse", "quickstart", "--optimizer", "none", "--steps", "1", "--save-rollouts", "r.jsonl", *small]
+    )
+    assert result.exit_code == 0, result.output
+    assert "rehearsed: 1 steps" in result.output
+    assert "ebbtide train quickstart   the run itself" in result.output
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 4
+    assert not (tmp_path / "runs" / "quickstart-rehearsal-001" / "checkpoints").exists()
+    assert isinstance(CliRunner().invoke(app, ["rehearse", "quickstart", "resume=auto"]).exception, UserError)
