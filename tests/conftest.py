@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
 from ebbtide.config.tree import Config
 
@@ -54,3 +55,29 @@ def family(name: str) -> dict[str, Any]:
     """Changes to TINY that make its model one of this family."""
     sparse = {"model.scratch.experts": 4, "model.scratch.experts_per_token": 2} if name == "qwen3_moe" else {}
     return {"model.scratch.architecture": name, **sparse}
+
+
+def windowed_model(device: str) -> Any:
+    """A Mistral whose layers see five tokens back."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ebbtide.policy.model import Loaded
+    from ebbtide.policy.tokenizer import scratch_tokenizer
+
+    tokenizer = scratch_tokenizer("0123456789=")
+    shape = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    config = AutoConfig.for_model(
+        "mistral", vocab_size=len(tokenizer), max_position_embeddings=64, sliding_window=5, pad_token_id=None, **shape
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(device).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.15 * torch.randn_like(parameter)
+    return Loaded(model, tokenizer, model.config._attn_implementation)

@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from ebbtide import loop
+from ebbtide.checkpoint.resume import find
 from ebbtide.cli import app
 from ebbtide.config import load
 from ebbtide.errors import UserError
@@ -76,6 +77,17 @@ def test_saved_rollouts_train_as_if_they_had_just_been_sampled(tiny, tmp_path, a
     replayed = run(tiny({"rollout.replay": file, "run.folder": str(tmp_path / "b")}))
     assert replayed[1] == sampled[1]
     assert all(torch.equal(tensor, sampled[2][name]) for name, tensor in replayed[2].items())
+
+
+def test_a_run_that_goes_on_adds_to_its_file(tiny, tmp_path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    base = {"rollout.save_to": str(file), "run.folder": str(tmp_path / "a"), "checkpoint.every": 1}
+    file.write_text('{"step": 1, "of": "another run"}\n')
+    run(tiny({**base, "train.steps": 1}))
+    longer = tiny({**base, "train.steps": 3, "resume": "auto"})
+    with Report(longer, "test", resumed=find(longer, print)) as report:
+        loop.train(longer, report)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:

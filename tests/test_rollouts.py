@@ -1,6 +1,7 @@
 """Groups that outlast a step: they end as they would have alone, nothing of them is lost, and a run that stops and goes on is the run that never stopped."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def test_short_groups_come_first_and_old_ones_are_not_forgotten(tiny) -> None:
     assert max(ages) < 40  # with 40 tokens at most, nobody waits for ever
 
 
+@pytest.mark.parametrize("cache", ["dropped", "kept"])
+def test_what_goes_wrong_inside_costs_no_token_that_was_known(tiny, cache) -> None:
+    def sampled(interrupted: bool) -> list[list[int]]:
+        rollouts, residency = rollouts_of(tiny({**AHEAD, "rollout.cache": cache}))
+        with residency.phase("generate"):
+            rollouts.next(1, lambda *_: None)
+        if interrupted:
+            with suppress(KeyboardInterrupt), rollouts._lasting.awake() as session:
+                for _ in range(3):
+                    session.step()
+                raise KeyboardInterrupt
+        with residency.phase("generate"):
+            _, groups = rollouts.next(2, lambda *_: None)
+        return sorted(one.tokens for group in groups for one in group)
+
+    assert sampled(True) == sampled(False)
+
+
 def run(config, resumed=None):
     with Report(config, "test", resumed=resumed) as report:
         policy = train(config, report)
@@ -111,7 +130,12 @@ def test_a_run_that_stops_with_groups_under_way_goes_on_to_the_bit(tiny, tmp_pat
     figures, rollouts, weights = run(tiny(longer), find(tiny(longer), print))
     assert (figures, rollouts) == straight[:2]
     assert all(torch.equal(tensor, straight[2][name]) for name, tensor in weights.items())
-    for changes, message in (({"rollout.ahead": 0}, "`rollout.ahead: 0`"), ({"task.size": 30}, "resume with the task")):
+    for changes, message in (
+        ({"rollout.ahead": 0}, r"`rollout.ahead: 0`"),
+        ({"task.size": 30}, "resume with the task"),
+        ({"rollout.samples": 4}, r"`rollout.samples` is 4"),
+        ({"rollout.max_new_tokens": 1}, r"`rollout.max_new_tokens: 1`"),
+    ):
         config = tiny({**longer, "train.steps": 6, **changes})
         with pytest.raises(UserError, match=message):
             run(config, find(config, print))

@@ -16,6 +16,7 @@ from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Engine, Request
 from ebbtide.rollout.paged.engine import PagedEngine, Told
 from ebbtide.rollout.prompts import Prompt
+from ebbtide.steplog import forget_after
 from ebbtide.tasks.sampler import Sampler
 
 Groups = tuple[list[Prompt], list[list[Completion]]]
@@ -116,8 +117,16 @@ class LastingRollouts(Rollouts):
         ]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
-        session = self._lasting.session
+        session, rollout = self._lasting.session, self._config.rollout
         for saved in state:
+            if len(saved["seeds"]) != rollout.samples:
+                raise UserError(
+                    f"the checkpoint has groups of {len(saved['seeds'])} completions under way, and `rollout.samples` is {rollout.samples}: resume with the value it was made with"
+                )
+            if any(len(tokens) >= rollout.max_new_tokens and finish is None for tokens, _, _, finish in saved["samples"]):
+                raise UserError(
+                    f"the checkpoint has completions under way that are longer than `rollout.max_new_tokens: {rollout.max_new_tokens}`: resume with the value it was made with"
+                )
             place = saved["prompt"]
             if place >= len(self._prompts) or self._prompts[place].tokens != saved["tokens"]:
                 raise UserError(
@@ -135,15 +144,18 @@ class SavedRollouts(Rollouts):
     """Those of another, written to a file as well."""
 
     def __init__(self, of: Rollouts, path: str) -> None:
-        self._of, self._path = of, Path(path).expanduser()
+        self._of, self._path, self._begun = of, Path(path).expanduser(), False
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("")
+            self._path.touch()
         except OSError as error:
             raise UserError(f"`rollout.save_to: {path}` cannot be written: {error.strerror}") from None
 
     def next(self, step: int, progress: Progress) -> Groups:
         prompts, groups = self._of.next(step, progress)
+        if not self._begun:  # what an earlier run left stays only where this one goes on from it
+            self._begun = True
+            forget_after(self._path, step - 1)
         lines = [
             {"step": step, "prompt": prompt.tokens, "completions": [asdict(one) for one in group]}
             for prompt, group in zip(prompts, groups, strict=True)

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
-from conftest import FAMILIES, family
+from conftest import FAMILIES, family, windowed_model
 from ebbtide.policy.model import load_model
 from ebbtide.rollout.engine import Request, Sampling
 from ebbtide.rollout.huggingface import HuggingFaceEngine
@@ -48,8 +48,23 @@ def test_the_tokens_are_those_of_transformers(tiny, name, sampling) -> None:
                 torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-3, rtol=1e-3)
         if sampling.ignore_end:
             assert (engine.preempted > 0) == ("blocks" in options)
-    if name != "gemma":
-        assert engine._runner.fused
+    assert engine._runner.fused == (name not in ("gemma", "mistral"))  # Mistral has a window
+
+
+def test_a_window_is_kept_to(tiny) -> None:
+    loaded = windowed_model("cuda")
+    sampling = Sampling(30, 0.0, ignore_end=True)
+    wanted = HuggingFaceEngine(loaded, 100).generate(ASKED, sampling, quiet)
+    assert tokens_of(PagedEngine(loaded, 16).generate(ASKED, sampling, quiet)) == tokens_of(wanted)
+
+
+def test_top_p_in_deterministic_mode(tiny) -> None:
+    loaded = loaded_model(tiny, "float32", {})
+    torch.use_deterministic_algorithms(True)
+    try:
+        PagedEngine(loaded, 16).generate(ASKED, Sampling(5, top_p=0.5, top_k=5, min_p=0.01), quiet)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_logprobs_in_16_bits_are_those_of_a_full_forward(tiny) -> None:

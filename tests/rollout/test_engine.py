@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from conftest import FAMILIES, family
+from conftest import FAMILIES, family, windowed_model
 from ebbtide.errors import UserError
 from ebbtide.policy.model import load_model
 from ebbtide.rollout.engine import Request, Sampling
@@ -18,8 +18,8 @@ PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4]]
 ENGINES = {
     "huggingface": HuggingFaceEngine,
     "paged": PagedEngine,
-    "paged, tight": partial(PagedEngine, block=2, chunk=3, blocks=11),  # prompts in pieces, samples that give way
-    "paged, ahead": partial(PagedEngine, block=2, chunk=3, blocks=11, ahead=True),  # planned before the last step's tokens are known
+    "paged, tight": partial(PagedEngine, block=2, chunk=3, blocks=14),  # prompts in pieces, samples that give way
+    "paged, ahead": partial(PagedEngine, block=2, chunk=3, blocks=14, ahead=True),  # planned before the last step's tokens are known
     "paged, no sharing": partial(PagedEngine, block=4, share_prompts=False),
 }
 
@@ -59,6 +59,20 @@ def test_greedy_is_the_greedy_of_transformers(tiny, engine_of, name) -> None:
             torch.testing.assert_close(
                 torch.tensor(completion.logprobs), forward_logprobs(loaded.model, prompt, completion.tokens), atol=1e-4, rtol=1e-4
             )
+
+
+def test_a_window_is_kept_to(engine_of) -> None:
+    loaded = windowed_model("cpu")
+    sampling = Sampling(20, temperature=0, ignore_end=True)
+    (group,) = engine_of(loaded, batch=3).generate([Request([3, 4, 5, 6, 7, 8, 9], [0])], sampling, quiet)
+    with torch.no_grad():
+        wanted = forward_logprobs(loaded.model, [3, 4, 5, 6, 7, 8, 9], group[0].tokens)
+    torch.testing.assert_close(torch.tensor(group[0].logprobs), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_requests_without_seeds_have_no_completions(tiny, engine_of) -> None:
+    found = engine_of(loaded_model(tiny), batch=3).generate([Request([3], []), Request([3], [1]), Request([4], [])], Sampling(3), quiet)
+    assert [len(group) for group in found] == [0, 1, 0]
 
 
 def test_sampled_logprobs_are_those_of_the_tempered_model(tiny, engine_of) -> None:

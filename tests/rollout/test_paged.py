@@ -80,7 +80,7 @@ def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ah
                 asked.append(item)
             else:
                 assert len(item.tokens) == item.last - item.first  # all of them are known
-                asked += schedule.first_tokens(item)
+                asked += schedule.ask_first(item)
         ran_when_asked |= {sample: sample.admission if sample.runs else -1 for sample in asked}
         known, under_way = (under_way, asked) if ahead else (asked, [])
         for sample in known:

@@ -316,8 +316,8 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _replayed_or_not(self) -> Rollout:
-        if self.replay is not None and (self.ahead or self.save_to is not None):
-            other = "rollout.ahead" if self.ahead else "rollout.save_to"
+        others = {"rollout.ahead": self.ahead, "rollout.save_to": self.save_to, "rollout.serve_port": self.serve_port is not None}
+        if self.replay is not None and (other := next((name for name, value in others.items() if value), None)):
             raise ValueError(f"`rollout.replay` generates nothing, and `{other}` is set: remove one of the two")
         return self
 

@@ -13,6 +13,7 @@ from ebbtide.checkpoint.store import Saved, set_aside
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.steplog import forget_after
 
 LOCK = ".lock"
 CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt"}
@@ -28,7 +29,7 @@ class RunFolder:
             self.path, self._made = resumed.path.parent.parent, False
             self._lock = _locked(self.path)
             for name in ("metrics.jsonl", "rollouts.jsonl"):
-                _forget_after(self.path / name, resumed.step)
+                forget_after(self.path / name, resumed.step)
             self.aside = set_aside(resumed.path.parent, resumed.step)
         else:
             self.path, self._made = _make(config)
@@ -104,22 +105,6 @@ def _remove_run(folder: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
-
-
-def _forget_after(file: Path, step: int) -> None:
-    """Drops the lines of steps that will be done again, and one that was cut in the middle."""
-    if not file.exists():
-        return
-    kept = []
-    for line in file.read_bytes().splitlines(keepends=True):
-        try:
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
-    rewritten = file.with_suffix(".rewritten")
-    rewritten.write_bytes(b"".join(kept))
-    rewritten.replace(file)
 
 
 def _locked(folder: Path) -> TextIOWrapper:

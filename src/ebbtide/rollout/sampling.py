@@ -11,10 +11,25 @@ from torch import Tensor
 
 from ebbtide.rollout.engine import Sampling
 
+PAGE = 64  # numbers drawn at once
+
+
+class Uniforms:
+    """Numbers in [0, 1), the same for a seed on every device, drawn as they are asked for."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = numpy.random.Generator(numpy.random.Philox(seed))
+        self._drawn = self._generator.random(PAGE)
+
+    def __getitem__(self, place: int) -> float:
+        while place >= len(self._drawn):
+            self._drawn = numpy.concatenate([self._drawn, self._generator.random(PAGE)])
+        return float(self._drawn[place])
+
 
 def uniforms(seeds: Sequence[int], positions: int) -> Tensor:
-    """[samples, positions] in [0, 1): row i depends on seeds[i] alone, and is the same on every device."""
-    return torch.from_numpy(numpy.stack([numpy.random.Generator(numpy.random.Philox(seed)).random(positions) for seed in seeds]))
+    """[samples, positions]: row i depends on seeds[i] alone."""
+    return torch.tensor([[numbers[place] for place in range(positions)] for numbers in map(Uniforms, seeds)], dtype=torch.float64)
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:

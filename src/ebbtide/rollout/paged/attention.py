@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +19,8 @@ ROWS_CUT_AT_ONCE = 64  # of those, sorted at once for top-k and top-p
 class Cache:
     """Per layer, places for the keys and the values of one token each; kernels lay them out anew within each block. A tensor for each, so that they fit between what else is in memory."""
 
-    def __init__(self, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.layers = [
-            [torch.empty((slots, shape.heads, shape.channels), dtype=dtype, device=device) for _ in range(2)] for _ in range(shape.layers)
-        ]  # [layers][keys, values]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for layer in self.layers for tensor in layer]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))  # keys, values: each [slots, kv heads, channels]
 
 
 class Shape:
@@ -48,7 +43,7 @@ class Shape:
         """Bytes for reading `chunk` tokens at once, and for decoding and drawing for `batch` samples."""
         reading = chunk * self._token * dtype.itemsize
         drawing = 2 * min(batch, DRAWN_AT_ONCE) * self._vocabulary * dtype.itemsize + ROWS_CUT_AT_ONCE * self._vocabulary * 40
-        return reading + drawing + 8 * batch * self._queries * 4  # the last: partial results of attention
+        return reading + drawing + 32 * batch * self._queries * 4  # the last: attention in parts, at most so many
 
 
 class Attends(Protocol):

@@ -46,7 +46,11 @@ class DeviceRunner:
         self._widths = (0, 0)
         self._cache: Cache | None = None
         self._open = ExitStack()
-        self._captures = not any("experts" in name for name, _ in model.named_parameters())  # routing asks the host
+        # Routing to experts asks the host, and so does a rope that follows the longest sequence.
+        rope = repr(getattr(model.config.get_text_config(), "rope_parameters", None))
+        self._captures = (
+            not any("experts" in name for name, _ in model.named_parameters()) and "dynamic" not in rope and "longrope" not in rope
+        )
         self._lean: LeanModel | None = None
         if lean_shape(model):
             self._lean = LeanModel(model)
@@ -258,7 +262,7 @@ class DeviceRunner:
         if cut_by is not None:
             spare = [Sampling(1, 0.0)] * (len(logits) - len(cut_by))
             samplings = [*(draw.sampling for draw in cut_by), *spare]
-            top_k = self._sent([sampling.top_k for sampling in samplings], torch.int32)
+            top_k = self._sent([min(sampling.top_k, logits.shape[1]) for sampling in samplings], torch.int32)
             top_p = self._sent([sampling.top_p for sampling in samplings], torch.float32)
             min_p = self._sent([sampling.min_p for sampling in samplings], torch.float32)
             parts = (slice(first, first + ROWS_CUT_AT_ONCE) for first in range(0, len(logits), ROWS_CUT_AT_ONCE))
@@ -287,13 +291,14 @@ class DeviceRunner:
     @torch.no_grad()
     def _lean_is_right(self) -> bool:
         """Whether the fused blocks do what the model's own forward does, on a few tokens."""
-        schedule = Schedule(Blocks(2 * -(-64 // self._block)), self._block, batch=2, chunk=128)
+        schedule = Schedule(Blocks(4 * -(-64 // self._block)), self._block, batch=2, chunk=128)
         vocabulary = len(self._model.get_input_embeddings().weight)
         for length in (37, 5):
             schedule.add([7 * place % vocabulary for place in range(length)], [1])
         chunks = [chunk for chunk in schedule.next() if isinstance(chunk, Chunk)]
         weight = next(self._model.parameters())
-        cache = Cache(self._shape, schedule.blocks.count * self._block, weight.dtype, self._device)
+        shape = (schedule.blocks.count * self._block, self._shape.heads, self._shape.channels)
+        cache = Cache([torch.empty(shape, dtype=weight.dtype, device=self._device) for _ in range(2 * self._shape.layers)])
         self._addresses.copy_(torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in cache.layers]))
         lean = self._read(chunks).float()
         with attention(self._model, PAGED):
@@ -334,9 +339,11 @@ class _Graph:
         given = ticket["tokens"].long()
         tokens = torch.where(given >= 0, given, runner._last[ticket["rows"].long()])
         positions = (ticket["own_starts"] + ticket["own_lengths"] - 1).clamp(min=0).long()
-        self.logits = runner._logits(runner._forward(tokens, positions, self._pass))
-        if not self._cut:
-            runner._pick(self.logits, self.temperature, self.uniform, ticket["rows"], self.result, None)
+        logits = runner._logits(runner._forward(tokens, positions, self._pass))
+        if self._cut:
+            self.logits = logits  # drawn from outside the graph
+        else:
+            runner._pick(logits, self.temperature, self.uniform, ticket["rows"], self.result, None)
 
 
 class _Ticket:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy
-import numpy.typing
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from ebbtide.rollout.paged.attention import Cache, Shape
 from ebbtide.rollout.paged.plain import PlainRunner
 from ebbtide.rollout.paged.runner import Draw, Drawn, Runner
 from ebbtide.rollout.paged.schedule import Blocks, Sample, Schedule
-from ebbtide.rollout.sampling import uniforms
+from ebbtide.rollout.sampling import Uniforms
 
 SHARE = 0.95  # of the memory that is free when generation begins, and that a pass does not need for itself
 BLOCKS = {"cpu": 16, "cuda": 64}  # tokens of a block
@@ -40,7 +38,7 @@ class Told:
     sample: Sample
     sampling: Sampling
     ending: Ending
-    uniform: numpy.typing.NDArray[numpy.float64]
+    uniform: Uniforms
     logprobs: list[float] = field(default_factory=list)
     plain_logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
@@ -136,8 +134,8 @@ class PagedEngine:
         """All in blocks: how many are useful, and of the longest prompt, of the longest completion, and of both in one sample."""
         count = self._count(useful, together)
         session = self._session(count)
-        self._begin(self._cache(count), prompt, new)
         try:
+            self._begin(self._tensors(count), prompt, new)
             with torch.no_grad():
                 yield session
         finally:
@@ -151,23 +149,39 @@ class PagedEngine:
         schedule = Schedule(Blocks(blocks), self._block, batch=self._batch, chunk=self._chunk)
         return Session(self._runner, schedule, self._ending, self._share, self._ahead)
 
-    def _begin(self, cache: Cache, prompt: int, new: int) -> None:
-        self._runner.begin(cache, max(prompt, self._longest[0]), max(new, self._longest[1]))
+    def _begin(self, tensors: Sequence[Tensor], prompt: int, new: int) -> None:
+        self._runner.begin(Cache(tensors), max(prompt, self._longest[0]), max(new, self._longest[1]))
 
-    def _cache(self, blocks: int) -> Cache:
+    def _tensors(self, blocks: int) -> list[Tensor]:
+        """Of a cache: keys and values of each layer in turn."""
         weight = next(self._model.parameters())
-        return Cache(self._shape, blocks * self._block, weight.dtype, weight.device)
+        shape = (blocks * self._block, self._shape.heads, self._shape.channels)
+        return [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._shape.layers)]
+
+    def _exchanged(self, tensors: list[Tensor], used: Sequence[int], blocks: int) -> list[Tensor]:
+        """Those of a cache of so many blocks that begins with the `used` ones of another, which is emptied tensor by tensor: never are two whole ones in memory."""
+        made = []
+        while tensors:
+            old = tensors.pop(0)
+            new = old.new_empty((blocks * self._block, *old.shape[1:]))
+            if used:
+                by_block = new.view(blocks, self._block, *new.shape[1:])
+                source = old.view(-1, *by_block.shape[1:])
+                torch.index_select(source, 0, torch.tensor(used, device=old.device), out=by_block[: len(used)])
+            made.append(new)
+            del old, new
+        return made
 
     def _ending(self, sampling: Sampling) -> Ending:
         return Ending(sampling, self.tokenizer, self._end_tokens)
 
-    def _count(self, useful: int, longest: int) -> int:
-        """Blocks of the cache: all that are useful, or as many as memory has room for, and at least for the longest sample."""
+    def _count(self, useful: int, longest: int, taken: int = 0) -> int:
+        """Blocks of the cache: all that are useful, or as many as memory has room for, and at least for the longest sample. `taken` bytes are given up for it."""
         count = self._blocks
         if count is None:
             weight = next(self._model.parameters())
             each = self._block * self._shape.bytes(weight.dtype)
-            room = int(SHARE * _free_bytes(weight.device)) - self._shape.workspace(weight.dtype, self._chunk, self._batch)
+            room = int(SHARE * (_free_bytes(weight.device) + taken)) - self._shape.workspace(weight.dtype, self._chunk, self._batch)
             count = min(useful, max(0, room) // each)
         if count < longest:
             raise UserError(
@@ -216,9 +230,7 @@ class Session:
             if self._share
             else [sample for _ in request.seeds for sample in self._schedule.add(request.prompt, [limit])]
         )
-        told = [
-            Told(sample, sampling, ending, numbers) for sample, numbers in zip(samples, uniforms(request.seeds, limit).numpy(), strict=True)
-        ]
+        told = [Told(sample, sampling, ending, Uniforms(seed)) for sample, seed in zip(samples, request.seeds, strict=True)]
         self._told |= {one.sample.number: one for one in told}
         return told
 
@@ -235,6 +247,12 @@ class Session:
             self._take(self._under_way)
             self._under_way = None
 
+    def forget(self) -> None:
+        """What is under way is given up."""
+        for sample in self._under_way.samples if self._under_way is not None else []:
+            sample.asked = len(sample.tokens)
+        self._under_way = None
+
     def cancel(self, told: Told) -> None:
         self._schedule.cancel(told.sample)
         self._told.pop(told.sample.number, None)
@@ -247,7 +265,7 @@ class Session:
             drawn = self._runner.decode([self._draw(sample) for sample in work if isinstance(sample, Sample)])
         elif work:
             chunks = [chunk for chunk in work if not isinstance(chunk, Sample)]
-            drawn = self._runner.read(chunks, [[self._draw(sample) for sample in self._schedule.first_tokens(chunk)] for chunk in chunks])
+            drawn = self._runner.read(chunks, [[self._draw(sample) for sample in self._schedule.ask_first(chunk)] for chunk in chunks])
         if self._ahead and drawn is not None:
             self._under_way = drawn
             return self._take(before) if before is not None else []
@@ -256,7 +274,7 @@ class Session:
 
     def _draw(self, sample: Sample) -> Draw:
         told = self._told[sample.number]
-        return Draw(sample, told.sampling, float(told.uniform[sample.asked - 1]))
+        return Draw(sample, told.sampling, told.uniform[sample.asked - 1])
 
     def _take(self, drawn: Drawn) -> list[Told]:
         found = []
@@ -298,38 +316,33 @@ class LastingSession:
 
     @contextmanager
     def awake(self) -> Iterator[Session]:
-        """What was kept must be on the device."""
+        """What was kept must be on the device. What goes wrong inside costs what was kept, and no token that was known."""
         engine, session, schedule = self._engine, self._session, self._session._schedule
-        count = engine._count(self._useful, self._prompt + self._new)
-        if schedule.blocks.count > count:
-            schedule.rest()  # there is less memory now than what was kept fills
-            self.kept = []
-        cache = engine._cache(count)
-        self._take_over(schedule.move_to(Blocks(count)), self.kept, cache.tensors)
+        together = self._prompt + self._new
+        count = engine._count(self._useful, together, sum(tensor.nbytes for tensor in self.kept))
+        if schedule.blocks.count - schedule.blocks.free > count:  # there is less memory now than what was kept fills
+            schedule.rest()
+            self.kept.clear()
+        tensors = self.kept or engine._tensors(0)
         self.kept = []
-        engine._begin(cache, self._prompt, self._new)
+        tensors = engine._exchanged(tensors, schedule.move_to(Blocks(count)), count)
         try:
+            engine._begin(tensors, self._prompt, self._new)
             with torch.no_grad():
                 yield session
                 session.settle()
+        except BaseException:
+            session.forget()
+            schedule.rest()
+            raise
         finally:
             engine._runner.end()
         if not self._keep:
             schedule.rest()
         used = schedule.blocks.count - schedule.blocks.free
-        compact = engine._cache(used)
-        self._take_over(schedule.move_to(Blocks(used)), cache.tensors, compact.tensors)
-        self.kept = compact.tensors if used else []
-        del cache, compact
+        room = 1 << (used - 1).bit_length() if used else 0  # few sizes: host memory for one serves the next
+        self.kept = engine._exchanged(tensors, schedule.move_to(Blocks(room)), room) if room else []
         engine.afterwards()
-
-    def _take_over(self, used: Sequence[int], source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-        """Blocks of one cache, in this order, become the first ones of another."""
-        if used:
-            places = torch.tensor(used, device=source[0].device)
-            for old, new in zip(source, target, strict=True):
-                by_block = new.view(-1, self._engine._block, *new.shape[1:])
-                torch.index_select(old.view(-1, *by_block.shape[1:]), 0, places, out=by_block[: len(used)])
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,20 +1,21 @@
 """The model's own blocks in fewer kernels: its matrices are called as they are, and what lies between them is fused.
 
-Whether a model's blocks are of this kind is found out by their parameters and by trying: where the result is another than the model's own, its own forward is used.
+Families whose blocks are known to be of this kind; their parts are looked at, and the whole is tried against the model's own forward. Any other model runs its own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from ebbtide.policy.model import decoder
 from ebbtide.rollout.paged import block_kernels
 from ebbtide.rollout.paged.device_pass import DevicePass
 
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
 _ALWAYS = {"input_layernorm.weight", "post_attention_layernorm.weight", *(f"self_attn.{name}_proj.weight" for name in "qkvo")}
 _DENSE = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 _MAYBE = {"self_attn.q_norm.weight", "self_attn.k_norm.weight", *(f"self_attn.{name}_proj.bias" for name in "qkvo")}
@@ -67,18 +68,22 @@ class _LeanBlock:
 def lean_shape(model: PreTrainedModel) -> bool:
     """Whether the blocks have the parts that are fused, and no others."""
     inner: Any = decoder(model)
-    blocks = getattr(inner, "layers", None)
-    if not isinstance(blocks, nn.ModuleList) or not all(hasattr(inner, name) for name in ("embed_tokens", "rotary_emb", "norm")):
+    config = model.config.get_text_config()
+    if config.model_type not in FAMILIES or _windowed(config):
         return False
-    for block in blocks:
+    for block in inner.layers:
         names = {name for name, _ in block.named_parameters()}
-        rest = names - _ALWAYS - _MAYBE - {name for name in names if name.startswith("mlp.")}
-        usual = names >= _ALWAYS and not rest and ("self_attn.q_norm.weight" in names) == ("self_attn.k_norm.weight" in names)
-        dense = {name for name in names if name.startswith("mlp.")} == _DENSE
-        activation = getattr(block.mlp, "act_fn", None)
-        silu = activation is not None and torch.equal(activation(torch.tensor([1.0, -2.0])), nn.functional.silu(torch.tensor([1.0, -2.0])))
-        windowed = getattr(block.self_attn, "sliding_window", None) is not None
-        norms = all(hasattr(norm, "variance_epsilon") for norm in (block.input_layernorm, block.post_attention_layernorm, inner.norm))
-        if not usual or windowed or not norms or (dense and not silu) or getattr(block.self_attn, "head_dim", 1) % 2:
+        mlp = {name for name in names if name.startswith("mlp.")}
+        if not names >= _ALWAYS or names - mlp - _ALWAYS - _MAYBE or block.self_attn.head_dim % 2:
+            return False
+        if "self_attn.q_norm.weight" in names and block.self_attn.q_norm.weight.numel() != block.self_attn.head_dim:
+            return False
+        if hasattr(block.mlp, "gate_proj") and not (mlp == _DENSE and isinstance(block.mlp.act_fn, nn.SiLU | SiLUActivation)):
             return False
     return True
+
+
+def _windowed(config: PretrainedConfig) -> bool:
+    """Whether some layer sees only so many tokens back."""
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)

@@ -104,7 +104,7 @@ def _pick(
         weight = tl.where(real, tl.exp((_shaped(raw, scale, softcap, capped) - highest) / divisor), 0.0)
         if cut:
             weight = tl.where(raw >= tl.load(thresholds + row), weight, 0.0)
-        inner = tl.cumsum(weight, 0).to(tl.float64) + before
+        inner = tl.cumsum(weight.to(tl.float64), 0) + before
         hit = (inner > target) & (weight > 0)
         chosen = tl.min(tl.where(hit, token, 2147483647), 0)
         chosen = tl.where(chosen < 2147483647, chosen, tl.max(tl.where(weight > 0, token, 0), 0))

@@ -111,6 +111,8 @@ class Schedule:
 
     def add(self, prompt: Sequence[int], limits: Sequence[int]) -> list[Sample]:
         """A prompt with samples of at most so many tokens each."""
+        if not limits:
+            return []
         group = Group(self._added, prompt)
         group.samples = [Sample(self._added + i, group, limit) for i, limit in enumerate(limits)]
         self._added += len(limits)
@@ -139,8 +141,8 @@ class Schedule:
         self._admit()
         return self._chunks() or self._decoding()
 
-    def first_tokens(self, chunk: Chunk) -> list[Sample]:
-        """The samples whose first token follows from a chunk: those of a prompt that it completes."""
+    def ask_first(self, chunk: Chunk) -> list[Sample]:
+        """Asks for the first tokens that follow from a chunk: of the samples of a prompt that it completes."""
         if isinstance(chunk.of, Sample) or not chunk.of.is_read:
             return []
         found = [sample for sample in chunk.of.samples if not sample.asked and not sample.done]
