@@ -9,6 +9,7 @@ import torch
 from ebbtide.checkpoint.resume import find
 from ebbtide.config import load
 from ebbtide.errors import UserError
+from ebbtide.footprint import host_needs
 from ebbtide.loop import train
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
@@ -80,6 +81,20 @@ def test_what_is_kept_is_a_holding_that_leaves_when_the_plan_says_so(tiny) -> No
     with residency.phase("generate"):
         rollouts.next(2, lambda *_: None)
     assert residency.meter.run["train"].moved.bytes_out == kept.device
+
+
+def test_host_memory_for_what_is_kept_is_taken_once_and_counted_before(tiny) -> None:
+    config = tiny({**AHEAD, "rollout.cache": "kept", "memory.away": {"train": ["kv_cache"]}, "checkpoint": None})
+    rollouts, residency = rollouts_of(config)
+    pinned = residency.host_bytes
+    assert pinned > 0
+    for step in range(1, 15):
+        with residency.phase("generate"):
+            rollouts.next(step, lambda *_: None)
+        with residency.phase("train"):
+            assert residency.host_bytes == pinned
+    counted = host_needs(config, residency.plan)["kv_cache"]
+    assert 0.5 < counted / pinned < 2  # blocks are smaller here than they usually are
 
 
 def test_short_groups_come_first_and_old_ones_are_not_forgotten(tiny) -> None:

@@ -14,6 +14,9 @@ from ebbtide.memory.arena import GIB, check_host_budget
 from ebbtide.memory.plan import Plan
 from ebbtide.optim.adamw import state_bytes
 from ebbtide.policy.model import model_config, pick_device, pick_dtype
+from ebbtide.rollout.paged.attention import Shape
+from ebbtide.rollout.paged.engine import BLOCKS
+from ebbtide.rollout.paged.schedule import most_blocks
 
 COPIES = "copies for checkpoints"
 
@@ -47,6 +50,10 @@ def host_needs(config: Config, plan: Plan, *, optimizer: bool = True) -> dict[st
         moving["reference"] = dtype.itemsize * parameters
     needs: Counter[str] = Counter(resident)
     needs.update({name: size for name, size in moving.items() if plan.ever_away(name)})
+    if config.rollout.cache == "kept" and plan.ever_away("kv_cache"):
+        rollout, block = config.rollout, BLOCKS[pick_device(config.device).type]
+        blocks = most_blocks(rollout.ahead, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, block)
+        needs["kv_cache"] = blocks * block * Shape(model.config).bytes(dtype)
     if saved:
         staying = sum(size for name, size in moving.items() if name != "reference" and plan.place("save", name) != "away")
         shared = SLOTS * 4 * max(parameter.numel() for parameter in model.parameters())  # with the process that writes

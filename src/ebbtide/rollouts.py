@@ -15,6 +15,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Engine, Request
 from ebbtide.rollout.paged.engine import PagedEngine, Told
+from ebbtide.rollout.paged.schedule import most_blocks
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.steplog import forget_after
 from ebbtide.tasks.sampler import Sampler
@@ -79,6 +80,9 @@ class LastingRollouts(Rollouts):
         self._groups: list[_Group] = []
         self._ages: list[int] = []
         residency.hold("kv_cache", lambda: self._lasting.kept)
+        if keep and residency.plan.ever_away("kv_cache"):  # what is kept is of groups that have not ended: no more than were begun ahead
+            blocks = most_blocks(rollout.ahead, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, engine.block)
+            residency.arena.reserve(engine.sizes(blocks))
 
     def next(self, step: int, progress: Progress) -> Groups:
         config = self._config

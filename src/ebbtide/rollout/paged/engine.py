@@ -145,6 +145,12 @@ class PagedEngine:
         """Room for so many prompts of at most `prompt` tokens, with `samples` each of at most `new`; with `keep`, its cache outlasts its rests."""
         return LastingSession(self, prompts, prompt, samples, new, keep)
 
+    def sizes(self, blocks: int) -> list[int]:
+        """Bytes of each tensor of a cache of so many blocks."""
+        weight = next(self._model.parameters())
+        each = blocks * self._block * self._shape.bytes(weight.dtype) // (2 * self._shape.layers)
+        return [each] * (2 * self._shape.layers)
+
     def _session(self, blocks: int) -> Session:
         schedule = Schedule(Blocks(blocks), self._block, batch=self._batch, chunk=self._chunk)
         return Session(self._runner, schedule, self._ending, self._share, self._ahead)
@@ -340,8 +346,7 @@ class LastingSession:
         if not self._keep:
             schedule.rest()
         used = schedule.blocks.count - schedule.blocks.free
-        room = 1 << (used - 1).bit_length() if used else 0  # few sizes: host memory for one serves the next
-        self.kept = engine._exchanged(tensors, schedule.move_to(Blocks(room)), room) if room else []
+        self.kept = engine._exchanged(tensors, schedule.move_to(Blocks(used)), used) if used else []
         engine.afterwards()
 
 

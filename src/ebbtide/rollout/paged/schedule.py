@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
+def most_blocks(groups: int, prompt: int, samples: int, new: int, size: int) -> int:
+    """That so many groups can fill, of a prompt and samples of at most so many tokens each, in blocks of `size` tokens."""
+    return groups * (-(-prompt // size) + samples * -(-new // size))
+
+
 class Blocks:
     """Which blocks of the cache are free."""
 
