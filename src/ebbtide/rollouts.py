@@ -38,7 +38,7 @@ class Rollouts:
 
     def figures(self) -> dict[str, float]:
         """For metrics.jsonl."""
-        return {}
+        return {"samples_preempted": float(self._engine.preempted)} if isinstance(self._engine, PagedEngine) else {}
 
     def state(self) -> list[dict[str, Any]]:
         """What is under way, for a checkpoint."""
@@ -79,6 +79,7 @@ class LastingRollouts(Rollouts):
         self._lasting = engine.lasting_session(self._most, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, keep=keep)
         self._groups: list[_Group] = []
         self._ages: list[int] = []
+        self._preempted = 0
         residency.hold("kv_cache", lambda: self._lasting.kept)
         if keep and residency.plan.ever_away("kv_cache"):  # what is kept is of groups that have not ended: no more than were begun ahead
             blocks = most_blocks(rollout.ahead, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, engine.block)
@@ -92,9 +93,11 @@ class LastingRollouts(Rollouts):
         self._residency.need("kv_cache")
         with self._lasting.awake() as session:
             self._residency.dropped("kv_cache")
+            before = session.preempted
             while (ended := sum(group.ended for group in self._groups)) < config.rollout.prompts:
                 progress(ended, config.rollout.prompts)
                 session.step()
+            self._preempted = session.preempted - before
         done = [group for group in self._groups if group.ended][: config.rollout.prompts]
         self._groups = [group for group in self._groups if group not in done]
         self._ages = [step - group.step for group in done]
@@ -102,6 +105,7 @@ class LastingRollouts(Rollouts):
 
     def figures(self) -> dict[str, float]:
         return {
+            "samples_preempted": float(self._preempted),
             "groups_under_way": float(len(self._groups)),
             "group_age": sum(self._ages) / len(self._ages),
             "group_age_max": float(max(self._ages)),
@@ -214,6 +218,9 @@ class ReplayedRollouts(Rollouts):
     def next(self, step: int, progress: Progress) -> Groups:
         prompts, groups = zip(*self._steps[step], strict=True)
         return list(prompts), list(groups)
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
 
 def build_rollouts(config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency) -> Rollouts:

@@ -95,3 +95,20 @@ def test_graphs_survive_another_cache_and_notice_weights_that_moved(tiny) -> Non
     for parameter in loaded.model.parameters():
         parameter.data.mul_(-1)  # in place: no new graph, another model
     assert tokens_of(engine.generate(ASKED, Sampling(12), quiet)) != before
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_session_that_rests_goes_on_where_it_was(tiny, keep) -> None:
+    loaded = loaded_model(tiny, "float32", {})
+    engine, sampling = PagedEngine(loaded, 16, block=4), Sampling(24, 0.9, ignore_end=True)
+    wanted = engine.generate(ASKED, sampling, quiet)
+    lasting = engine.lasting_session(len(ASKED), 8, 5, 24, keep=keep)
+    told = [lasting.session.add(request, sampling) for request in ASKED]
+    while not lasting.session.finished:
+        with lasting.awake() as session:
+            for _ in range(5):
+                session.step()
+        hole = torch.full((1_000_000,), torch.nan, device="cuda")  # what is not kept is overwritten
+        assert bool(lasting.kept) == (keep and not lasting.session.finished)
+        del hole
+    assert [[one.tokens for one in group] for group in told] == [[one.tokens for one in group] for group in wanted]

@@ -36,9 +36,8 @@ class DeviceRunner:
         self._device = model.device
         self._shape = Shape(model.config)
         self._scale, self._softcap = head_shape(model.config)
-        self._last = torch.zeros(
-            batch + 1, dtype=torch.long, device=self._device
-        )  # newest token of the sample in each row; a spare one for padding
+        # The newest token of the sample in each row; a spare row for padding.
+        self._last = torch.zeros(batch + 1, dtype=torch.long, device=self._device)
         self._addresses = torch.zeros((self._shape.layers, 2), dtype=torch.long, device=self._device)
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._pool: Any = None
@@ -46,11 +45,7 @@ class DeviceRunner:
         self._widths = (0, 0)
         self._cache: Cache | None = None
         self._open = ExitStack()
-        # Routing to experts asks the host, and so does a rope that follows the longest sequence.
-        rope = repr(getattr(model.config.get_text_config(), "rope_parameters", None))
-        self._captures = (
-            not any("experts" in name for name, _ in model.named_parameters()) and "dynamic" not in rope and "longrope" not in rope
-        )
+        self._captures = not _asks_host(model)
         self._lean: LeanModel | None = None
         if lean_shape(model):
             self._lean = LeanModel(model)
@@ -367,6 +362,12 @@ class _Ticket:
         for name, value in (("tokens", 0), ("slots", -1), ("own_lengths", 0), ("own_starts", 0), ("prompt_lengths", 0), ("temperature", 0)):
             found[name].fill(value)
         return found
+
+
+def _asks_host(model: PreTrainedModel) -> bool:
+    """Whether a pass waits for the device in its middle, as routing to experts does, and a rope that follows the longest sequence."""
+    rope = repr(getattr(model.config.get_text_config(), "rope_parameters", None))
+    return any("experts" in name for name, _ in model.named_parameters()) or "dynamic" in rope or "longrope" in rope
 
 
 @contextmanager
