@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from ebbtide.memory.arena import Arena, Block
 from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.mover import Move, Mover
 from ebbtide.memory.plan import HOLDINGS, Name, Phase, Plan
+from ebbtide.memory.shortage import out_of_memory
 
 
 class Bytes(NamedTuple):
@@ -179,9 +180,16 @@ class Residency:
 
     # Phases
 
-    def phase(self, phase: Phase) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
         """Enters a phase and measures it. What goes wrong inside leaves everything where it is: the next phase begins from there."""
-        return self.meter.phase(phase, self)
+        try:
+            with self.meter.phase(phase, self):
+                yield
+        except torch.OutOfMemoryError as problem:
+            on_device = {name: size.device for name, size in self.holdings().items()}
+            peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else sum(on_device.values())
+            raise out_of_memory(phase, on_device, peak, self.table(), str(problem)) from problem
 
     def enter(self, phase: Phase) -> None:
         """Sends away what the phase does not want, then brings what it needs, then what the next one will need."""
