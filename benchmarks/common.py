@@ -52,6 +52,11 @@ def kept(name: str, cases: Callable[[str], bool]) -> list[Row]:
     return [row for row in rows if not cases(row.case)]
 
 
+def beginning(text: str) -> Callable[[str], bool]:
+    """For `kept`: the cases that begin so."""
+    return lambda case: case.startswith(text)
+
+
 def save(name: str, rows: list[Row]) -> None:
     """Prints the table and writes benchmarks/results/NAME.json."""
     width = max(len(row.case) for row in rows)

@@ -1,8 +1,8 @@
 """A whole GRPO step, phase by phase: the Qwen3-1.7B shape with random weights, 16 prompts x 8 samples of 126 + 256 tokens, no KL. Beside it TRL's GRPOTrainer, where TRL is installed.
 
-    python benchmarks/grpo_step.py [ebbtide] [away] [trl]
+    python benchmarks/grpo_step.py [ebbtide] [away] [offload] [trl]
 
-ebbtide: the optimizer on the device throughout. away: its state on the host in generate. TRL has the same model, prompts, lengths and optimizer, in bf16 with transformers' `generate`.
+ebbtide: the optimizer on the device throughout. away: its state on the host in generate. offload: the inputs of blocks on the host between forward and backward, the blocks made again. TRL has the same model, prompts, lengths and optimizer, in bf16 with transformers' `generate`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, kept, save
+from common import Row, beginning, kept, save
 
 from ebbtide.config import load
 from ebbtide.loop import train
@@ -114,12 +114,13 @@ def main() -> None:
     stages = {
         "ebbtide": ("Ebbtide", lambda: ours("Ebbtide", [])),
         "away": ("optimizer away", lambda: ours("optimizer away in generate", away)),
+        "offload": ("activations offloaded", lambda: ours("activations offloaded", ["memory.activations.preset=offload"])),
         "trl": ("TRL", trl),
     }
     for name in sys.argv[1:] or list(stages):
         begins, stage = stages[name]
         rows = stage()
-        save("grpo_step", [*(row for row in kept("grpo_step", lambda case: False) if not row.case.startswith(begins)), *rows])
+        save("grpo_step", [*kept("grpo_step", beginning(begins)), *rows])
 
 
 if __name__ == "__main__":

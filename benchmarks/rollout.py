@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, kept, save
+from common import Row, beginning, kept, save
 
 from ebbtide.config import load
 from ebbtide.policy.attention import attention
@@ -180,15 +180,11 @@ STAGES: dict[str, tuple[str, Callable[[], list[Row]]]] = {
 }
 
 
-def _of(begins: str, case: str) -> bool:
-    return case.startswith(begins)
-
-
 def main() -> None:
     for name in sys.argv[1:] or list(STAGES):
         begins, stage = STAGES[name]
         rows = stage()
-        save("rollout", [*kept("rollout", partial(_of, begins)), *rows])
+        save("rollout", [*kept("rollout", beginning(begins)), *rows])
 
 
 if __name__ == "__main__":

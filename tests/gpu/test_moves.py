@@ -79,7 +79,23 @@ def test_a_prefetch_that_nobody_waits_for_leaves_whole() -> None:
     residency.__exit__()
 
 
-@pytest.mark.parametrize("away", [{"preset": "lean"}, {"away": {"generate": ["moments", "master"], "logprob": ["moments"]}}])
+@pytest.mark.parametrize(
+    "away",
+    [
+        {"preset": "lean"},
+        {"away": {"generate": ["moments", "master"], "logprob": ["moments"]}},
+        {"activations": {"preset": "offload", "keep_last": 0, "minimum_kib": 0}},
+        {
+            "activations": {
+                "recompute": ["attn_norm", "mlp_fc2"],
+                "offload": ["mlp_act"],
+                "keep_last": 0,
+                "minimum_kib": 0,
+                "gate": "ignore",
+            }
+        },
+    ],
+)
 def test_a_grpo_run_is_the_same_to_the_bit_under_any_plan(tmp_path, away) -> None:
     changes = {
         "device": "cuda",

@@ -66,7 +66,7 @@ def _numbers(text: str) -> set[int]:
 @contextmanager
 def quiet_collector() -> Iterator[None]:
     """Everything that is there now is left out of Python's searches for garbage: with a model's modules loaded one takes a third of a second, in the middle of a step."""
-    gc.collect()
+    gc.collect()  # once: what is garbage now would be left out as well, and stay
     gc.freeze()
     try:
         yield

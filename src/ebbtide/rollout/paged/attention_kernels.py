@@ -19,6 +19,20 @@ STRIP = 64  # tokens that a program holds at once
 TILE = 64  # queries that a program reads with
 
 
+@triton.jit
+def _absorb(q, k, v, seen, scale, largest, total, acc, precision: tl.constexpr):
+    """Adds a strip of tokens to what queries have found so far: the largest score, the sum of exp, and the weighted values."""
+    scores = tl.dot(q, tl.trans(k), input_precision=precision).to(tl.float32) * scale
+    scores = tl.where(seen, scores, -float("inf"))
+    new = tl.maximum(largest, tl.max(scores, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    shrink = tl.exp(largest - safe)
+    weights = tl.exp(scores - safe[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision).to(tl.float32)
+    return new, total, acc
+
+
 @triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "rows", "prompt_splits", "window"])
 def _split(
     query,  # [B, heads, channels]
@@ -95,18 +109,10 @@ def _split(
             held = there[:, None] & real[None, :]
             k = tl.load(keys + source[:, None] + channel[None, :], mask=held, other=0.0)
             v = tl.load(values + source[:, None] + channel[None, :], mask=held, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=precision).to(tl.float32) * scale
             seen = there[None, :]
             if windowed:
                 seen = seen & (position[:, None] - (start + token)[None, :] < window)
-            scores = tl.where(seen, scores, -float("inf"))
-            new = tl.maximum(largest, tl.max(scores, 1))
-            safe = tl.where(new == -float("inf"), 0.0, new)
-            shrink = tl.exp(largest - safe)
-            weights = tl.exp(scores - safe[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision).to(tl.float32)
-            largest = new
+            largest, total, acc = _absorb(q, k, v, seen, scale, largest, total, acc, precision)
         some = total > 0
         out = acc / tl.where(some, total, 1.0)[:, None]
         target = (place_of * rows + rows_now).to(tl.int64) * heads + query_head
@@ -211,18 +217,10 @@ def _read(
         held = there[:, None] & real[None, :]
         k = tl.load(keys + source[:, None] + channel[None, :], mask=held, other=0.0)
         v = tl.load(values + source[:, None] + channel[None, :], mask=held, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=precision).to(tl.float32) * scale
         seen = (position[:, None] >= token[None, :]) & there[None, :]
         if windowed:
             seen = seen & (position[:, None] - token[None, :] < window)
-        scores = tl.where(seen, scores, -float("inf"))
-        new = tl.maximum(largest, tl.max(scores, 1))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        shrink = tl.exp(largest - safe)
-        weights = tl.exp(scores - safe[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision).to(tl.float32)
-        largest = new
+        largest, total, acc = _absorb(q, k, v, seen, scale, largest, total, acc, precision)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + place[:, None] + channel[None, :], result.to(out.dtype.element_ty), mask=inside[:, None] & real[None, :])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,15 +11,15 @@ from ebbtide.rollout.paged import attention_kernels
 
 
 @dataclass(frozen=True)
-class DevicePass:
+class DevicePass(ABC):
     addresses: Tensor  # [layers, 2] int64: of the cache's keys and values
     kv_heads: int
     block: int
     slots: Tensor  # [T] int32: where new keys and values go; -1 for none
 
+    @abstractmethod
     def look_up(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         """What queries [T, heads, channels] find in the cache, the new tokens' keys and values being there."""
-        raise NotImplementedError
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         attention_kernels.place(key, value, self.addresses, layer, self.slots, self.block)
