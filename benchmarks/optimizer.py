@@ -26,8 +26,8 @@ from ebbtide.config import load
 from ebbtide.loop import seed_everything
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.optim import streamed
 from ebbtide.optim.adamw import AdamW
+from ebbtide.optim.sizes import ring_bytes
 from ebbtide.policy.model import load_model
 from ebbtide.policy.pack import Trajectory
 from ebbtide.policy.policy import Policy
@@ -87,7 +87,7 @@ def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
         built = time.perf_counter() - start
         backward, step, peak = timed(lambda: policy.accumulate(sequences, lambda *_: None), lambda: optimizer.step(1e-6))
         exposed = residency.mover.take().exposed / (REPEATS + WARM_UP)
-        ring = 3 * 10 * streamed.CHUNK if config.optimizer.place == "streamed" else 0
+        ring = ring_bytes(config.optimizer, weights // 2, 2)
         grads = weights * (1 - config.optimizer.on_cpu if config.optimizer.overlap else 1)
         held = residency.holdings()
         promised = weights + grads + ring + held["master"].device + held["moments"].device

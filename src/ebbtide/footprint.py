@@ -12,10 +12,10 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, check_host_budget
 from ebbtide.memory.plan import Plan
-from ebbtide.optim.adamw import state_bytes
+from ebbtide.optim.sizes import state_bytes
 from ebbtide.policy.model import model_config, pick_device, pick_dtype
-from ebbtide.rollout.paged.attention import Shape
-from ebbtide.rollout.paged.engine import BLOCKS
+from ebbtide.rollout.paged.attention import room_of
+from ebbtide.rollout.paged.room import BLOCKS
 from ebbtide.rollout.paged.schedule import most_blocks
 
 COPIES = "copies for checkpoints"
@@ -45,7 +45,7 @@ def host_needs(config: Config, plan: Plan, *, optimizer: bool = True) -> dict[st
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    moving, resident = state_bytes(config.optimizer, parameters, dtype) if optimizer else ({}, {})
+    moving, resident = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})
     if config.loss.kl is not None:
         moving["reference"] = dtype.itemsize * parameters
     needs: Counter[str] = Counter(resident)
@@ -53,7 +53,7 @@ def host_needs(config: Config, plan: Plan, *, optimizer: bool = True) -> dict[st
     if config.rollout.cache == "kept" and plan.ever_away("kv_cache"):
         rollout, block = config.rollout, BLOCKS[pick_device(config.device).type]
         blocks = most_blocks(rollout.ahead, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, block)
-        needs["kv_cache"] = blocks * block * Shape(model.config).bytes(dtype)
+        needs["kv_cache"] = blocks * block * room_of(model.config).bytes(dtype.itemsize)
     if saved:
         staying = sum(size for name, size in moving.items() if name != "reference" and plan.place("save", name) != "away")
         shared = SLOTS * 4 * max(parameter.numel() for parameter in model.parameters())  # with the process that writes

@@ -13,9 +13,10 @@ from ebbtide.errors import UserError
 from ebbtide.memory.mover import Move
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.optim import native, on_cpu, on_device, streamed
-from ebbtide.optim.adamw import AdamW, state_bytes
+from ebbtide.optim import native, on_cpu, on_device, sizes, streamed
+from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.rule import join
+from ebbtide.optim.sizes import state_bytes
 from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, state_of, trained
 
 
@@ -176,11 +177,12 @@ def test_no_plan_changes_a_bit_in_any_mode(mode) -> None:
 def test_the_bytes_foretold_are_the_bytes_held(mode, dtype, state, monkeypatch) -> None:
     for module in (on_device, streamed, on_cpu):
         monkeypatch.setattr(module, "CHUNK", 2**16)
+    monkeypatch.setattr(sizes, "CPU_CHUNK", 2**16)
     config = Optimizer(state_dtype=state, **MODES[mode])
     residency = Residency(build_plan(Memory(), config), CPU)
     optimizer = AdamW(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 300)).to(dtype).named_parameters(), config, residency)
     parameters = sum(one.weight.numel() for one in optimizer._trained)
-    device, host = state_bytes(config, parameters, dtype)
+    device, host = state_bytes(config, parameters, dtype.itemsize)
     for name in ("master", "moments", "grads"):
         held = residency.holdings().get(name, (0, 0))
         for foretold, size in ((device.get(name, 0), held[0]), (host.get(name, 0), held[1])):

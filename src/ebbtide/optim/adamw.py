@@ -14,7 +14,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.plan import Name
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Segment, shared_out
-from ebbtide.optim.on_cpu import OnCpu, staging_bytes
+from ebbtide.optim.on_cpu import OnCpu
 from ebbtide.optim.on_device import OnDevice
 from ebbtide.optim.part import Exact, Kind, Part, Trained, exact, moment_type
 from ebbtide.optim.rule import Rule, State
@@ -153,16 +153,3 @@ class AdamW:
             since = self._residency.mover.mark()
             for part in self._parts:
                 part.step(rules, since)
-
-
-def state_bytes(config: OptimizerConfig, parameters: int, dtype: torch.dtype) -> tuple[dict[Name, int], dict[str, int]]:
-    """(bytes on the device, bytes on the host in every phase) of each holding, for so many parameters of a type."""
-    on_cpu = round(config.on_cpu * parameters)
-    elsewhere = parameters - on_cpu
-    low, moment = 0 if dtype == torch.float32 else 2, moment_type(config).itemsize
-    gpu_part: dict[Name, int] = {"master": low * elsewhere, "moments": 2 * moment * elsewhere}
-    grad = 4 if config.grad_dtype == "float32" else dtype.itemsize
-    cpu_part = {"master": 4 * on_cpu, "moments": 2 * moment * on_cpu, "grads": grad * on_cpu, "staging": staging_bytes(on_cpu, grad)}
-    if config.place != "streamed":
-        return gpu_part, cpu_part
-    return {}, cpu_part | {name: size + cpu_part[name] for name, size in gpu_part.items()}

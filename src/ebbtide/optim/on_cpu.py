@@ -22,10 +22,10 @@ from ebbtide.optim.layout import Chunk, Segment
 from ebbtide.optim.native import arithmetic
 from ebbtide.optim.part import Exact, Trained, chunked, moment_type
 from ebbtide.optim.rule import Rule, State
+from ebbtide.optim.sizes import CPU_CHUNK as CHUNK
+from ebbtide.optim.sizes import CPU_SLOTS as SLOTS
 
-CHUNK = 16 * 2**20  # elements whose weights go up at once
 BLOCK = 2**20  # elements that one core steps at once: 4 ms
-SLOTS = 4  # chunks of staging memory in each direction
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,6 @@ class _Leaves:
         owner = self._owner()
         if owner is not None:
             owner.arrive(self._number)
-
-
-def staging_bytes(parameters: int, grad: int) -> int:
-    """Pinned memory beside the state, for so many parameters with gradients of so many bytes each."""
-    return 2 * SLOTS * min(CHUNK, parameters) * grad
 
 
 def _halves(flat: Tensor) -> tuple[Tensor, Tensor]:

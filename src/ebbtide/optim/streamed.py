@@ -14,9 +14,8 @@ from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
 from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, moment_type, put, step_chunk
 from ebbtide.optim.rule import Rule, State
-
-CHUNK = 16 * 2**20  # elements: 160 MiB of state, 3 ms on the link, so that what cannot overlap (the first fetch, the last return) is short
-SLOTS = 3  # one arrives, one is stepped, one returns
+from ebbtide.optim.sizes import STREAMED_CHUNK as CHUNK
+from ebbtide.optim.sizes import STREAMED_SLOTS as SLOTS
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from ebbtide.policy.attention import refuse_extras
+from ebbtide.rollout.paged.room import Room
 
 PAGED = "ebbtide_paged"
-DRAWN_AT_ONCE = 512  # rows of logits in memory, after prompts were read
-ROWS_CUT_AT_ONCE = 64  # of those, sorted at once for top-k and top-p
 
 
 class Cache:
@@ -23,27 +21,20 @@ class Cache:
         self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))  # keys, values: each [slots, kv heads, channels]
 
 
-class Shape:
+def room_of(config: PretrainedConfig) -> Room:
     """What a model keeps of a token, and what a pass takes beside that."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        text = config.get_text_config()
-        self.layers = int(text.num_hidden_layers)
-        self.heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        self.channels = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        experts = int(getattr(text, "num_experts_per_tok", None) or 1)
-        mlp = max(int(getattr(text, "intermediate_size", 0)), experts * int(getattr(text, "moe_intermediate_size", None) or 0))
-        self._token = 8 * int(text.hidden_size) + 4 * int(text.num_attention_heads) * self.channels + 4 * mlp  # numbers, at most at once
-        self._queries, self._vocabulary = int(text.num_attention_heads) * self.channels, int(text.vocab_size)
-
-    def bytes(self, dtype: torch.dtype) -> int:
-        return 2 * self.layers * self.heads * self.channels * dtype.itemsize
-
-    def workspace(self, dtype: torch.dtype, chunk: int, batch: int) -> int:
-        """Bytes for reading `chunk` tokens at once, and for decoding and drawing for `batch` samples."""
-        reading = chunk * self._token * dtype.itemsize
-        drawing = 2 * min(batch, DRAWN_AT_ONCE) * self._vocabulary * dtype.itemsize + ROWS_CUT_AT_ONCE * self._vocabulary * 40
-        return reading + drawing + 32 * batch * self._queries * 4  # the last: attention in parts, at most so many
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    experts = int(getattr(text, "num_experts_per_tok", None) or 1)
+    return Room(
+        layers=int(text.num_hidden_layers),
+        heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        channels=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        hidden=int(text.hidden_size),
+        query_heads=heads,
+        mlp=max(int(getattr(text, "intermediate_size", 0)), experts * int(getattr(text, "moe_intermediate_size", None) or 0)),
+        vocabulary=int(text.vocab_size),
+    )
 
 
 class Attends(Protocol):

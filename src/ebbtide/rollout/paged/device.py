@@ -17,14 +17,14 @@ from ebbtide.policy.attention import attention
 from ebbtide.policy.model import decoder, head_shape, head_weight
 from ebbtide.rollout.engine import Sampling
 from ebbtide.rollout.paged import sample_kernels
-from ebbtide.rollout.paged.attention import DRAWN_AT_ONCE, PAGED, ROWS_CUT_AT_ONCE, Cache, Shape
+from ebbtide.rollout.paged.attention import PAGED, Cache, room_of
 from ebbtide.rollout.paged.attention_kernels import TILE
 from ebbtide.rollout.paged.device_pass import Decoding, DevicePass, Reading
 from ebbtide.rollout.paged.lean import LeanModel, lean_shape
+from ebbtide.rollout.paged.room import DRAWN_AT_ONCE, ROWS_CUT_AT_ONCE, size_for
 from ebbtide.rollout.paged.runner import Draw, Drawn
 from ebbtide.rollout.paged.schedule import Blocks, Chunk, Group, Sample, Schedule
 
-SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # of captured batches; then in steps of 128
 RING = 3  # steps whose host memory is in use at once
 
 
@@ -34,11 +34,11 @@ class DeviceRunner:
     def __init__(self, model: PreTrainedModel, batch: int, block: int) -> None:
         self._model, self._batch, self._block = model, batch, block
         self._device = model.device
-        self._shape = Shape(model.config)
+        self._room = room_of(model.config)
         self._scale, self._softcap = head_shape(model.config)
         # The newest token of the sample in each row; a spare row for padding.
         self._last = torch.zeros(batch + 1, dtype=torch.long, device=self._device)
-        self._addresses = torch.zeros((self._shape.layers, 2), dtype=torch.long, device=self._device)
+        self._addresses = torch.zeros((self._room.layers, 2), dtype=torch.long, device=self._device)
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._pool: Any = None
         self._weights: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class DeviceRunner:
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()
             self._weights, self._widths = weights, widths
-            most = _size_for(self._batch)
+            most = size_for(self._batch)
             length = sum(-(-count // 4) * 4 for count in _fields(most, widths).values())
             self._hosts = [torch.zeros(length, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
             self._on_device = torch.zeros(length, dtype=torch.int32, device=self._device)
@@ -137,7 +137,7 @@ class DeviceRunner:
             padded.append(self._sent([block for row in lists for block in (*row, *[0] * (width - len(row)))], torch.int32).view(-1, width))
         one = Reading(
             self._addresses,
-            self._shape.heads,
+            self._room.heads,
             size,
             self._sent(slots, torch.int32),
             self._sent(tiles, torch.int32).view(-1, 2),
@@ -153,7 +153,7 @@ class DeviceRunner:
 
     def decode(self, draws: Sequence[Draw]) -> Drawn:
         draws = sorted(draws, key=lambda draw: draw.sample.group.number)
-        size = _size_for(len(draws))
+        size = size_for(len(draws))
         cut = any(_cuts(draw.sampling) for draw in draws)
         ticket = _Ticket(self._hosts[self._turn % RING], size, self._widths)
         largest = self._fill(ticket, draws)
@@ -292,8 +292,8 @@ class DeviceRunner:
             schedule.add([7 * place % vocabulary for place in range(length)], [1])
         chunks = [chunk for chunk in schedule.next() if isinstance(chunk, Chunk)]
         weight = next(self._model.parameters())
-        shape = (schedule.blocks.count * self._block, self._shape.heads, self._shape.channels)
-        cache = Cache([torch.empty(shape, dtype=weight.dtype, device=self._device) for _ in range(2 * self._shape.layers)])
+        shape = (schedule.blocks.count * self._block, self._room.heads, self._room.channels)
+        cache = Cache([torch.empty(shape, dtype=weight.dtype, device=self._device) for _ in range(2 * self._room.layers)])
         self._addresses.copy_(torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in cache.layers]))
         lean = self._read(chunks).float()
         with attention(self._model, PAGED):
@@ -316,7 +316,7 @@ class _Graph:
         self.uniform = ticket["uniform"].view(torch.float32).view(2, size)
         self._pass = Decoding(
             runner._addresses,
-            runner._shape.heads,
+            runner._room.heads,
             runner._block,
             ticket["slots"],
             ticket["firsts"],
@@ -386,11 +386,6 @@ def _fields(rows: int, widths: tuple[int, int]) -> dict[str, int]:
     once = ("rows", "tokens", "slots", "own_lengths", "own_starts", "prompt_lengths", "temperature")
     tables = {"prompt_tables": rows * widths[0], "own_tables": rows * widths[1]}
     return {**dict.fromkeys(once, rows), "uniform": 2 * rows, "firsts": rows + 1, **tables}
-
-
-def _size_for(rows: int) -> int:
-    """The size of batch that is captured for so many."""
-    return next((size for size in SIZES if size >= rows), -(-rows // 128) * 128)
 
 
 def _cuts(sampling: Sampling) -> bool:

@@ -17,16 +17,12 @@ from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
 from ebbtide.rollout.ending import Ending, end_tokens
 from ebbtide.rollout.engine import Completion, Request, Sampling, diverged
-from ebbtide.rollout.paged.attention import Cache, Shape
+from ebbtide.rollout.paged.attention import Cache, room_of
 from ebbtide.rollout.paged.plain import PlainRunner
+from ebbtide.rollout.paged.room import BLOCKS, CHUNKS, blocks_for, useful_blocks
 from ebbtide.rollout.paged.runner import Draw, Drawn, Runner
 from ebbtide.rollout.paged.schedule import Blocks, Sample, Schedule
 from ebbtide.rollout.sampling import Uniforms
-
-SHARE = 0.95  # of the memory that is free when generation begins, and that a pass does not need for itself
-BLOCKS = {"cpu": 16, "cuda": 64}  # tokens of a block
-CHUNKS = {"cpu": 2048, "cuda": 16384}  # tokens that are read in one go
-
 
 Finish = Literal["stop", "length"]
 
@@ -79,7 +75,7 @@ class PagedEngine:
         self._blocks, self._share = blocks, share_prompts
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._longest = tuple(map(self._needed, longest))
-        self._shape = Shape(loaded.model.config)
+        self._room = room_of(loaded.model.config)
         self._runner = self._build_runner()
         self.preempted = 0
         """Samples that gave way in the last call."""
@@ -116,10 +112,9 @@ class PagedEngine:
     @contextmanager
     def session(self, prompts: Sequence[tuple[int, int]], new: int) -> Iterator[Session]:
         """Room for prompts of these lengths with so many samples each, of `new` tokens at most. Sessions of one engine follow each other."""
-        running = min(self._batch, sum(samples for _, samples in prompts))
-        read = sum(self._needed(length) * (1 if self._share else samples) for length, samples in prompts)
+        useful = useful_blocks(list(prompts), new, self._batch, self._block, shared=self._share)
         longest = max(self._needed(length) for length, _ in prompts)
-        with self._open(read + running * (self._needed(new) + 1), longest, self._needed(new), longest + self._needed(new)) as session:
+        with self._open(useful, longest, self._needed(new), longest + self._needed(new)) as session:
             yield session
 
     @contextmanager
@@ -148,8 +143,8 @@ class PagedEngine:
     def sizes(self, blocks: int) -> list[int]:
         """Bytes of each tensor of a cache of so many blocks."""
         weight = next(self._model.parameters())
-        each = blocks * self._block * self._shape.bytes(weight.dtype) // (2 * self._shape.layers)
-        return [each] * (2 * self._shape.layers)
+        each = blocks * self._block * self._room.bytes(weight.dtype.itemsize) // (2 * self._room.layers)
+        return [each] * (2 * self._room.layers)
 
     def _session(self, blocks: int) -> Session:
         schedule = Schedule(Blocks(blocks), self._block, batch=self._batch, chunk=self._chunk)
@@ -161,8 +156,8 @@ class PagedEngine:
     def _tensors(self, blocks: int) -> list[Tensor]:
         """Of a cache: keys and values of each layer in turn."""
         weight = next(self._model.parameters())
-        shape = (blocks * self._block, self._shape.heads, self._shape.channels)
-        return [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._shape.layers)]
+        shape = (blocks * self._block, self._room.heads, self._room.channels)
+        return [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._room.layers)]
 
     def _exchanged(self, tensors: list[Tensor], used: Sequence[int], blocks: int) -> list[Tensor]:
         """Those of a cache of so many blocks that begins with the `used` ones of another, which is emptied tensor by tensor: never are two whole ones in memory."""
@@ -186,9 +181,8 @@ class PagedEngine:
         count = self._blocks
         if count is None:
             weight = next(self._model.parameters())
-            each = self._block * self._shape.bytes(weight.dtype)
-            room = int(SHARE * (_free_bytes(weight.device) + taken)) - self._shape.workspace(weight.dtype, self._chunk, self._batch)
-            count = min(useful, max(0, room) // each)
+            free = _free_bytes(weight.device) + taken
+            count = min(useful, self._room.blocks(weight.dtype.itemsize, self._block, self._chunk, self._batch, free))
         if count < longest:
             raise UserError(
                 f"the cache has room for {count * self._block:,} tokens, and one sample may need {longest * self._block:,}: lower `rollout.max_new_tokens` or "
@@ -197,7 +191,7 @@ class PagedEngine:
         return count
 
     def _needed(self, tokens: int) -> int:
-        return -(-tokens // self._block)
+        return blocks_for(tokens, self._block)
 
 
 class Session:

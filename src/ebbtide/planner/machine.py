@@ -1,0 +1,148 @@
+"""What a machine can do: memory, and the rates that a plan's seconds follow from. Measured there (`ebbtide rehearse --calibrate`), or known by the GPU's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ebbtide.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes, operations or parameters a second."""
+
+    matmul: float
+    """Operations of a large product of 16-bit matrices."""
+    copy: float
+    """Bytes read and written by a copy inside the device's memory."""
+    link_out: float
+    """Bytes of a pinned copy from the device to the host."""
+    link_in: float
+    """And back."""
+    cpu_adam: float
+    """Parameters that the CPU steps."""
+    host_op: float
+    """Operations that Python hands to the device: what limits small batches."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    device_gib: float
+    host_gib: float
+    rates: Rates
+    source: str
+    """Where the rates come from, in words."""
+    host_known: bool = True
+    """Whether the host's memory is a figure and not a guess."""
+
+
+# Measured on an H200: benchmarks/plan.py. Of the others, memory, products and copies are what their data sheets say, scaled as the H200's measured figures are to its
+# own sheet (matmul 0.72, copy 0.89), and the link is that of their bus.
+_H200 = Rates(matmul=715e12, copy=4.27e12, link_out=55.3e9, link_in=55.4e9, cpu_adam=4.7e9, host_op=125e3)
+
+
+def _sheet(matmul: float, copy: float, link: float) -> Rates:
+    return Rates(0.72 * matmul * 1e12, 0.89 * copy * 1e12, link * 1e9, link * 1e9, cpu_adam=3e9, host_op=_H200.host_op)
+
+
+KNOWN: Mapping[str, tuple[float, Rates]] = {
+    "h200": (139.8, _H200),
+    "b200": (178.4, _sheet(2250, 8.0, 55)),
+    "h100": (79.1, _sheet(989, 3.35, 55)),
+    "a100": (79.2, _sheet(312, 2.04, 25)),
+    "a100-40": (39.4, _sheet(312, 1.56, 25)),
+    "l40s": (44.4, _sheet(362, 0.864, 25)),
+    "a6000": (47.4, _sheet(155, 0.768, 25)),
+    "a10": (22.1, _sheet(125, 0.6, 25)),
+    "l4": (22.1, _sheet(121, 0.3, 25)),
+    "5090": (31.4, _sheet(210, 1.79, 50)),
+    "4090": (23.5, _sheet(165, 1.008, 25)),
+    "3090": (23.6, _sheet(71, 0.936, 25)),
+}
+"""Name -> (GiB that a process can have, rates)."""
+
+USUAL_HOST_GIB = 128.0
+SLOWEST = "4090"  # what a GPU of unknown name is taken for, where only its memory is given
+
+
+def rates_file() -> Path:
+    """Where the measured rates of this machine are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbtide" / "rates.json"
+
+
+def keep_rates(name: str, rates: Rates) -> Path:
+    """Writes what was measured on a GPU of this name, beside that of others."""
+    file = rates_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        known = _measured()
+        known[name] = rates
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({key: asdict(value) for key, value in known.items()}, indent=1) + "\n")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(f"the rates could not be kept in {file}: {error}. Set XDG_CACHE_HOME to a folder you can write to") from None
+    return file
+
+
+def _measured() -> dict[str, Rates]:
+    try:
+        found = json.loads(rates_file().read_text())
+        return {str(name): Rates(**{field.name: float(rates[field.name]) for field in fields(Rates)}) for name, rates in found.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or of another version
+        return {}
+
+
+def rates_for(name: str) -> tuple[Rates, str]:
+    """Of the GPU that calls itself so, and where they come from."""
+    measured = _measured()
+    if name in measured:
+        return measured[name], f"measured on this machine's {name}"
+    key = _key(name)
+    if key is None:
+        return KNOWN[SLOWEST][1], f"those known of a {SLOWEST.upper()}, for want of any of {name}: `ebbtide rehearse --calibrate` measures"
+    return KNOWN[key][1], f"known figures of the {key.upper()}: `ebbtide rehearse --calibrate` measures this machine's"
+
+
+def _key(name: str) -> str | None:
+    """The known GPU that a name means, such as `NVIDIA A100-SXM4-40GB`."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if "a100" in words and words & {"40", "40gb"}:
+        return "a100-40"
+    return next((key for key in KNOWN if key in words), None)
+
+
+def this_machine(name: str, device_bytes: int, host_bytes: int) -> Machine:
+    """What a run finds: the GPU's own name, its memory and the host's."""
+    rates, source = rates_for(name)
+    return Machine(name, device_bytes / GIB, host_bytes / GIB, rates, source)
+
+
+def machine_for(gpu: str | None, device_gib: float | None, host_gib: float | None, link: float | None) -> Machine:
+    """What is asked for on the command line: a GPU by name, and figures in place of its own. `link` in GB/s."""
+    if gpu is not None and _key(gpu) is None:
+        raise UserError(f"`--gpu {gpu}` is not known: {', '.join(KNOWN)}; or give `--device-gib`, `--host-gib` and `--link`")
+    measured = _measured()
+    if gpu is None and device_gib is None:
+        if len(measured) != 1:
+            raise UserError(
+                "name the GPU to plan for with `--gpu` (such as h200), or its memory with `--device-gib`: no machine was calibrated here"
+            )
+        (gpu,) = measured
+    # A measured GPU of that name, on this very machine, is better known than by its sheet.
+    named = next((name for name in measured if gpu in (name, _key(name))), gpu or SLOWEST)
+    rates, source = rates_for(named)
+    if gpu is None:
+        source = f"those known of a {SLOWEST.upper()}, as no GPU is named (`--gpu`)"
+    if link is not None:
+        rates = Rates(**{**asdict(rates), "link_out": link * 1e9, "link_in": link * 1e9})
+    memory = device_gib if device_gib is not None else KNOWN[_key(named) or SLOWEST][0]
+    return Machine(named, memory, host_gib or USUAL_HOST_GIB, rates, source, host_known=host_gib is not None)

