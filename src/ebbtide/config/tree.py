@@ -601,6 +601,12 @@ class Activations(Section):
 class Memory(Section):
     """What lives on the device in each phase; the rest waits in pinned host memory."""
 
+    plan: Literal["auto", "manual"] = "auto"
+    """`auto`: before the run, what is not set by hand of `optimizer.place`, `optimizer.cpu_fraction`, `memory.preset`, `memory.away`, `memory.activations`, `train.microbatch_tokens` and `train.head_chunk_tokens` is chosen for the fastest step that fits the budget, and the reasons are said; where all fits anyway, nothing is changed. `manual`: all is as it is set, or the default. docs/plan.md."""
+
+    budget_gib: Positive | None = None
+    """Most device memory that the run may take, enforced on a GPU; `null` is all that the device has. The one dial of `memory.plan: auto`."""
+
     preset: Literal["keep", "lean"] = "keep"
     """`keep` moves nothing; `lean` sends away, in every phase that uses the device, all that the phase does not need."""
 

@@ -1,0 +1,188 @@
+"""Predicted against measured: device peak and seconds of each phase, and plans for a budget that is lowered step by step.
+
+    python benchmarks/plan.py [rates] [fit] [test] [budget]
+
+rates: what this machine can do. fit: the runs that the constants of planner/seconds.py were fitted to. test: others, which were not. budget: `memory.plan: auto` on the
+Qwen3-1.7B shape with `memory.budget_gib` from 120 down to the least that a plan claims, under a limit that the allocator enforces. Random weights, so that completions never end early. Stages that are not named keep
+the figures of an earlier run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from common import Row, beginning, kept, save
+
+from ebbtide.calibrate import calibrate
+from ebbtide.config import load
+from ebbtide.config.tree import Config
+from ebbtide.loop import train
+from ebbtide.planner.machine import GIB, this_machine
+from ebbtide.planner.predict import Prediction, Predictor
+from ebbtide.planner.shape import find_shape
+from ebbtide.planner.work import Work
+from ebbtide.report.report import Report
+
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+STEPS = 3
+ALWAYS = [
+    "report.samples_every=0",
+    "report.rollouts=false",
+    "checkpoint=null",
+    "memory.plan=manual",
+    "task.builtin=null",
+    "task.python.object=varied_task:Varied",
+]
+SHAPES = {
+    "0.6B": ["hidden=1024", "mlp=3072"],
+    "1.7B": [],
+    "4B": ["layers=36", "hidden=2560", "heads=32", "mlp=9728"],
+    "MoE": ["architecture=qwen3_moe", "layers=12", "experts=32", "experts_per_token=4", "mlp=768"],
+}
+PHASES = ("generate", "logprob", "train", "step")
+
+Case = tuple[str, str, tuple[int, int, int, int], list[str]]
+"""Shape, a name, (prompts, samples, tokens of a prompt, new tokens), settings."""
+
+FIT: list[Case] = [
+    ("0.6B", "device, keep", (16, 8, 126, 256), []),
+    ("0.6B", "cpu, balanced, long", (4, 4, 126, 1922), ["optimizer.place=cpu", "memory.activations.preset=balanced"]),
+    ("1.7B", "device, recompute, two updates, KL", (16, 8, 126, 256), ["train.minibatches=2", "loss.kl.coefficient=0.01", "train.microbatch_tokens=8192", "memory.activations.preset=recompute"]),
+    ("1.7B", "streamed, balanced", (16, 16, 126, 256), ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
+    ("4B", "streamed, offload", (16, 8, 126, 256), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("MoE", "device, keep", (16, 8, 126, 256), ["train.minibatches=2"]),
+    ("MoE", "device, recompute", (16, 8, 126, 256), ["memory.activations.preset=recompute"]),
+]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, keep", (32, 4, 62, 192), ["train.microbatch_tokens=12288", "train.minibatches=2"]),
+    ("0.6B", "streamed, recompute", (24, 8, 94, 320), ["optimizer.place=streamed", "memory.activations.preset=recompute"]),
+    ("0.6B", "cpu, offload, long", (4, 8, 62, 3000), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=24576"]),
+    ("0.6B", "device, balanced, KL", (32, 8, 126, 200), ["memory.activations.preset=balanced", "train.microbatch_tokens=32768", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, keep", (8, 8, 126, 384), ["train.microbatch_tokens=8192", "train.minibatches=2"]),
+    ("1.7B", "device away in generate, balanced", (32, 4, 94, 300), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=20480"]),
+    ("1.7B", "streamed, keep", (12, 8, 62, 192), ["optimizer.place=streamed"]),
+    ("1.7B", "cpu, recompute, long", (4, 4, 254, 3000), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=20480"]),
+    ("1.7B", "half cpu, offload", (16, 12, 126, 256), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("4B", "device, recompute", (16, 8, 126, 300), ["memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("4B", "streamed, keep", (8, 8, 126, 192), ["optimizer.place=streamed", "train.microbatch_tokens=8192"]),
+    ("4B", "half cpu, balanced", (8, 16, 94, 200), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced"]),
+    ("MoE", "device, keep", (8, 8, 62, 192), ["train.microbatch_tokens=12288"]),
+    ("MoE", "streamed, offload", (16, 8, 94, 200), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
+]  # fmt: skip
+
+
+def settings(case: Case) -> list[str]:
+    shape, _, (prompts, samples, prompt, new), options = case
+    rollout = {"prompts": prompts, "samples": samples, "max_prompt_tokens": prompt, "max_new_tokens": new}
+    return [
+        *ALWAYS,
+        *(f"model.scratch.{option}" for option in SHAPES[shape]),
+        *(f"rollout.{key}={value}" for key, value in rollout.items()),
+        f"task.python.options={{length: {prompt}}}",
+        *options,
+    ]
+
+
+def measured(config_options: list[str]) -> tuple[Config, list[dict[str, float]]]:
+    """A run, and the lines of its steps after the first, which compiles and captures."""
+    gc.collect()
+    torch.cuda.empty_cache()  # of the run before: each is to be as if alone
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(CONFIG, [*config_options, f"train.steps={STEPS}", f"run.folder={folder}/run"])
+        with Report(config, "benchmark") as report:
+            train(config, report)
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    return config, [line for line in lines if line["step"] > 1]
+
+
+def predicted(config: Config) -> Prediction:
+    free, total = torch.cuda.mem_get_info()
+    machine = this_machine(torch.cuda.get_device_name(), total, 0)
+    rollout = config.rollout
+    work = Work(rollout.prompts, rollout.samples, rollout.max_prompt_tokens, rollout.max_new_tokens)
+    return Predictor(find_shape(config.model), machine).of(config, work, free)
+
+
+def compared(stage: str, cases: list[Case]) -> list[Row]:
+    rows: list[Row] = []
+    peaks, times = [], []
+    for case in cases:
+        label = f"{stage}: {case[0]}, {case[1]}"
+        start = time.perf_counter()
+        try:
+            config, lines = measured(settings(case))
+        except Exception:  # one that fails must not cost the others their figures
+            traceback.print_exc()
+            rows.append(Row(label, "failed", 1.0, "(1 = yes)"))
+            continue
+        foretold = predicted(config)
+        for phase in PHASES:
+            if f"seconds/{phase}" not in lines[0] or (phase == "logprob" and not foretold.phases["logprob"].seconds):
+                continue
+            seconds = statistics.median(line[f"seconds/{phase}"] for line in lines)
+            peak = max(line[f"peak_gib/{phase}"] for line in lines)
+            mine = foretold.phases[phase]  # type: ignore[index]
+            off, late = 100 * (mine.peak / GIB / peak - 1), 100 * (mine.seconds / seconds - 1)
+            peaks.append(abs(off))
+            times.append(abs(late))
+            rows += [
+                Row(label, f"{phase}: peak", peak, "GiB"),
+                Row(label, f"{phase}: peak predicted", mine.peak / GIB, "GiB"),
+                Row(label, f"{phase}: peak off by", off, "%"),
+                Row(label, f"{phase}: seconds", seconds, "s"),
+                Row(label, f"{phase}: seconds predicted", mine.seconds, "s"),
+                Row(label, f"{phase}: seconds off by", late, "%"),
+            ]
+            shown = {
+                name[len(f"device_gib/{phase}/") :]: round(value, 2)
+                for name, value in lines[-1].items()
+                if name.startswith(f"device_gib/{phase}/")
+            }
+            print(
+                f"{label:<45} {phase:<9} peak {peak:7.2f} predicted {mine.peak / GIB:7.2f} {off:+6.1f}%   seconds {seconds:7.3f} predicted {mine.seconds:7.3f} {late:+6.1f}%   {shown} "
+                f"{ {name: round(size / GIB, 2) for name, size in mine.device.items()} }",
+                flush=True,
+            )
+        print(f"    {time.perf_counter() - start:.1f} s, activations: {foretold.activations.words()}", flush=True)
+    for what, found in (("peaks", peaks), ("seconds", times)):
+        if found:
+            rows += [
+                Row(f"{stage}: all", f"{what}, median off by", statistics.median(found), "%"),
+                Row(f"{stage}: all", f"{what}, most off by", max(found), "%"),
+                Row(f"{stage}: all", f"{what}, compared", len(found), ""),
+            ]
+    return rows
+
+
+def rates() -> list[Row]:
+    start = time.perf_counter()
+    name, found = calibrate(lambda *_: None)
+    taken = time.perf_counter() - start
+    return [Row("rates", key, value, "/s") for key, value in asdict(found).items()] + [Row("rates", "measuring them", taken, "s")]
+
+
+STAGES: dict[str, Callable[[], list[Row]]] = {
+    "rates": rates,
+    "fit": lambda: compared("fit", FIT),
+    "test": lambda: compared("test", TEST),
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or list(STAGES):
+        rows = STAGES[name]()
+        save("plan", [*kept("plan", beginning(name)), *rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Measures what this machine can do, for the planner: link, memory, products, the CPU's optimizer, and how fast Python hands work to the device. Under 30 seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ebbtide.config.tree import Memory, Optimizer
+from ebbtide.errors import UserError
+from ebbtide.memory.host import bind_near, pci_address
+from ebbtide.memory.plan import build_plan
+from ebbtide.memory.residency import Residency
+from ebbtide.optim.adamw import AdamW
+from ebbtide.planner.machine import Rates
+from ebbtide.progress import Progress
+
+COPIED = 2**30  # bytes
+WIDTH = 8192  # of a large product
+STEPPED = 128 * 2**20  # parameters
+HANDED_OVER = 3000  # operations
+
+
+def calibrate(progress: Progress) -> tuple[str, Rates]:
+    """The GPU's name, and its rates and its host's."""
+    if not torch.cuda.is_available():
+        raise UserError("`--calibrate` measures a GPU and its link, and torch sees none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    bind_near(pci_address(device))
+    on_device, other = (torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    progress(0, 5)
+    on_host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    link_out = COPIED / _seconds(lambda: on_host.copy_(on_device, non_blocking=True))
+    link_in = COPIED / _seconds(lambda: on_device.copy_(on_host, non_blocking=True))
+    progress(1, 5)
+    copy = 2 * COPIED / _seconds(lambda: other.copy_(on_device))
+    progress(2, 5)
+    left, right = (torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
+    matmul = 2 * WIDTH**3 / _seconds(lambda: left @ right, repeats=20)
+    progress(3, 5)
+    small = torch.ones(8, device=device)
+    host_op = HANDED_OVER / _seconds(lambda: [small + small for _ in range(HANDED_OVER)])
+    progress(4, 5)
+    cpu_adam = STEPPED / _cpu_step(device)
+    progress(5, 5)
+    rates = Rates(matmul=matmul, copy=copy, link_out=link_out, link_in=link_in, cpu_adam=cpu_adam, host_op=host_op)
+    return torch.cuda.get_device_name(device), rates
+
+
+def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """The least of a few, after one to warm up."""
+    taken = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def _cpu_step(device: torch.device) -> float:
+    """Of the optimizer on the CPU, on gradients that have arrived."""
+    config = Optimizer(place="cpu")
+    with Residency(build_plan(Memory(), config), device) as residency:
+        weight = nn.Parameter(torch.zeros(STEPPED // 1024, 1024, device=device, dtype=torch.bfloat16))
+        optimizer = AdamW([("weight", weight)], config, residency)
+        taken = []
+        for _ in range(3):
+            (weight.sum() * 1e-3).backward()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            optimizer.step(1e-6)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+    return min(taken[1:])
