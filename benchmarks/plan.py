@@ -26,6 +26,7 @@ from common import Row, beginning, kept, save
 from ebbtide.calibrate import calibrate
 from ebbtide.config import load
 from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.planner.machine import GIB, this_machine
 from ebbtide.planner.predict import Prediction, Predictor
@@ -121,7 +122,7 @@ def compared(stage: str, cases: list[Case]) -> list[Row]:
         start = time.perf_counter()
         try:
             config, lines = measured(settings(case))
-        except Exception:  # one that fails must not cost the others their figures
+        except (RuntimeError, UserError):  # one that fails must not cost the others their figures
             traceback.print_exc()
             rows.append(Row(label, "failed", 1.0, "(1 = yes)"))
             continue
@@ -166,7 +167,7 @@ def compared(stage: str, cases: list[Case]) -> list[Row]:
 
 def rates() -> list[Row]:
     start = time.perf_counter()
-    name, found = calibrate(lambda *_: None)
+    _, found = calibrate(lambda *_: None)
     taken = time.perf_counter() - start
     return [Row("rates", key, value, "/s") for key, value in asdict(found).items()] + [Row("rates", "measuring them", taken, "s")]
 
