@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,11 +31,14 @@ from ebbtide.loop import train
 from ebbtide.planner.machine import GIB, this_machine
 from ebbtide.planner.predict import Prediction, Predictor
 from ebbtide.planner.shape import find_shape
-from ebbtide.planner.work import Work
+from ebbtide.planner.work import most_work
 from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
-STEPS = 3
+PLANNED = str(Path(__file__).parent / "configs" / "qwen3-1.7b-planned.yaml")  # sets nothing that a plan may choose
+STEPS = 2
+BUDGETS = (120, 70, 60, 50, 40, 24, 16, 10, 8, 7, 6, 5.5)  # GiB
+PLAIN = ["rollout.prompts=16", "rollout.samples=8", "rollout.max_prompt_tokens=126", "rollout.max_new_tokens=256"]
 ALWAYS = [
     "report.samples_every=0",
     "report.rollouts=false",
@@ -94,27 +97,27 @@ def settings(case: Case) -> list[str]:
     ]
 
 
-def measured(config_options: list[str]) -> tuple[Config, list[dict[str, float]]]:
-    """A run, and the lines of its steps after the first, which compiles and captures."""
+def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, list[dict[str, float]]]:
+    """The config as it ran, and the lines of its steps after the first, which compiles and captures."""
     gc.collect()
     torch.cuda.empty_cache()  # of the run before: each is to be as if alone
     with tempfile.TemporaryDirectory() as folder:
-        config = load(CONFIG, [*config_options, f"train.steps={STEPS}", f"run.folder={folder}/run"])
+        config = load(file, [*config_options, f"train.steps={STEPS}", f"run.folder={folder}/run"])
         with Report(config, "benchmark") as report:
             train(config, report)
+        config = load(f"{folder}/run/config.yaml")
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     return config, [line for line in lines if line["step"] > 1]
 
 
-def predicted(config: Config) -> Prediction:
+def predicted(config: Config, budget: int | None = None) -> Prediction:
     free, total = torch.cuda.mem_get_info()
     machine = this_machine(torch.cuda.get_device_name(), total, 0)
-    rollout = config.rollout
-    work = Work(rollout.prompts, rollout.samples, rollout.max_prompt_tokens, rollout.max_new_tokens)
-    return Predictor(find_shape(config.model), machine).of(config, work, free)
+    return Predictor(find_shape(config.model), machine).of(config, most_work(config), budget or free)
 
 
-def compared(stage: str, cases: list[Case]) -> list[Row]:
+def compared(stage: str, cases: list[Case]) -> Iterator[list[Row]]:
+    """The rows so far, after each case."""
     rows: list[Row] = []
     peaks, times = [], []
     for case in cases:
@@ -155,6 +158,7 @@ def compared(stage: str, cases: list[Case]) -> list[Row]:
                 flush=True,
             )
         print(f"    {time.perf_counter() - start:.1f} s, activations: {foretold.activations.words()}", flush=True)
+        yield rows
     for what, found in (("peaks", peaks), ("seconds", times)):
         if found:
             rows += [
@@ -162,27 +166,60 @@ def compared(stage: str, cases: list[Case]) -> list[Row]:
                 Row(f"{stage}: all", f"{what}, most off by", max(found), "%"),
                 Row(f"{stage}: all", f"{what}, compared", len(found), ""),
             ]
-    return rows
+    yield rows
 
 
-def rates() -> list[Row]:
+def budgets() -> Iterator[list[Row]]:
+    """`memory.plan: auto` under a budget that the allocator enforces, lowered until no plan claims to fit."""
+    rows: list[Row] = []
+    for budget in BUDGETS:
+        label = f"budget: {budget} GiB"
+        options = [*ALWAYS, *PLAIN, "memory.plan=auto", f"memory.budget_gib={budget}"]
+        try:
+            config, lines = measured(options, file=PLANNED)
+        except UserError as error:
+            refused = "does with less than" in str(error) or "does not fit" in str(error)
+            rows.append(Row(label, "refused before it began" if refused else "failed", 1.0, "(1 = yes)"))
+            print(f"{label}: {error}", flush=True)
+        else:
+            foretold = predicted(config, int(budget * GIB))
+            seconds = statistics.median(line["seconds"] for line in lines)
+            peak, reserved = (max(line[f"{kind}/{phase}"] for line in lines for phase in PHASES) for kind in ("peak_gib", "reserved_gib"))
+            rows += [
+                Row(label, "seconds a step", seconds, "s"),
+                Row(label, "predicted", foretold.seconds, "s"),
+                Row(label, "peak", peak, "GiB"),
+                Row(label, "peak predicted", foretold.peak / GIB, "GiB"),
+                Row(label, "reserved", reserved, "GiB"),
+            ]
+            chosen = f"{config.optimizer.place}, {config.optimizer.on_cpu:g} on the CPU, {config.train.microbatch_tokens} tokens, {foretold.activations.words()}"
+            print(
+                f"{label}: {seconds:.2f} s ({foretold.seconds:.2f}), peak {peak:.2f} ({foretold.peak / GIB:.2f}), reserved {reserved:.2f}: {chosen}",
+                flush=True,
+            )
+        yield rows
+
+
+def rates() -> Iterator[list[Row]]:
     start = time.perf_counter()
     _, found = calibrate(lambda *_: None)
     taken = time.perf_counter() - start
-    return [Row("rates", key, value, "/s") for key, value in asdict(found).items()] + [Row("rates", "measuring them", taken, "s")]
+    yield [Row("rates", key, value, "/s") for key, value in asdict(found).items()] + [Row("rates", "measuring them", taken, "s")]
 
 
-STAGES: dict[str, Callable[[], list[Row]]] = {
+STAGES: dict[str, Callable[[], Iterator[list[Row]]]] = {
     "rates": rates,
     "fit": lambda: compared("fit", FIT),
     "test": lambda: compared("test", TEST),
+    "budget": budgets,
 }
 
 
 def main() -> None:
     for name in sys.argv[1:] or list(STAGES):
-        rows = STAGES[name]()
-        save("plan", [*kept("plan", beginning(name)), *rows])
+        others = kept("plan", beginning(name))
+        for rows in STAGES[name]():
+            save("plan", [*others, *rows])
 
 
 if __name__ == "__main__":

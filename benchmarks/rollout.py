@@ -29,7 +29,7 @@ from ebbtide.policy.model import Loaded, load_model
 from ebbtide.policy.pack import Trajectory
 from ebbtide.policy.policy import Policy
 from ebbtide.rollout.engine import Request, Sampling
-from ebbtide.rollout.paged.attention import Shape
+from ebbtide.rollout.paged.attention import room_of
 from ebbtide.rollout.paged.engine import PagedEngine
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -45,7 +45,7 @@ def bound(loaded: Loaded, work: Work) -> float:
     weights = sum(parameter.numel() for parameter in loaded.model.parameters())
     tied = loaded.model.get_output_embeddings().weight is embedding
     used = weights - (0 if tied else embedding.numel())
-    each = Shape(loaded.model.config).bytes(torch.bfloat16)
+    each = room_of(loaded.model.config).bytes(2)
     steps = max(sampling.max_new_tokens for _, sampling in work)
     own = sum(len(request.seeds) * sampling.max_new_tokens**2 // 2 for request, sampling in work)
     prompts = sum(len(request.prompt) * sampling.max_new_tokens for request, sampling in work)  # read once for a group

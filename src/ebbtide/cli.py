@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,12 @@ from ebbtide.config.document import explained
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import build_plan
+from ebbtide.planner import show
+from ebbtide.planner.choose import Chooser
+from ebbtide.planner.machine import KNOWN, keep_rates, machine_for
+from ebbtide.planner.predict import Predictor
+from ebbtide.planner.shape import find_shape
+from ebbtide.planner.work import most_work
 from ebbtide.rollout.serve.checks import api_key, check_installed
 from ebbtide.tasks.build import build_task
 
@@ -46,7 +53,9 @@ def train(source: Source, overrides: Overrides = None) -> None:
 
 @app.command()
 def rehearse(
-    source: Source,
+    source: Annotated[
+        str | None, typer.Argument(metavar="RECIPE_OR_FILE", help="A recipe's name or a YAML file.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     optimizer: Annotated[
         Rehearsal,
@@ -57,8 +66,20 @@ def rehearse(
         str | None,
         typer.Option(help="A file for every completion, with which `ebbtide train ... rollout.replay=FILE` trains.", show_default=False),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="First measure this machine's link, memory, products and CPU, and keep them for `ebbtide plan`."),
+    ] = False,
 ) -> None:
     """Do all that a run does but its updates: generate, score, evaluate, and every move. No weight changes, and nothing is saved."""
+    if calibrate:
+        _calibrate()
+    if source is None:
+        if not calibrate:
+            raise UserError(
+                "name what to rehearse: a recipe (see `ebbtide recipes`) or a YAML file; or measure this machine with `--calibrate`"
+            )
+        return
     config = load(source, overrides or [])
     if config.resume is not None:
         raise UserError("a rehearsal begins anew: remove `resume`")
@@ -70,6 +91,45 @@ def rehearse(
         "run": config.run.model_copy(update={"name": f"{config.run.name}-rehearsal"}),
     }
     _go(source, config.model_copy(update=changes), rehearsal=optimizer)
+
+
+@app.command()
+def plan(
+    source: Source,
+    overrides: Overrides = None,
+    gpu: Annotated[str | None, typer.Option(help=f"The GPU to plan for: {', '.join(KNOWN)}.", show_default=False)] = None,
+    device_gib: Annotated[float | None, typer.Option(min=0.1, help="Its memory, if it has another.", show_default=False)] = None,
+    host_gib: Annotated[float | None, typer.Option(min=0.1, help="The host's free memory; 128 without it.", show_default=False)] = None,
+    link: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a pinned copy between the two.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what a run would take, phase by phase, and what would make it fit. Needs no GPU and loads no weights."""
+    config = load(source, overrides or [])
+    build_plan(config.memory, config.optimizer)
+    machine = machine_for(gpu, device_gib, host_gib, link)
+    shape = find_shape(config.model)
+    predictor = Predictor(shape, machine, each=4 if config.model.dtype == "float32" else 2)
+    chosen = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib).choose(config)
+    if as_json:
+        typer.echo(json.dumps(show.as_json(chosen, shape, machine, config.memory.budget_gib), indent=1))
+    else:
+        typer.echo(show.text(chosen, config, shape, machine))
+    if not chosen.fits:
+        raise typer.Exit(1)
+
+
+def _calibrate() -> None:
+    from ebbtide.calibrate import calibrate as measure
+    from ebbtide.report.terminal import Terminal
+
+    terminal = Terminal(0)
+    terminal.start()
+    try:
+        with terminal.doing("measuring this machine") as progress:
+            name, rates = measure(progress)
+    finally:
+        terminal.stop()
+    terminal.say(f"{name}: {show.rates_text(rates)}; kept in {keep_rates(name, rates)}")
 
 
 def _go(source: str, config: Config, rehearsal: Rehearsal | None = None) -> None:
@@ -88,6 +148,8 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
         check_installed()
     resumed = find(config, Console(stderr=True, highlight=False, soft_wrap=True).print)
     Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
+    if config.rollout.engine != "vllm":  # its own allocator cannot live with it
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # phases of different sizes leave no holes behind
     from ebbtide.loop import train as run_loop
     from ebbtide.report.report import Report
 

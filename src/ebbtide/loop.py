@@ -21,10 +21,12 @@ from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
 from ebbtide.footprint import fit_to_host
 from ebbtide.memory.host import bind_near, pci_address, quiet_collector
+from ebbtide.memory.limit import limited
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.schedule import learning_rate
+from ebbtide.planning import plan_run
 from ebbtide.policy.model import load_model, pick_device
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
@@ -54,8 +56,15 @@ def train(config: Config, report: Report, rehearsal: Rehearsal | None = None) ->
     seed_everything(config.seed, config.deterministic)
     device = pick_device(config.device)
     near = bind_near(pci_address(device)) if device.type == "cuda" else None
-    with Residency(build_plan(config.memory, config.optimizer), device) as residency:
-        return _run(config, report, residency, rehearsal, [near] if near else [])
+    plan, notes = plan_run(config, device, rehearsal)
+    if plan is not None:
+        config = plan.config
+    report.planned(config, plan)
+    with limited(device, config.memory.budget_gib), Residency(build_plan(config.memory, config.optimizer), device) as residency:
+        if plan is not None:
+            residency.foresees(plan.view)
+        residency.history_to(report.folder.history)
+        return _run(config, report, residency, rehearsal, [*([near] if near else []), *notes])
 
 
 def _run(config: Config, report: Report, residency: Residency, rehearsal: Rehearsal | None, notes: list[str]) -> Policy:

@@ -65,10 +65,14 @@ class Meter:
         self.run: dict[Phase, Row] = {}
         """The whole run so far: for the table at its end."""
 
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
     @contextmanager
     def phase(self, phase: Phase, owner: Owner) -> Iterator[None]:
         """Enters the phase and measures it. Its moves count in its seconds; the peak is of what comes after they are issued."""
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.on_gpu
         start = time.perf_counter()
         owner.enter(phase)
         if on_gpu:

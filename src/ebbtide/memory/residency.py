@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ebbtide.memory.arena import Arena, Block
 from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.mover import Move, Mover
 from ebbtide.memory.plan import HOLDINGS, Name, Phase, Plan
-from ebbtide.memory.shortage import out_of_memory
+from ebbtide.memory.shortage import History, out_of_memory
 
 
 class Bytes(NamedTuple):
@@ -123,6 +124,17 @@ class Residency:
         """Host memory for copies of storages that stay on the device."""
         self._released = threading.Condition()
         self.meter = Meter(device, self.mover)
+        self._view: Callable[[Phase], str] | None = None
+        self._history: History | None = None
+
+    def foresees(self, view: Callable[[Phase], str]) -> None:
+        """What a planner has to say of a phase when memory runs out in it."""
+        self._view = view
+
+    def history_to(self, file: Path) -> None:
+        """Has the allocator remember what it did: written to this file when memory runs out."""
+        if self.device.type == "cuda":
+            self._history = History(file)
 
     def __enter__(self) -> Residency:
         return self
@@ -130,6 +142,8 @@ class Residency:
     def __exit__(self, *_: object) -> None:
         """Lets go of the pinned memory, once no copy uses it. What is still away is gone with it."""
         self.mover.finish()
+        if self._history is not None:
+            self._history.close()
         self.arena.close()
         self.unpinned.close()
 
@@ -189,7 +203,10 @@ class Residency:
         except torch.OutOfMemoryError as problem:
             on_device = {name: size.device for name, size in self.holdings().items()}
             peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else sum(on_device.values())
-            raise out_of_memory(phase, on_device, peak, self.table(), str(problem)) from problem
+            more = [self._view(phase)] if self._view is not None else []
+            if self._history is not None:
+                more.append(self._history.write())
+            raise out_of_memory(phase, on_device, peak, self.table(), str(problem), more) from problem
 
     def enter(self, phase: Phase) -> None:
         """Sends away what the phase does not want, then brings what it needs, then what the next one will need."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
 
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB
@@ -17,8 +20,27 @@ ADVICE: Mapping[Phase, str] = {
 }
 
 
-def out_of_memory(phase: Phase, device: Mapping[Name, int], peak: int, table: str, problem: str) -> UserError:
-    """`device`: bytes of each holding there; `peak`: the most that was allocated; `table`: where everything was; `problem`: what the allocator said."""
+REMEMBERED = 200_000  # allocations: the last few steps
+
+
+class History:
+    """What the allocator did of late, without the stacks that would slow it down."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=REMEMBERED)
+
+    def write(self) -> str:
+        """In words: where it is."""
+        torch.cuda.memory._dump_snapshot(str(self._file))
+        return f"What the allocator did before is in {self._file} (https://pytorch.org/memory_viz draws it)"
+
+    def close(self) -> None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def out_of_memory(phase: Phase, device: Mapping[Name, int], peak: int, table: str, problem: str, more: Sequence[str] = ()) -> UserError:
+    """`device`: bytes of each holding there; `peak`: the most that was allocated; `table`: where everything was; `problem`: what the allocator said; `more`: what else there is to say."""
     could_leave = {name: device[name] for name in MOVABLE if name not in NEEDS[phase] and device.get(name)}
     ways = []
     if could_leave:
@@ -33,4 +55,4 @@ def out_of_memory(phase: Phase, device: Mapping[Name, int], peak: int, table: st
         other,
         "",
     ]
-    return UserError("\n".join([*lines, "What makes room: " + "; ".join(ways or ["a smaller model"])]))
+    return UserError("\n".join([*lines, "What makes room: " + "; ".join(ways or ["a smaller model"]), *more]))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ebbtide.config.tree import Config
-from ebbtide.memory.plan import MOVABLE, NEEDS, Name, Phase, Plan, build_plan
+from ebbtide.config.tree import Config, Rehearsal
+from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
 from ebbtide.optim.sizes import grad_bytes, ring_bytes, state_bytes
-from ebbtide.planner.machine import Machine
+from ebbtide.planner.machine import GIB, Machine
 from ebbtide.planner.saved import CARRIED, Choice, chosen, held
 from ebbtide.planner.seconds import Speed
 from ebbtide.planner.shape import Shape
-from ebbtide.planner.work import Work
+from ebbtide.planner.work import Part, Work
 from ebbtide.rollout.paged.room import BLOCKS, CHUNKS, Room, blocks_for, size_for, useful_blocks
 
 CYCLE: tuple[Phase, ...] = ("generate", "score", "logprob", "train", "step")
-LIBRARIES = 64 * 2**20  # device memory that products take for themselves, once
+PROBE = 8192  # tokens on which a run holds `memory.activations` against the link
+LIBRARIES = 96 * 2**20  # device memory that products and rotary tables take, once
 
 
 @dataclass
@@ -70,6 +72,15 @@ def room_of(shape: Shape) -> Room:
     return Room(shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.heads, mlp, shape.vocabulary)
 
 
+class _Base(NamedTuple):
+    sizes: dict[Name, int]
+    host: int
+    where: dict[Phase, dict[str, int]]
+    """Bytes on the device."""
+    paths: dict[Name, dict[Phase, bool]]
+    """Of what ever moves: whether it is on the device."""
+
+
 class Predictor:
     """One model on one machine: `of(config, work)` for as many configs as are tried."""
 
@@ -77,47 +88,68 @@ class Predictor:
         self.shape, self.machine, self.each = shape, machine, each
         self._kind = "cpu" if on_cpu else "cuda"
         self._speed = Speed(shape, machine.rates, each)
+        self._bases: dict[tuple[object, ...], _Base] = {}
 
-    def of(self, config: Config, work: Work, budget: int) -> Prediction:
+    def of(self, config: Config, work: Work, budget: int, rehearsal: Rehearsal | None = None) -> Prediction:
         """`budget`: bytes that the device's allocator may have; what generation leaves of it is the cache's."""
-        plan = build_plan(config.memory, config.optimizer)
-        sizes, resident = self._holdings(config)
-        host_always = sum(resident.values())
-        phases = {phase: Foretold(on, host_always) for phase, on in _where(plan, sizes).items()}
-        away = {name for name in sizes if plan.ever_away(name)}  # host memory is pinned for these once, and stays
-        for phase in phases.values():
-            phase.host += sum(sizes[name] for name in away)
-        choice = self.choice(config, work)
-        self._train(config, work, choice, phases["train"])
-        self._logprob(config, work, phases["logprob"])
-        phases["step"].device["workspace"] = ring_bytes(config.optimizer, self.shape.parameters, self.each)
-        blocks, at_once = self._generate(work, config.rollout.batch, phases["generate"], budget)
+        base = self._base(config, rehearsal)
+        phases = {phase: Foretold(dict(on), base.host) for phase, on in base.where.items()}
+        choice = self.choice(config)
+        if config.needs_old_logprobs or config.loss.kl is not None:
+            self._forward(config, work, phases["logprob"])
+        if rehearsal is not None:
+            self._forward(config, work, phases["train"])
+        else:
+            self._train(config, work, choice, phases["train"])
+            phases["step"].device["workspace"] = ring_bytes(config.optimizer, self.shape.parameters, self.each)
+        blocks, at_once = self._generate(config, work, phases["generate"], budget)
         if config.evaluate is not None:
-            tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new)
-            self._generate(tests, config.rollout.batch, phases["evaluate"], budget)
+            self._generate(config, _tests(config, work), phases["evaluate"], budget)
         else:
             del phases["evaluate"]
         if config.checkpoint is None:
             del phases["save"]
         for phase in phases.values():
             phase.device["workspace"] = phase.device.get("workspace", 0) + LIBRARIES * (self._kind == "cuda")
-        self._time(config, work, plan, sizes, choice, phases, at_once)
+        self._time(config, work, choice, phases, at_once, rehearsal)
+        for name, path in base.paths.items():
+            self._moves(name, path, base.sizes[name], phases)
         return Prediction(phases, blocks, BLOCKS[self._kind], at_once, choice)
 
-    def choice(self, config: Config, work: Work) -> Choice:
-        """What `memory.activations` comes to on this machine."""
-        packed = work.packed(config.train.microbatch_tokens, config.train.minibatches)
+    def _base(self, config: Config, rehearsal: Rehearsal | None) -> _Base:
+        """What does not depend on activations and packing: many configs that are tried have it in common."""
+        optimizer, away = config.optimizer, config.memory.away
+        rows = tuple(tuple(row) if (row := getattr(away, phase)) is not None else None for phase in PHASES)
+        key = (optimizer.place, optimizer.cpu_fraction, optimizer.overlap, optimizer.state_dtype, optimizer.grad_dtype)
+        whole = (*key, config.memory.preset, rows, config.loss.kl is None, rehearsal)
+        if (found := self._bases.get(whole)) is None:
+            plan = build_plan(config.memory, optimizer)
+            sizes, resident = self._holdings(config, optimizer=rehearsal != "none")
+            if rehearsal is not None:
+                sizes["grads"] = 0
+            paths: dict[Name, dict[Phase, bool]] = {
+                name: _path(plan, name) for name in MOVABLE if name in sizes and name != "grads" and plan.ever_away(name)
+            }
+            # Host memory is pinned once for what is ever away, and stays.
+            host = sum(resident.values()) + sum(sizes[name] for name in paths)
+            found = self._bases[whole] = _Base(sizes, host, _where(plan, sizes), paths)
+        return found
+
+    def choice(self, config: Config) -> Choice:
+        """What `memory.activations` comes to on this machine: a run holds it against a forward of so many tokens, as it does here."""
+        rollout, tokens = config.rollout, min(PROBE, config.train.microbatch_tokens)
+        length = min(1024, tokens, rollout.max_prompt_tokens + rollout.max_new_tokens)
+        both, _ = self._speed.update(Part(tokens, tokens), length, Choice(), 0)
         layers = max(1, self.shape.layers - config.memory.activations.keep_last)
-        forward = self._speed.forward(packed.tokens, work.prompt + work.new) / max(1, packed.tokens)
-        carried = CARRIED * self.machine.rates.link_out * forward / layers
+        carried = CARRIED * self.machine.rates.link_out * both / 3 / tokens / layers
         return chosen(config.memory.activations, self.shape, self.each, carried)
 
     # Memory
 
-    def _holdings(self, config: Config) -> tuple[dict[Name, int], dict[str, int]]:
+    def _holdings(self, config: Config, *, optimizer: bool) -> tuple[dict[Name, int], dict[str, int]]:
         """(bytes of what is on the device unless it is away, bytes that live on the host)."""
         parameters = self.shape.parameters
-        moving, resident = state_bytes(config.optimizer, parameters, self.each)
+        moving, resident = state_bytes(config.optimizer, parameters, self.each) if optimizer else ({}, {})
         sizes: dict[Name, int] = {"weights": self.each * parameters, **moving}
         on_device = parameters if not config.optimizer.overlap else parameters - round(config.optimizer.on_cpu * parameters)
         sizes["grads"] = grad_bytes(config.optimizer, self.each) * on_device
@@ -126,72 +158,75 @@ class Predictor:
         return {name: size for name, size in sizes.items() if size or name == "grads"}, resident
 
     def _train(self, config: Config, work: Work, choice: Choice, phase: Foretold) -> None:
-        """The largest of five moments: in the head; in the norm before it; in the last block's backward; in the first's; and at the end, in the embedding."""
-        shape, each, hidden = self.shape, self.each, self.shape.hidden
+        """The largest of all moments of all micro-batches: the first has no gradients before it, and a last one may be smaller."""
         packed = work.packed(config.train.microbatch_tokens, config.train.minibatches)
-        tokens, predicted, chunk = packed.tokens, packed.predicted, config.train.head_chunk_tokens
-        activations = held(shape, each, choice, config.memory.activations.keep_last)
-        grad = grad_bytes(config.optimizer, each)
-        of_blocks, of_head = grad * shape.layers * shape.block, grad * shape.embedding
-        whole = phase.device["grads"]
-        # Gradients that leave as they are made are there for a moment; in the first micro-batch the others are made one by one.
+        # Gradients that leave as they are made are there for a moment only.
         leaving = config.optimizer.overlap and config.optimizer.on_cpu == 1.0
-        before = whole if packed.count > 1 and not leaving else 0
-        passing = 2 * grad * shape.block if leaving else 0
-        logits = each * min(chunk, predicted) * shape.vocabulary
-        head = 4 * shape.embedding + logits + max(logits if predicted > chunk else 0, each * shape.embedding)
-        after_norm = (activations.normed - (16 + each) * hidden) * tokens  # saved for the norm's backward
-        moments = {
-            "head": (before, activations.blocks * tokens + after_norm + 2 * each * hidden * predicted, head),
-            "norm": (max(before, of_head), (activations.blocks + activations.normed) * tokens, 0),
-            "last": (max(before, of_head + passing), (activations.blocks + activations.running + each * hidden) * tokens, 0),
-            "first": (
-                max(before, of_head + passing) if leaving else max(before, min(whole, of_blocks + of_head)),
-                (activations.one + activations.running + each * hidden) * tokens,
-                0,
-            ),
-            "end": (max(before, of_head + passing) if leaving else whole, each * hidden * tokens, each * shape.embedding),
-        }
-        grads, of_activations, rest = max(moments.values(), key=sum)
-        phase.device |= {"grads": grads, "activations": of_activations, "logits": rest}
-        phase.host += round(1.02 * activations.parked * min(tokens, config.train.microbatch_tokens))
+        whole = 0 if leaving else phase.device["grads"]
+        moments = self._moments(config, packed.full, choice, 0, whole, leaving)
+        for later in [packed.full] * (packed.count > 1) + ([packed.last] if packed.last else []):
+            moments += self._moments(config, later, choice, whole, whole, leaving)
+        grads, activations, rest = max(moments, key=sum)
+        phase.device |= {"grads": round(grads), "activations": round(activations), "logits": round(rest)}
+        parked = held(self.shape, self.each, choice, config.memory.activations.keep_last).parked
+        phase.host += round(1.02 * parked * config.train.microbatch_tokens) if parked else 0
 
-    def _logprob(self, config: Config, work: Work, phase: Foretold) -> None:
+    def _moments(
+        self, config: Config, part: Part, choice: Choice, before: int, whole: int, leaving: bool
+    ) -> list[tuple[float, float, float]]:
+        """(gradients, activations, the rest) of a micro-batch in the head; in the norm before it; in the last block's backward; in the first's; and at the end, in the embedding."""
+        shape, each, hidden, tokens = self.shape, self.each, self.shape.hidden, part.tokens
+        made = held(shape, each, choice, config.memory.activations.keep_last)
+        grad = grad_bytes(config.optimizer, each)
+        chunk = config.train.head_chunk_tokens
+        logits = each * min(chunk, part.predicted) * shape.vocabulary
+        head = 4 * shape.embedding + logits + max(logits if part.predicted > chunk else 0, each * shape.embedding)
+        of_head = grad * shape.embedding + (2 * grad * shape.block if leaving else 0)
+        early, late = max(before, min(of_head, whole or of_head)), max(before, whole, of_head if leaving else 0)
+        in_first = late - (grad * shape.block if before == 0 and not leaving else 0)
+        norm_saved = (made.normed - (16 + each) * hidden) * tokens
+        return [
+            (before, made.blocks * tokens + norm_saved + 2 * each * hidden * part.predicted, head),
+            (early, (made.blocks + made.normed) * tokens, 0),
+            (early, (made.blocks + made.running + each * hidden) * tokens, 0),
+            (max(early, in_first), (made.one + made.running + each * hidden) * tokens, 0),
+            (late, each * hidden * tokens, each * shape.embedding),
+        ]
+
+    def _forward(self, config: Config, work: Work, phase: Foretold) -> None:
         """Forwards without gradient: the widest place of a block, or the head."""
-        if not config.needs_old_logprobs and config.loss.kl is None:
-            return
         shape, each = self.shape, self.each
-        packed = work.packed(config.train.microbatch_tokens)
+        part = work.packed(config.train.microbatch_tokens).full
         wide = shape.mlp * max(1, shape.experts_per_token)
         gathered = 2 * shape.experts_per_token * shape.hidden
-        block = each * (3 * shape.hidden + 3 * wide + gathered) * packed.tokens
-        logits = each * min(config.train.head_chunk_tokens, packed.predicted) * shape.vocabulary
-        logits *= 2 if packed.predicted > config.train.head_chunk_tokens else 1
-        head = each * shape.hidden * (packed.tokens + packed.predicted)
+        block = each * (3 * shape.hidden + 3 * wide + gathered) * part.tokens
+        chunk = config.train.head_chunk_tokens
+        logits = each * min(chunk, part.predicted) * shape.vocabulary * (2 if part.predicted > chunk else 1)
+        head = each * shape.hidden * (part.tokens + part.predicted)
         if block > head + logits:
-            phase.device["activations"] = block
+            phase.device["activations"] = round(block)
         else:
-            phase.device |= {"activations": head, "logits": logits}
+            phase.device |= {"activations": round(head), "logits": round(logits)}
 
-    def _generate(self, work: Work, batch: int, phase: Foretold, budget: int) -> tuple[int, int]:
+    def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> tuple[int, int]:
         """Sets what the phase takes; (blocks of the cache, sequences that decode at once)."""
-        room, block, chunk = room_of(self.shape), BLOCKS[self._kind], CHUNKS[self._kind]
-        prompt, new = round(work.prompt), round(work.new)
-        useful = useful_blocks([(prompt, work.samples)] * work.prompts, new, batch, block)
-        fits = room.blocks(self.each, block, chunk, batch, max(0, budget - phase.peak))
-        blocks = min(useful, fits)
-        own = blocks_for(new, block) + 1
-        shared = blocks_for(prompt, block)
-        rows = min(batch, work.sequences)
-        groups = -(-rows // work.samples)
+        room, block, chunk, batch = room_of(self.shape), BLOCKS[self._kind], CHUNKS[self._kind], config.rollout.batch
+        prompt, rows = round(work.prompt), min(batch, work.sequences)
+        useful = useful_blocks([(prompt, work.samples)] * work.prompts, work.most_new, batch, block)
+        blocks = min(useful, room.blocks(self.each, block, chunk, batch, max(0, budget - phase.peak)))
         if blocks < useful:
-            at_once = int(blocks // (own + shared / work.samples))
-            rows = min(rows, at_once)
-        read = min(chunk, (groups if blocks < useful else work.prompts) * prompt)
-        wide = max(shape_width(self.shape), 1)
-        reading = self.each * read * (3 * self.shape.hidden + 3 * wide)
+            own = blocks_for(work.most_new, block) + 1
+            rows = min(rows, int(blocks // (own + blocks_for(prompt, block) / work.samples)))
+        if config.rollout.engine == "vllm":
+            share = config.rollout.vllm.memory_share if config.rollout.vllm is not None else 0.5
+            phase.device["kv_cache"] = int(share * self.machine.device_gib * GIB)  # with its own weights
+            return useful, rows
+        if config.rollout.engine == "huggingface":
+            blocks = blocks_for(rows * (prompt + work.most_new), block)
+        wide = shape_width(self.shape)
+        reading = self.each * min(chunk, work.prompts * prompt) * (3 * self.shape.hidden + 3 * wide)
         size = size_for(max(1, rows))
-        splits = -(-new // 256) + -(-prompt // 256)
+        splits = blocks_for(work.most_new, 256) + blocks_for(prompt, 256)
         decoding = (
             self.each * size * (2 * self.shape.vocabulary + 4 * self.shape.hidden + 3 * wide) + 4 * splits * size * self.shape.queries
         )
@@ -201,48 +236,34 @@ class Predictor:
     # Seconds
 
     def _time(
-        self,
-        config: Config,
-        work: Work,
-        plan: Plan,
-        sizes: Mapping[Name, int],
-        choice: Choice,
-        phases: Mapping[Phase, Foretold],
-        at_once: int,
+        self, config: Config, work: Work, choice: Choice, phases: Mapping[Phase, Foretold], at_once: int, rehearsal: Rehearsal | None
     ) -> None:
-        speed, rates, train = self._speed, self.machine.rates, config.train
-        updates = train.minibatches * train.epochs
-        packed = work.packed(train.microbatch_tokens, train.minibatches)
-        length = work.prompt + work.new
+        speed, train = self._speed, config.train
+        updates, length = train.minibatches * train.epochs, work.prompt + work.new
         passes = (1 if config.needs_old_logprobs else 0) + (1 if config.loss.kl is not None else 0)
-        whole = work.packed(train.microbatch_tokens)
-        phases["logprob"].seconds = (
-            passes * whole.count * speed.logprobs(work.tokens / whole.count, work.sequences * work.new / whole.count, length)
-        )
-        share = work.tokens / train.minibatches / packed.count
-        predicted = work.sequences * work.new / train.minibatches / packed.count
-        once, exposed = speed.update(share, predicted, length, choice, config.memory.activations.keep_last)
-        phases["train"].seconds = updates * packed.count * once
-        phases["train"].exposed = updates * packed.count * exposed
-        stepped, waited = speed.step(config.optimizer, rates)
-        phases["step"].seconds, phases["step"].exposed = updates * stepped, updates * waited
+        forward = sum(count * speed.logprobs(part, length) for part, count in work.packed(train.microbatch_tokens).parts)
+        phases["logprob"].seconds = passes * forward
+        if rehearsal is not None:
+            phases["train"].seconds = train.epochs * forward
+        else:
+            for part, count in work.packed(train.microbatch_tokens, train.minibatches).parts:
+                once, exposed = speed.update(part, length, choice, config.memory.activations.keep_last)
+                phases["train"].seconds += updates * count * once
+                phases["train"].exposed += updates * count * exposed
+            stepped, waited = speed.step(config.optimizer)
+            phases["step"].seconds, phases["step"].exposed = updates * stepped, updates * waited
         phases["generate"].seconds = speed.generate(work, max(1, at_once))
-        if "evaluate" in phases and config.evaluate is not None:
-            tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new)
+        if "evaluate" in phases:
+            tests = _tests(config, work)
             phases["evaluate"].seconds = speed.generate(tests, min(config.rollout.batch, tests.sequences))
-        for name in (name for name in MOVABLE if name in sizes and plan.ever_away(name)):
-            self._moves(plan, name, sizes[name], phases)
         if "save" in phases:
             copied = sum(phases["save"].device.get(name, 0) for name in ("weights", "master", "moments"))
-            phases["save"].seconds = phases["save"].exposed = copied / rates.link_out
+            phases["save"].seconds = phases["save"].exposed = copied / self.machine.rates.link_out
             phases["save"].moved += copied
 
-    def _moves(self, plan: Plan, name: Name, size: int, phases: Mapping[Phase, Foretold]) -> None:
+    def _moves(self, name: Name, on: Mapping[Phase, bool], size: int, phases: Mapping[Phase, Foretold]) -> None:
         """Out when a phase wants it away, behind that phase; in ahead of its use where the phase before lets it, else while compute waits."""
-        if name == "grads" and not any(plan.place(phase, name) == "away" for phase in ("score",)):
-            return  # between steps there are none
         rates = self.machine.rates
-        on = _path(plan, name)
         for place, phase in enumerate(CYCLE):
             before = on[CYCLE[place - 1]]
             if before and not on[phase]:
@@ -256,6 +277,12 @@ class Predictor:
                 phases[phase].seconds += late
 
 
+def _tests(config: Config, work: Work) -> Work:
+    """What an evaluation comes to."""
+    assert config.evaluate is not None
+    return Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
+
+
 def shape_width(shape: Shape) -> int:
     """Numbers that the widest place of a block has of a token."""
     return max(shape.mlp * max(1, shape.experts_per_token), shape.dense_mlp)
@@ -263,9 +290,11 @@ def shape_width(shape: Shape) -> int:
 
 def _path(plan: Plan, name: Name) -> dict[Phase, bool]:
     """Phase -> whether a holding is on the device in it, once round and round again."""
+    if not plan.ever_away(name):
+        return dict.fromkeys(CYCLE, True)
     here, found = True, {}
     for phase in (*CYCLE, *CYCLE):
-        if plan.place(phase, name) in ("away", "host"):
+        if plan.place(phase, name) == "away":
             here = False
         elif name in plan.fetched(phase):
             here = True

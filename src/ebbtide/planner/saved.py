@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 from ebbtide.config.tree import Activation
@@ -43,10 +44,12 @@ class Choice:
         return "; ".join(parts) or "keep all"
 
 
+@cache
 def names_of(shape: Shape) -> tuple[Activation, ...]:
     return SPARSE if shape.experts else DENSE
 
 
+@cache
 def local_names(shape: Shape) -> frozenset[Activation]:
     """Those that one module makes again by itself."""
     found: set[Activation] = {"attn_norm", "mlp_norm"}
@@ -139,6 +142,7 @@ class Held:
     """On the host meanwhile."""
 
 
+@cache
 def held(shape: Shape, each: int, choice: Choice, keep_last: int) -> Held:
     per_block = saved(shape, each, choice)
     whole = sum(per_block.values())

@@ -8,25 +8,25 @@ from __future__ import annotations
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.optim.sizes import low_bytes, moment_bytes
 from ebbtide.planner.machine import Rates
-from ebbtide.planner.saved import Choice, held, local_names, whole_block
+from ebbtide.planner.saved import Choice, held, whole_block
 from ebbtide.planner.shape import Shape
-from ebbtide.planner.work import Work
+from ebbtide.planner.work import Part, Work
 
-# Of the rate of a large product: what those of a block reach, and attention's.
-BLOCK_PRODUCTS, ATTENTION = 0.92, 0.45
-SMALL_PRODUCTS = 0.90  # decoding: a few rows each
-# Of the rate of a copy: what weights and cache are read at in decoding.
-WEIGHTS_READ, CACHE_READ = 0.68, 0.80
-BACKWARD_BYTES = 3.4  # read and written by a backward's small kernels, times a forward's
+ATTENTION = 0.45  # of the rate of a large product
+# Bytes that small kernels read and write, times what the arithmetic itself would: of a forward, and of a backward.
+FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
+STARTS = 0.37e-3  # seconds a block and forward, twice that a backward: kernels that are short beside their own start
 OPS = {
-    "forward": 170,
+    "forward": 216,
     "keep": 640,
-    "local": 1000,
-    "whole": 1180,
-}  # that a block hands to the device: forward alone; forward and backward, by what is made again
-DECODE_LAYER = 17e-6  # seconds: starts of a block's kernels in a graph
-PASS = 0.25e-3  # seconds of a decoding pass beside its blocks
-DEVICE_ADAM = 75.0  # bytes a parameter, read and written
+    "local": 1240,
+    "whole": 1320,
+}  # that the host does for a block: a forward alone; with its backward, by what is made again
+# A decoding pass, in units of what each rate alone would give.
+DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 54e-6, 0.64, 0.95, 1.35
+DEVICE_ADAM = 22.0  # bytes a parameter, read and written
+DEVICE_TENSOR, CPU_TENSOR = 77e-6, 150e-6  # seconds that a step takes for each tensor, whatever its size
+CPU_ADAM = 1.3  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
 
 
@@ -36,11 +36,12 @@ class Speed:
 
     def forward(self, tokens: float, length: float) -> float:
         """Of all blocks, without a head."""
-        return max(self._products(tokens, length) + self._small(tokens), self._host("forward"))
+        device = self._products(tokens, length) + FORWARD_BYTES * self._small(tokens) + self._shape.layers * STARTS
+        return max(device, self._host("forward"))
 
     def _products(self, tokens: float, length: float) -> float:
         shape = self._shape
-        products = 2 * shape.layers * shape.used_by_a_token * tokens / (BLOCK_PRODUCTS * self._rates.matmul)
+        products = 2 * shape.layers * shape.used_by_a_token * tokens / self._rates.matmul
         return products + 2 * shape.layers * shape.queries * length * tokens / (ATTENTION * self._rates.matmul)
 
     def _small(self, tokens: float) -> float:
@@ -49,7 +50,7 @@ class Speed:
         rotated = shape.queries + shape.keys
         norms = 36 * (2 * shape.hidden + rotated * shape.normed_heads)
         wide = shape.mlp * max(1, shape.experts_per_token)
-        sparse = 20 * shape.hidden * shape.experts_per_token + 40 * shape.experts
+        sparse = 40 * shape.hidden * shape.experts_per_token + 40 * shape.experts
         each = norms + 24 * rotated + 12 * shape.hidden + 10 * wide + sparse
         return shape.layers * each * tokens / self._rates.copy
 
@@ -59,41 +60,40 @@ class Speed:
     def _head(self, predicted: float, products: int) -> float:
         """So many products with the output head; each chunk of logits is read and written around it."""
         shape = self._shape
-        return products * (
-            2 * shape.embedding * predicted / (BLOCK_PRODUCTS * self._rates.matmul)
-            + 2 * self._each * shape.vocabulary * predicted / self._rates.copy
-        )
+        product = 2 * shape.embedding * predicted / self._rates.matmul
+        return products * (1.1 * product + 2 * self._each * shape.vocabulary * predicted / self._rates.copy)
 
-    def logprobs(self, tokens: float, predicted: float, length: float) -> float:
+    def logprobs(self, part: Part, length: float) -> float:
         """Of one micro-batch, without gradient."""
-        return self.forward(tokens, length) + self._head(predicted, 1)
+        return self.forward(part.tokens, length) + self._head(part.predicted, 1)
 
-    def update(self, tokens: float, predicted: float, length: float, choice: Choice, keep_last: int) -> tuple[float, float]:
+    def update(self, part: Part, length: float, choice: Choice, keep_last: int) -> tuple[float, float]:
         """(seconds of a forward and backward, of which compute waits for the link)."""
-        products, small = self._products(tokens, length), self._small(tokens)
-        kind = "keep" if not choice.recompute and not choice.offload else "whole" if whole_block(self._shape, choice) else "local"
-        again = 0.0
-        if kind == "whole":
-            again = products + small
-        elif kind == "local":
-            again = 0.35 * small * len(choice.recompute & local_names(self._shape)) / 4
-        device = products * 3 + small * (1 + BACKWARD_BYTES) + again + self._head(predicted, 4)
-        parked = held(self._shape, self._each, choice, keep_last).parked * tokens / self._rates.link_out
-        waits = max(0.0, parked - (products + small))
+        products, small, starts = self._products(part.tokens, length), self._small(part.tokens), self._shape.layers * STARTS
+        forward = products + FORWARD_BYTES * small + starts
+        kind, again = "keep", 0.0
+        if whole_block(self._shape, choice):
+            kind, again = "whole", forward
+        elif choice.recompute or choice.offload:
+            kind, again = "local", 0.5 * small * len(choice.recompute) / 4
+        device = forward + 2 * products + BACKWARD_BYTES * small + 2 * starts + again + self._head(part.predicted, 4)
+        parked = held(self._shape, self._each, choice, keep_last).parked * part.tokens / self._rates.link_out
+        waits = max(0.0, parked - forward)
         return max(device, self._host(kind)) + waits, waits
 
-    def step(self, config: OptimizerConfig, rates: Rates) -> tuple[float, float]:
+    def step(self, config: OptimizerConfig) -> tuple[float, float]:
         """(seconds of an optimizer step, of which compute waits for the link)."""
-        parameters = self._shape.parameters
+        rates, parameters, tensors = self._rates, self._shape.parameters, self._shape.tensors
         on_cpu = config.on_cpu * parameters
         elsewhere = parameters - on_cpu
-        state = low_bytes(self._each) + 2 * moment_bytes(config)
-        on_device, waits = elsewhere * DEVICE_ADAM / rates.copy, 0.0
+        on_device, waits = elsewhere * DEVICE_ADAM / rates.copy + (1 - config.on_cpu) * tensors * DEVICE_TENSOR, 0.0
         if config.place == "streamed":
+            state = low_bytes(self._each) + 2 * moment_bytes(config)
             streamed = elsewhere * state / (STREAMED * min(rates.link_out, rates.link_in))
             waits = max(0.0, streamed - on_device)
             on_device += waits
-        return max(on_device, on_cpu / rates.cpu_adam) + 0.004, waits
+        with_cpu = on_cpu / (CPU_ADAM * rates.cpu_adam) + tensors * CPU_TENSOR if on_cpu else 0.0
+        return max(on_device, with_cpu), waits
 
     def generate(self, work: Work, at_once: int) -> float:
         """All samples of a step, `at_once` in the batch; prompts read once a group."""
@@ -101,12 +101,12 @@ class Speed:
         turns = -(-work.sequences // at_once)
         rows = work.sequences / turns
         kept = shape.kept_by_a_token * self._each
-        cache = rows * kept * (work.new / 2 + work.prompt / work.samples) / (CACHE_READ * rates.copy)
+        cache = rows * kept * (work.new / 2 + work.prompt / work.samples) / rates.copy
         used = shape.layers * shape.used_by_a_token + shape.embedding
-        read = self._each * (shape.parameters - (0 if shape.tied else shape.embedding)) / (WEIGHTS_READ * rates.copy)
-        products = 2 * used * rows / (SMALL_PRODUCTS * rates.matmul)
-        decoding = shape.layers * DECODE_LAYER + PASS + cache + read + products
+        read = self._each * (shape.parameters - (0 if shape.tied else shape.embedding)) / rates.copy
+        products = 2 * used * rows / rates.matmul
+        decoding = shape.layers * DECODE_LAYER + DECODE_WEIGHTS * read + DECODE_CACHE * cache + DECODE_PRODUCTS * products
         if shape.experts:  # no graphs: the host starts every kernel
-            decoding = max(decoding, shape.layers * OPS["forward"] / rates.host_op)
+            decoding = max(decoding, self._host("forward"))
         prompts = self.forward(work.prompts * work.prompt, work.prompt)
         return turns * work.new * decoding + prompts

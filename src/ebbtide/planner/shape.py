@@ -95,6 +95,12 @@ class Shape:
         return blocks + self.hidden + self.embedding * (1 if self.tied else 2)
 
     @property
+    def tensors(self) -> int:
+        """How many the parameters are."""
+        biases = 3 * self.qkv_bias + self.out_bias + 3 * self.mlp_bias
+        return self.layers * (9 + 2 * self.normed_heads + biases) + 2
+
+    @property
     def used_by_a_token(self) -> int:
         """Numbers of a block's matrices that one token is multiplied with."""
         mlp = (

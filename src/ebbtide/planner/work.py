@@ -8,15 +8,27 @@ from ebbtide.config.tree import Config
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Sequences of one length in micro-batches."""
+class Part:
+    """A micro-batch."""
 
-    count: int
-    """Micro-batches."""
-    tokens: int
-    """Of the fullest one."""
-    predicted: int
+    tokens: float
+    predicted: float
     """Of those, completion tokens."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of one length in micro-batches: full ones, and a last one with what is left."""
+
+    full: Part
+    count: int
+    """Of full ones."""
+    last: Part | None
+
+    @property
+    def parts(self) -> list[tuple[Part, int]]:
+        """Each kind, and how many there are of it."""
+        return [(self.full, self.count), *([(self.last, 1)] if self.last else [])]
 
 
 @dataclass(frozen=True)
@@ -27,25 +39,26 @@ class Work:
     """Tokens of a prompt."""
     new: float
     """Tokens of a completion."""
+    most_new: int
+    """Tokens of a completion that the cache has room for."""
+    trained: int | None = None
+    """Sequences that are trained on; None is all."""
 
     @property
     def sequences(self) -> int:
         return self.prompts * self.samples
 
-    @property
-    def tokens(self) -> float:
-        """That go through the model in training."""
-        return self.sequences * (self.prompt + self.new - 1)
-
     def packed(self, budget: int, minibatches: int = 1) -> Packed:
         """Of the largest minibatch."""
-        length = self.prompt + self.new - 1
-        sequences = -(-self.sequences // minibatches)
-        at_once = max(1, min(sequences, int(budget // max(1.0, length))))
-        return Packed(-(-sequences // at_once), round(at_once * length), round(at_once * self.new))
+        length = max(1.0, self.prompt + self.new - 1)
+        sequences = max(1, -(-(self.sequences if self.trained is None else self.trained) // minibatches))
+        at_once = max(1, min(sequences, int(budget // length)))
+        left = sequences % at_once
+        last = Part(left * length, left * self.new) if left else None
+        return Packed(Part(at_once * length, at_once * self.new), sequences // at_once, last)
 
 
 def most_work(config: Config) -> Work:
     """What a step comes to where every prompt and every completion is as long as it may be."""
     rollout = config.rollout
-    return Work(rollout.prompts, rollout.samples, rollout.max_prompt_tokens, rollout.max_new_tokens)
+    return Work(rollout.prompts, rollout.samples, rollout.max_prompt_tokens, rollout.max_new_tokens, rollout.max_new_tokens)

@@ -16,7 +16,8 @@ from ebbtide.errors import UserError
 from ebbtide.steplog import forget_after
 
 LOCK = ".lock"
-CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt"}
+HISTORY = "memory-history.pickle"
+CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt", "plan.json", HISTORY}
 
 
 class RunFolder:
@@ -36,11 +37,22 @@ class RunFolder:
             _refuse_what_is_there(self.path, config.run.overwrite)
             self._lock = _locked(self.path)
             _remove_run(self.path)
-        # Without the folder: run again, it goes to a folder of its own and never over this one.
-        elsewhere = config.run.model_copy(update={"folder": None, "overwrite": False})
-        (self.path / "config.yaml").write_text(resolved(config.model_copy(update={"run": elsewhere, "resume": None})))
+        self.write_config(config)
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self._rollouts = (self.path / "rollouts.jsonl").open("ab", buffering=0) if config.report.rollouts else None
+
+    def write_config(self, config: Config) -> None:
+        """Without the folder: run again, it goes to a folder of its own and never over this one."""
+        elsewhere = config.run.model_copy(update={"folder": None, "overwrite": False})
+        (self.path / "config.yaml").write_text(resolved(config.model_copy(update={"run": elsewhere, "resume": None})))
+
+    @property
+    def history(self) -> Path:
+        """Where the allocator's history goes, should memory run out."""
+        return self.path / HISTORY
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        (self.path / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
 
     def write_metrics(self, line: dict[str, Any]) -> None:
         _write(self._metrics, [line])

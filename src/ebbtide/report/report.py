@@ -15,6 +15,7 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.residency import Residency
+from ebbtide.planning import RunPlan
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.sinks import Sink, sinks
@@ -35,6 +36,8 @@ class Report:
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._sinks: list[Sink] = []
         self._meter: Meter | None = None
+        self._plan: RunPlan | None = None
+        self._samples: Sequence[Sample] = ()
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._seen: Counter[str] = Counter()
@@ -57,7 +60,7 @@ class Report:
             logger.setLevel(logging.NOTSET)
         self._log.close()
         never_began = not self.began and kind is not None and issubclass(kind, UserError | KeyboardInterrupt)
-        self.folder.close(discard=never_began and self.resumed is None)
+        self.folder.close(discard=never_began and self.resumed is None and not self.folder.history.exists())
 
     def working(self, what: str) -> AbstractContextManager[Progress]:
         """Something before the first step that may take seconds."""
@@ -93,6 +96,13 @@ class Report:
             self.terminal.say(f"\nwhat lives where in each phase, with {residency.host_bytes / GIB:.2f} GiB of host memory taken:")
             self.terminal.table(residency.plan.rows(residency.holdings()))
 
+    def planned(self, config: Config, plan: RunPlan | None) -> None:
+        """What the run will do and is foreseen to take: the config as it will run, and the plan beside it."""
+        self._config, self._plan = config, plan
+        self.folder.write_config(config)
+        if plan is not None:
+            self.folder.write_plan(plan.as_json())
+
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
         if samples:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
@@ -104,6 +114,7 @@ class Report:
             sink.log(step, metrics)
         self.terminal.step_line(step, metrics)
         self._first, self._last = metrics | self._first, self._last | metrics
+        self._samples = samples or self._samples
         self._seen.update(metrics.keys())
         self._say_failures(samples)
         self.steps_done = step
@@ -139,6 +150,7 @@ class Report:
         if self._meter is not None and self._meter.run:
             say("\nthe phases of the whole run, GiB at each one's peak:")
             self.terminal.table(self._meter.table())
+        self._against_plan()
         say(f"\nwritten to {self.folder.path}:")
         for entry in sorted(self.folder.path.iterdir()):
             if not entry.name.startswith("."):
@@ -157,6 +169,17 @@ class Report:
             say(f"  {f'ebbtide export {self.folder.path} OUT':<{len(again)}}   the weights as a Hugging Face folder")
         if (self.folder.path / "tensorboard").exists():
             say(f"  tensorboard --logdir {self.folder.path}")
+
+    def _against_plan(self) -> None:
+        """The last step, predicted and measured. On a CPU the peak is that of the whole process, and no plan says anything of that."""
+        if self._plan is None or self._meter is None or not self._meter.on_gpu:
+            return
+        table, far_off = self._plan.against(self._samples, self._last)
+        if table:
+            self.terminal.say("\nthe last step, predicted for the lengths it had, and measured:")
+            self.terminal.table(table)
+        for said in far_off:
+            self.terminal.say(f"  {said}")
 
 
 def _line(step: int, group: int, number: int, sample: Sample) -> dict[str, object]:

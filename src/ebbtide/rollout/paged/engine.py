@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import free_host_bytes
+from ebbtide.memory.limit import free_bytes
 from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
 from ebbtide.rollout.ending import Ending, end_tokens
@@ -347,5 +348,4 @@ class LastingSession:
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return free_host_bytes() // 2
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return free_bytes(device)

@@ -1,0 +1,115 @@
+"""A run's own plan: made for the machine that it runs on before anything is loaded, held against what is measured, and asked when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ebbtide.batch import Sample
+from ebbtide.config.tree import Config, Rehearsal
+from ebbtide.errors import UserError
+from ebbtide.memory.arena import GIB, free_host_bytes
+from ebbtide.memory.plan import PHASES, Phase
+from ebbtide.planner.choose import GROUPS, Chooser, Chosen, settings
+from ebbtide.planner.machine import Machine, this_machine
+from ebbtide.planner.predict import Predictor
+from ebbtide.planner.shape import Shape, from_config
+from ebbtide.planner.show import as_json, compared, words
+from ebbtide.planner.work import Work, most_work
+from ebbtide.policy.model import model_config, pick_dtype
+
+NEARLY = 0.9  # of what was there when memory ran out: what a better plan should do with
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Of one run on one machine."""
+
+    config: Config
+    """With all that was chosen in it."""
+    chosen: Chosen
+    shape: Shape
+    machine: Machine
+    predictor: Predictor
+    rehearsal: Rehearsal | None
+
+    @property
+    def budget_gib(self) -> float:
+        return self.config.memory.budget_gib or self.machine.device_gib
+
+    def words(self) -> list[str]:
+        return words(self.chosen, self.machine, self.config.memory.budget_gib)
+
+    def as_json(self) -> dict[str, Any]:
+        return as_json(self.chosen, self.shape, self.machine, self.config.memory.budget_gib)
+
+    def against(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> tuple[list[list[str]], list[str]]:
+        """A step as it was sampled: predicted for those very lengths, and measured. (A table, what is far off by holding.)"""
+        if not samples:
+            return [], []
+        rollout = self.config.rollout
+        work = Work(
+            prompts=max(1, len(samples) // rollout.samples),
+            samples=rollout.samples,
+            prompt=sum(len(sample.prompt.tokens) for sample in samples) / len(samples),
+            new=sum(len(sample.completion.tokens) for sample in samples) / len(samples),
+            most_new=rollout.max_new_tokens,
+            trained=int(metrics.get("samples_trained", len(samples))),
+        )
+        foretold = self.predictor.of(self.config, work, int(self.budget_gib * GIB), self.rehearsal).phases
+        measured = [phase for phase in PHASES if f"peak_gib/{phase}" in metrics]
+        held: dict[Phase, dict[str, int]] = {}
+        for phase in measured:
+            start = f"device_gib/{phase}/"
+            held[phase] = {key.removeprefix(start): int(value * GIB) for key, value in metrics.items() if key.startswith(start)}
+        seconds = {phase: metrics[f"seconds/{phase}"] for phase in measured}
+        return compared(foretold, seconds, {phase: int(metrics[f"peak_gib/{phase}"] * GIB) for phase in measured}, held)
+
+    def view(self, phase: Phase) -> str:
+        """When memory ran out in a phase: what was foreseen, and what would do with less."""
+        prediction = self.chosen.tried.prediction
+        foreseen = f"The plan foresaw {prediction.phases[phase].peak / GIB:.2f} GiB in {phase}" if phase in prediction.phases else ""
+        loose = self.config.model_copy(update={"memory": self.config.memory.model_copy(update={"plan": "auto"})})
+        less = Chooser(self.predictor, most_work(self.config), NEARLY * min(self.budget_gib, prediction.peak / GIB), self.machine.host_gib)
+        nearest = less.nearest(loose, tuple(GROUPS))
+        if nearest is None:
+            return f"{foreseen}; no plan for this model and these lengths would take much less".lstrip("; ")
+        return f"{foreseen}. The nearest plan with less: {', '.join(settings(nearest.changes))} ({nearest.prediction.peak / GIB:.2f} GiB)".lstrip(
+            ". "
+        )
+
+
+def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None) -> tuple[RunPlan | None, list[str]]:
+    """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for other families, for GGUF files."""
+    on_cpu = device.type != "cuda"
+    if (on_cpu and config.memory.budget_gib is None) or _is_gguf(config):
+        return None, []
+    try:
+        shape = from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")
+    except UserError as error:
+        if config.memory.budget_gib is not None:
+            raise
+        return None, [f"no plan: {error}"]
+    machine = _machine(device)
+    predictor = Predictor(shape, machine, each=pick_dtype(config.model.dtype, device).itemsize, on_cpu=on_cpu)
+    chooser = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib, rehearsal)
+    chosen = chooser.choose(config)
+    plan = RunPlan(chosen.tried.config, chosen, shape, machine, predictor, rehearsal)
+    if not chosen.fits and config.memory.budget_gib is not None:
+        raise UserError(plan.words()[0])
+    return plan, [f"plan: {line}" for line in plan.words()]
+
+
+def _is_gguf(config: Config) -> bool:
+    path = config.model.path or ""
+    return path.startswith("package:") or path.endswith(".gguf")
+
+
+def _machine(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return this_machine("CPU", free_host_bytes(), free_host_bytes())
+    total = torch.cuda.get_device_properties(device).total_memory
+    return this_machine(torch.cuda.get_device_name(device), total, free_host_bytes())
