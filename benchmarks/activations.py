@@ -83,9 +83,11 @@ class Bench:
             ).last_hidden_state
         return found
 
-    def probe(self, tokens: int) -> int:
+    def probe(self, tokens: int, *, backward: bool = True) -> int:
         with attention(self.model, PACKED):
-            torch.autograd.grad(self.forward(tokens).sum(), list(self.model.parameters()), allow_unused=True)
+            found = self.forward(tokens)
+            if backward:
+                torch.autograd.grad(found.sum(), list(self.model.parameters()), allow_unused=True)
         return tokens
 
     def once(self, around: AbstractContextManager[Any]) -> float:

@@ -13,7 +13,7 @@ from ebbtide.planner.machine import GIB
 from ebbtide.planner.predict import Prediction, Predictor, room_of
 from ebbtide.planner.saved import local_names
 from ebbtide.planner.work import Work
-from ebbtide.rollout.paged.room import CHUNKS, SHARE, blocks_for
+from ebbtide.rollout.paged.room import SHARE, blocks_for
 
 MARGIN = 0.03  # of the budget is left for what the allocator cannot use between what it holds
 SAME = 0.005  # two plans whose seconds differ by less are equally fast: the one that changes less is taken
@@ -86,7 +86,7 @@ class Chooser:
         room = room_of(self._predictor.shape)
         each, batch = self._predictor.each, tried.config.rollout.batch
         cache = blocks_for(round(self._work.prompt), prediction.block) + blocks_for(self._work.most_new, prediction.block) + 1
-        one = (cache * prediction.block * room.bytes(each) + room.workspace(each, CHUNKS["cuda"], batch)) / SHARE
+        one = (cache * prediction.block * room.bytes(each) + room.workspace(each, self._predictor.chunk, batch)) / SHARE
         held = sum(generate.device.get(name, 0) for name in ("weights", "reference", "master", "moments"))
         others = max(phase.peak for name, phase in prediction.phases.items() if name not in ("generate", "evaluate"))
         return max(others, held + one) / (1 - MARGIN)
@@ -140,7 +140,8 @@ class Chooser:
             return []
         names = sorted(local_names(shape))
         balanced = self._predictor.choice(with_changes(config, {"memory.activations": {"preset": "balanced"}}))
-        both = {"recompute": sorted(balanced.recompute), "offload": sorted(balanced.offload)}
+        # What was foreseen for the link to carry is not held against it again when the run begins.
+        both: dict[str, Any] = {"recompute": sorted(balanced.recompute), "offload": sorted(balanced.offload), "gate": "ignore"}
         listed = [{"recompute": names}, *([both] if balanced.offload else [])]
         return [*listed, {"preset": "recompute"}, {"preset": "offload"}]
 

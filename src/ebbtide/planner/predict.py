@@ -87,6 +87,8 @@ class Predictor:
     def __init__(self, shape: Shape, machine: Machine, *, each: int = 2, on_cpu: bool = False) -> None:
         self.shape, self.machine, self.each = shape, machine, each
         self._kind = "cpu" if on_cpu else "cuda"
+        self.chunk = CHUNKS[self._kind]
+        """Tokens that generation reads in one go."""
         self._speed = Speed(shape, machine.rates, each)
         self._bases: dict[tuple[object, ...], _Base] = {}
 
@@ -210,7 +212,7 @@ class Predictor:
 
     def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> tuple[int, int]:
         """Sets what the phase takes; (blocks of the cache, sequences that decode at once)."""
-        room, block, chunk, batch = room_of(self.shape), BLOCKS[self._kind], CHUNKS[self._kind], config.rollout.batch
+        room, block, chunk, batch = room_of(self.shape), BLOCKS[self._kind], self.chunk, config.rollout.batch
         prompt, rows = round(work.prompt), min(batch, work.sequences)
         useful = useful_blocks([(prompt, work.samples)] * work.prompts, work.most_new, batch, block)
         blocks = min(useful, room.blocks(self.each, block, chunk, batch, max(0, budget - phase.peak)))

@@ -28,6 +28,7 @@ DEVICE_ADAM = 22.0  # bytes a parameter, read and written
 DEVICE_TENSOR, CPU_TENSOR = 77e-6, 150e-6  # seconds that a step takes for each tensor, whatever its size
 CPU_ADAM = 1.3  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
+BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
 
 
 class Speed:
@@ -93,6 +94,8 @@ class Speed:
             waits = max(0.0, streamed - on_device)
             on_device += waits
         with_cpu = on_cpu / (CPU_ADAM * rates.cpu_adam) + tensors * CPU_TENSOR if on_cpu else 0.0
+        if config.place == "streamed" and on_cpu:  # both read and write the host's memory
+            return BOTH * (on_device + with_cpu), BOTH * waits
         return max(on_device, with_cpu), waits
 
     def generate(self, work: Work, at_once: int) -> float:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from ebbtide.config.tree import Activation
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.errors import UserError
+from ebbtide.memory.limit import free_bytes
 from ebbtide.memory.meter import GIB
 from ebbtide.memory.residency import Residency
 from ebbtide.policy.activations import ON_THE_WAY, Activations, Choice, local_names, names_of
@@ -22,8 +24,10 @@ SHARE = 0.9  # of what the link carries during a forward is planned for
 LONG_PROBE = 8192  # tokens to time
 PROBE = 512  # tokens: what a forward saves grows with them in a line
 
-Probe = Callable[[int], int]
-"""A forward and backward like those of training that leave no gradient, on about so many tokens: gives how many it were."""
+
+class Probe(Protocol):
+    def __call__(self, tokens: int, *, backward: bool = True) -> int:
+        """A forward like those of training, and its backward, that leave no gradient, on about so many tokens: gives how many it were."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ def measure(blocks: Sequence[nn.Module], choice: Choice, run: Probe) -> dict[Act
     counting = Activations(blocks, choice, None, keep_last=0, minimum=1)
     counting.counted = Counter()
     with counting:
-        tokens = run(PROBE)
+        tokens = run(PROBE, backward=False)
     return {name: size // (tokens * len(blocks)) for name, size in counting.counted.items()}
 
 
@@ -172,10 +176,18 @@ def figures_for(config: ActivationsConfig, blocks: Sequence[nn.Module], run: Pro
     if config.preset in ("keep", "recompute") and not config.offload:
         return Figures({}, 0.0, 0.0, 0)  # nothing will be held against the link
     saved, forward, link = measure(blocks, Choice(), run), 0.0, 0.0
-    if residency.device.type == "cuda":
-        forward = _seconds(run, tokens) / 3  # a backward takes twice as long
+    if residency.device.type == "cuda" and (timed := _timed_tokens(saved, blocks, tokens, residency)):
+        forward = _seconds(run, timed) / 3  # a backward takes twice as long
         link = residency.mover.rate_out()
     return Figures(saved, forward, link, max(0, len(blocks) - config.keep_last))
+
+
+def _timed_tokens(saved: dict[Activation, int], blocks: Sequence[nn.Module], tokens: int, residency: Residency) -> int:
+    """How many to time a forward and backward with all kept on: 0 where memory is too tight for any that tell something."""
+    weights = sum(parameter.nbytes for block in blocks for parameter in block.parameters())
+    room = free_bytes(residency.device) - 4 * weights  # gradients, and as much again for the head
+    fits = (count for count in (LONG_PROBE, LONG_PROBE // 2) if count * sum(saved.values()) * len(blocks) < room)
+    return min(tokens, next(fits, 0))
 
 
 def _seconds(run: Probe, tokens: int) -> float:

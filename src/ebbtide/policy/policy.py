@@ -110,14 +110,16 @@ class Policy:
         self._activations = Activations(blocks, choice, self._parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)
         return [*notes, described(choice, reserved), *tried(self._activations, figures, self._probe, tokens)]
 
-    def _probe(self, tokens: int) -> int:
-        """A forward and backward like those of training, on about so many tokens, without a gradient left behind; gives how many it were."""
+    def _probe(self, tokens: int, *, backward: bool = True) -> int:
+        """A forward like those of training, and its backward, on about so many tokens, without a gradient left behind; gives how many it were."""
         length = min(1024, tokens, self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens)
         probes = [Trajectory([1], [1] * (length - 1), []) for _ in range(tokens // length)]
         (batch,) = pack(probes, budget=tokens, device=self.device)
         with attention(self.model, PACKED):
             logprobs, _ = self._logprobs(batch, temperature=1.0)
-            torch.autograd.grad(logprobs.sum(), [weight for weight in self.model.parameters() if weight.requires_grad], allow_unused=True)
+            if backward:
+                trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+                torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
         return batch.token_ids.numel()
 
     def accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:

@@ -1,0 +1,154 @@
+"""Plans for a budget: they fit what they claim, cost no less as it shrinks, and leave alone what is set by hand."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.config.tree import Config
+from ebbtide.planner.choose import GROUPS, MARGIN, Chooser, Chosen, with_changes
+from ebbtide.planner.choose import settings as as_settings
+from ebbtide.planner.machine import GIB, machine_for
+from ebbtide.planner.predict import Predictor
+from ebbtide.planner.shape import find_shape
+from ebbtide.planner.work import most_work
+
+BASE: dict[str, Any] = {
+    "model": {
+        "scratch": {
+            "layers": 28,
+            "hidden": 2048,
+            "heads": 16,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "mlp": 6144,
+            "context": 40960,
+            "vocabulary": 151936,
+        }
+    },
+    "task": {"builtin": {"name": "copy"}},
+    "rollout": {"prompts": 16, "samples": 8, "max_prompt_tokens": 126, "max_new_tokens": 256},
+    "checkpoint": None,
+}
+MACHINE = machine_for("h200", None, 128, None)
+
+
+def config_with(**sections: Any) -> Config:
+    return Config.model_validate({**BASE, **sections})
+
+
+def chosen_for(budget: float, config: Config | None = None, host: float = 128.0) -> Chosen:
+    config = config or config_with()
+    return Chooser(Predictor(find_shape(config.model), MACHINE), most_work(config), budget, host).choose(config)
+
+
+def test_where_all_fits_nothing_is_changed() -> None:
+    found = chosen_for(139.0)
+    assert found.fits
+    assert not found.tried.changes
+    assert not found.reasons
+
+
+def test_a_smaller_budget_never_promises_a_faster_step() -> None:
+    seconds = []
+    for budget in (120, 70, 60, 50, 40, 32, 24, 20, 16, 12, 10, 8, 7):
+        found = chosen_for(budget)
+        assert found.fits
+        assert found.tried.prediction.peak <= (1 - MARGIN) * budget * GIB
+        seconds.append(found.tried.prediction.seconds)
+    assert all(later >= 0.99 * earlier for earlier, later in pairwise(seconds))
+    assert seconds[-1] > 1.5 * seconds[0]
+
+
+def test_every_change_has_its_reason() -> None:
+    found = chosen_for(16)
+    groups = [keys for keys in GROUPS.values() if set(keys) & set(found.tried.changes)]
+    assert len(found.reasons) == len(groups) >= 2
+    assert all("s a step" in reason for reason in found.reasons)
+    assert "optimizer.place" in found.reasons[0]
+
+
+def test_the_least_is_the_least() -> None:
+    below = chosen_for(4.0)
+    assert not below.fits
+    assert below.nearest is None
+    assert below.least is not None
+    assert chosen_for(1.01 * below.least).fits
+    assert not chosen_for(0.98 * below.least).fits
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "kept"),
+    [
+        ({"optimizer": {"place": "device"}}, lambda c: c.optimizer.place == "device" and c.optimizer.cpu_fraction is None),
+        ({"optimizer": {"cpu_fraction": 0.25}}, lambda c: c.optimizer.cpu_fraction == 0.25 and c.optimizer.place == "device"),
+        (
+            {"memory": {"activations": {"preset": "keep"}}},
+            lambda c: c.memory.activations.preset == "keep" and not c.memory.activations.recompute,
+        ),
+        ({"train": {"microbatch_tokens": 6000}}, lambda c: c.train.microbatch_tokens == 6000),
+        ({"memory": {"preset": "keep"}}, lambda c: c.memory.preset == "keep" and c.memory.away.generate is None),
+        ({"train": {"head_chunk_tokens": 2000}}, lambda c: c.train.head_chunk_tokens == 2000),
+    ],
+)
+def test_what_is_set_by_hand_stays(by_hand: dict[str, Any], kept: Any) -> None:
+    found = chosen_for(30, config_with(**by_hand))
+    assert found.fits
+    assert found.tried.changes  # the rest was planned
+    assert kept(found.tried.config)
+
+
+def test_manual_changes_nothing_and_names_the_nearest() -> None:
+    found = chosen_for(40, config_with(memory={"plan": "manual"}))
+    assert not found.fits
+    assert not found.tried.changes
+    assert found.nearest is not None
+    assert len({key.split(".")[0] for key in found.nearest.changes}) == 1  # one change is enough
+    assert chosen_for(40, with_changes(config_with(memory={"plan": "manual"}), found.nearest.changes)).fits
+
+
+def test_host_memory_is_a_limit_too() -> None:
+    assert chosen_for(16, host=128).tried.prediction.host > 8 * GIB
+    assert not chosen_for(16, host=8).fits
+    held = chosen_for(16, config_with(memory={"host_budget_gib": 1.0}))
+    assert not held.fits
+
+
+def test_settings_are_what_a_command_line_takes() -> None:
+    found = chosen_for(24)
+    from ebbtide.config.load import load
+
+    again = load("quickstart", as_settings(found.tried.changes))
+    assert again.optimizer.place == found.tried.config.optimizer.place
+    assert again.memory.activations.offload == found.tried.config.memory.activations.offload
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    budget=st.floats(3, 140),
+    prompts=st.integers(1, 64),
+    samples=st.integers(2, 16),
+    prompt=st.integers(1, 2000),
+    new=st.integers(1, 4000),
+    minibatches=st.integers(1, 2),
+    kl=st.booleans(),
+)
+def test_whatever_is_asked_what_fits_is_under_the_budget(
+    budget: float, prompts: int, samples: int, prompt: int, new: int, minibatches: int, kl: bool
+) -> None:
+    config = config_with(
+        rollout={"prompts": prompts, "samples": samples, "max_prompt_tokens": prompt, "max_new_tokens": new},
+        train={"minibatches": minibatches},
+        loss={"kl": {} if kl else None},
+    )
+    found = chosen_for(budget, config)
+    if found.fits:
+        assert found.tried.prediction.peak <= (1 - MARGIN) * budget * GIB
+        assert found.tried.prediction.at_once >= 1
+        assert all(phase.seconds >= phase.exposed >= 0 for phase in found.tried.prediction.phases.values())
+    else:
+        assert (found.nearest is None) == (found.least is not None)

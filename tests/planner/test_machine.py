@@ -1,0 +1,68 @@
+"""Rates by name, and those that were measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import UserError
+from ebbtide.planner.machine import KNOWN, keep_rates, machine_for, rates_file, rates_for, this_machine
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA L4", "l4"),
+    ],
+)
+def test_a_gpu_is_known_by_its_own_name(name: str, key: str) -> None:
+    rates, source = rates_for(name)
+    assert rates == KNOWN[key][1]
+    assert "known figures" in source
+
+
+def test_one_that_is_not_known_says_so() -> None:
+    assert "for want of any" in rates_for("Some Other GPU")[1]
+
+
+def test_measured_rates_are_kept_and_used() -> None:
+    mine = replace(KNOWN["h200"][1], link_out=1e9)
+    keep_rates("NVIDIA H200", mine)
+    keep_rates("Some Other GPU", replace(mine, link_out=2e9))
+    assert rates_for("NVIDIA H200") == (mine, "measured on this machine's NVIDIA H200")
+    assert rates_for("Some Other GPU")[0].link_out == 2e9
+    assert machine_for("h200", None, None, None).rates == mine
+    assert this_machine("NVIDIA H200", 2**30, 2**31).rates == mine
+
+
+def test_the_only_measured_machine_is_the_one_that_is_meant() -> None:
+    with pytest.raises(UserError, match="--gpu"):
+        machine_for(None, None, None, None)
+    keep_rates("NVIDIA H100", KNOWN["h100"][1])
+    found = machine_for(None, None, None, None)
+    assert (found.name, found.device_gib) == ("NVIDIA H100", KNOWN["h100"][0])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"NVIDIA H200": {"matmul": 1}}', '{"NVIDIA H200": 3}'])
+def test_a_file_of_another_kind_is_passed_over(text: str) -> None:
+    rates_file().parent.mkdir(parents=True)
+    rates_file().write_text(text)
+    assert "known figures" in rates_for("NVIDIA H200")[1]
+
+
+def test_figures_on_the_command_line_come_first() -> None:
+    found = machine_for("a100", 20.0, 64.0, 12.0)
+    assert (found.device_gib, found.host_gib, found.rates.link_in) == (20.0, 64.0, 12e9)
+    with pytest.raises(UserError, match="`--gpu tpu` is not known"):
+        machine_for("tpu", None, None, None)
