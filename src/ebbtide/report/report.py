@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ebbtide.batch import Sample
 from ebbtide.checkpoint.store import Saved
@@ -17,6 +18,7 @@ from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
+from ebbtide.report.pieces import Pieces
 from ebbtide.report.sinks import Sink, sinks
 from ebbtide.report.terminal import Terminal, printable
 
@@ -35,6 +37,7 @@ class Report:
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._sinks: list[Sink] = []
         self._meter: Meter | None = None
+        self._pieces: Pieces | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._seen: Counter[str] = Counter()
@@ -67,8 +70,10 @@ class Report:
         """A phase of the step under way."""
         return self.terminal.doing(f"step {min(self.steps_done + 1, self._config.train.steps)}/{self._config.train.steps}  {name}")
 
-    def begin(self, model: nn.Module, residency: Residency, notes: Sequence[str], *, prompts: int, tests: int) -> None:
-        self._meter = residency.meter
+    def begin(
+        self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, notes: Sequence[str], *, prompts: int, tests: int
+    ) -> None:
+        self._meter, self._pieces = residency.meter, Pieces(tokenizer)
         self._sinks = sinks(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
@@ -98,8 +103,8 @@ class Report:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
             metrics = {**metrics, "tokens": tokens, "tokens_per_second": tokens / metrics["seconds"]}
         self.folder.write_metrics({"step": step, **metrics})
-        group = self._config.rollout.samples
-        self.folder.write_rollouts([_line(step, number // group, number % group, sample) for number, sample in enumerate(samples)])
+        if self._config.report.rollouts:
+            self.folder.write_rollouts(self._lines(step, samples))
         for sink in self._sinks:
             sink.log(step, metrics)
         self.terminal.step_line(step, metrics)
@@ -120,6 +125,18 @@ class Report:
     def began(self) -> bool:
         """Something was written."""
         return bool(self._last)
+
+    def _lines(self, step: int, samples: Sequence[Sample]) -> list[dict[str, object]]:
+        """What rollouts.jsonl says of each sample, and of its tokens while there is room for them."""
+        group, room, lines = self._config.rollout.samples, self._config.report.token_logprobs, []
+        for number, sample in enumerate(samples):
+            line, done = _line(step, number // group, number % group, sample), sample.completion
+            room -= len(done.tokens)
+            if room >= 0 and self._pieces is not None:
+                line["token_chars"] = self._pieces.lengths(done.tokens, done.text)
+                line["logprobs"] = [round(value, 4) for value in done.logprobs]
+            lines.append(line)
+        return lines
 
     def _say_failures(self, samples: Sequence[Sample]) -> None:
         """Why samples could not be scored: each reason once a run."""
