@@ -16,7 +16,7 @@ from ebbtide.errors import UserError
 from ebbtide.steplog import forget_after
 
 LOCK = ".lock"
-CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt"}
+CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt", "report.html"}
 
 
 class RunFolder:

@@ -18,6 +18,7 @@ from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
+from ebbtide.report.page.build import installed, write
 from ebbtide.report.pieces import Pieces
 from ebbtide.report.sinks import Sink, sinks
 from ebbtide.report.terminal import Terminal, printable
@@ -156,6 +157,11 @@ class Report:
         if self._meter is not None and self._meter.run:
             say("\nthe phases of the whole run, GiB at each one's peak:")
             self.terminal.table(self._meter.table())
+        if installed():
+            try:
+                write([self.folder.path], self.folder.path / "report.html")
+            except UserError as error:  # the run itself is done, and its files are there
+                say(str(error), "red")
         say(f"\nwritten to {self.folder.path}:")
         for entry in sorted(self.folder.path.iterdir()):
             if not entry.name.startswith("."):
@@ -170,6 +176,8 @@ class Report:
         if self.steps_done < self._config.train.steps and (self.folder.path / "checkpoints").exists():
             say(f"  ebbtide train {self.folder.path / 'config.yaml'} resume={self.folder.path}   go on from the checkpoint")
         say(f"  {settings:<{len(again)}}   every setting, with its meaning")
+        if not installed():
+            say("  pip install 'ebbtide[report]'   then every run writes itself as a page, report.html")
         if (self.folder.path / "checkpoints").exists():
             say(f"  {f'ebbtide export {self.folder.path} OUT':<{len(again)}}   the weights as a Hugging Face folder")
         if (self.folder.path / "tensorboard").exists():
