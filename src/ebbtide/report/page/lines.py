@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+JSON = json.JSONDecoder(parse_constant=lambda _: None)
+"""JSON has no NaN: Python writes it all the same, and a browser refuses it."""
+
 
 class Followed:
     """A file that grows: each call reads what is new. One that was replaced or became shorter (a run that resumed) is read anew."""
@@ -37,9 +40,9 @@ class Followed:
 def parsed(data: bytes) -> list[dict[str, Any]]:
     """The objects of whole lines; what is none (a line cut by a crash) is left out."""
     found = []
-    for line in data.split(b"\n"):
+    for line in data.decode(errors="replace").split("\n"):
         try:
-            value = json.loads(line)
+            value = JSON.decode(line)
         except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("step"), int):

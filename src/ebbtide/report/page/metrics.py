@@ -22,16 +22,18 @@ def columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Step -> figure for every key that is not of one phase; None where a step has no such figure."""
     every = math.ceil(len(lines) / MOST_POINTS) or 1
     kept = lines[::-every][::-1]  # the newest is always among them
-    keys: dict[str, None] = {"step": None}
+    seen: set[str] = set()
+    keys = ["step"]
     for line in kept:
-        for key, value in line.items():
-            if isinstance(value, int | float) and not _of_phase(key):
-                keys[key] = None
+        new = [key for key in line if key not in seen]
+        seen.update(new)
+        keys += [key for key in new if key != "step" and not _of_phase(key)]
     return {key: [_figure(line.get(key)) for line in kept] for key in keys}
 
 
 def _of_phase(key: str) -> bool:
-    return key.split("/")[0] in (*BY_PHASE, "reserved_gib", "device_gib", "seconds_moved") and "/" in key
+    kind, _, phase = key.partition("/")
+    return bool(phase) and kind in (*BY_PHASE, "reserved_gib", "device_gib", "seconds_moved")
 
 
 def _figure(value: object) -> float | None:

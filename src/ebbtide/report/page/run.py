@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import yaml
 
 from ebbtide.errors import UserError
-from ebbtide.report.page.lines import Followed, some_of
+from ebbtide.report.page.lines import JSON, Followed, some_of
 from ebbtide.report.page.metrics import columns, looked_at, middle
 
 ROLLOUT_BYTES = 4_000_000
@@ -70,26 +68,17 @@ def named(folders: Sequence[Path]) -> list[Run]:
     return [Run(folder, None if unique else str(folder), len(folders)) for folder in folders]
 
 
-def _sample(line: dict[str, Any]) -> Any:
-    return _finite({key: line.get(key) for key in KEPT} | {key: line[key] for key in KEPT_IF_ANY if line.get(key)})
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: Python writes it all the same, and a browser refuses it."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
+def _sample(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: line.get(key) for key in KEPT} | {key: line[key] for key in KEPT_IF_ANY if line.get(key)}
 
 
 def _plan(path: Path) -> Any:
     """What plan.json says; None where there is none, or where it is being written."""
     try:
-        plan = json.loads(path.read_bytes())
+        plan = JSON.decode(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return _finite(plan) if isinstance(plan, dict) else None
+    return plan if isinstance(plan, dict) else None
 
 
 def _mapping(path: Path) -> dict[str, Any]:
