@@ -14,6 +14,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 <b>bold</b> &lt; %{x}"
 
+NAME = "<b>bold<img src=x onerror='window.hacked = 1'> &lt;"  # of a phase or a holding, which has no slash
+
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
@@ -197,9 +199,7 @@ def test_a_sample_by_keyboard_with_its_tokens_coloured(look, tmp_path) -> None:
 def test_nothing_that_a_model_or_a_task_wrote_is_executed(look, tmp_path) -> None:
     run = made_run(tmp_path / "<img src=x onerror='window.hacked=1'>", 2, planned=True)
     other = made_run(tmp_path / "<b>two", 2)
-    lines = [
-        metrics_line(step) | {f"reward/{HOSTILE}": 0.5, f"device_gib/train/{HOSTILE}": 1.0, f"seconds/{HOSTILE}": 1.0} for step in (3, 4)
-    ]
+    lines = [metrics_line(step) | {f"reward/{HOSTILE}": 0.5, f"device_gib/train/{NAME}": 1.0, f"seconds/{NAME}": 1.0} for step in (3, 4)]
     append(run / "metrics.jsonl", *lines)
     texts = dict.fromkeys(("prompt", "answer", "completion", "failure", "failure_message"), HOSTILE)
     append(run / "rollouts.jsonl", sample_line(4, 0, **texts, parts={HOSTILE: 1.0}, token_chars=None))
@@ -213,7 +213,10 @@ def test_nothing_that_a_model_or_a_task_wrote_is_executed(look, tmp_path) -> Non
     page.locator("#reward").hover()
     page.locator("#memory-0").hover()
     page.click(".compared summary")
-    assert looked.traces("metric") != {}
+    assert "<b>two" in page.locator("#loss .legendtext").all_text_contents()  # Plotly draws tags as such, unless it is kept from it
+    assert "<b>bold</b> &lt;" in page.text_content("#metric .ytitle")
+    assert NAME in page.locator("#memory-0 .legendtext").all_text_contents()
+    assert NAME in page.locator("#memory-0 .xtick").all_text_contents()
     assert page.locator("img, iframe, object, #samples b:not(.figure b), a, h1 b, h3 b, #plans b").count() == 0
     assert page.locator("script").count() == 3
     assert page.evaluate("window.hacked") is None
