@@ -1,5 +1,6 @@
 """The page in a real Chromium: it draws, it filters, it goes on while the run does, and nothing that a model wrote is ever more than text."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def test_without_a_plan_there_is_neither(look, tmp_path) -> None:
     assert "predicted peak" not in looked.traces("memory-0")
     assert "predicted" not in looked.traces("seconds-0")
     assert not looked.page.is_visible("#plan-section")
+
+
+def test_a_plan_of_another_version_costs_no_chart(look, tmp_path) -> None:
+    run = made_run(tmp_path / "run")
+    odd = {"machine": None, "words": "none", "fits": False, "phases": {"train": None, "step": {"peak_gib": "?"}, "dream": {"peak_gib": 1}}}
+    (run / "plan.json").write_text(json.dumps(odd))
+    looked = look(run)
+    assert looked.said == []
+    assert "predicted peak" not in looked.traces("memory-0")
+    assert "It does not fit." in looked.page.inner_text("#plans")
+    assert len(looked.listed()) == 20
 
 
 def test_a_run_without_a_step_yet(look, tmp_path) -> None:

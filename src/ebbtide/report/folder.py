@@ -16,7 +16,17 @@ from ebbtide.errors import UserError
 from ebbtide.steplog import forget_after
 
 LOCK = ".lock"
-CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt", "report.html"}
+CONTENTS = {
+    "config.yaml",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "tensorboard",
+    "wandb",
+    "checkpoints",
+    "log.txt",
+    "report.html",
+    ".report.html.new",
+}
 
 
 class RunFolder:

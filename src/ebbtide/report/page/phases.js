@@ -27,8 +27,7 @@ function chosenStep(run) {
 }
 
 /** Where each phase stands on the x axis: evenly, or as wide as its seconds. */
-function places(names, phases) {
-  const toScale = byId("to-scale").checked;
+function places(names, phases, toScale) {
   let begin = 0;
   return names.map((name) => {
     const width = toScale ? phases[name].seconds || 0 : 1;
@@ -38,27 +37,28 @@ function places(names, phases) {
 }
 
 /** The x axis of phases; to scale, names go only where there is room for them. */
-function phaseAxis(spots) {
-  if (byId("to-scale").checked) {
+function phaseAxis(spots, toScale) {
+  if (toScale) {
     const whole = spots.reduce((sum, spot) => sum + spot.span, 0);
     const named = spots.filter((spot) => spot.span > whole / 14);
-    return { title: { text: "seconds of the step, phase by phase" }, tickvals: named.map((s) => s.centre), ticktext: named.map((s) => plain(s.name)), range: [0, whole] };
+    return { title: { text: "seconds of the step, phase by phase" }, tickvals: named.map((s) => s.centre), ticktext: named.map((s) => plain(s.name)), range: [0, whole], fixedrange: true };
   }
-  return { title: { text: "phase" }, tickvals: spots.map((spot) => spot.centre), ticktext: spots.map((spot) => plain(spot.name)), range: [0, spots.length] };
+  return { title: { text: "phase" }, tickvals: spots.map((spot) => spot.centre), ticktext: spots.map((spot) => plain(spot.name)), range: [0, spots.length], fixedrange: true };
 }
 
 /** Lines over the bars of the phases that have a prediction, and a point in the middle of each that tells more. */
 function predicted(spots, plan, value, say, name) {
   const known = spots.filter((spot) => typeof value(plan?.phases?.[spot.name] || {}) === "number");
   if (!known.length) return [];
-  const ink = theme().ink;
+  const { ink, card } = theme();
   const of = (spot) => plan.phases[spot.name];
-  const reach = (spot) => spot.width / 2 + (byId("to-scale").checked ? 0 : 0.08);
-  return [{
-    type: "scatter", mode: "lines", name, line: { color: ink, width: 2.5, dash: "4px,2px" }, hoverinfo: "skip", connectgaps: false,
+  const reach = (spot) => spot.width / 2 + (spot.width < spot.span ? 0.08 : 0);
+  const line = {
+    type: "scatter", mode: "lines", name, hoverinfo: "skip", connectgaps: false,
     x: known.flatMap((spot) => [spot.centre - reach(spot), spot.centre + reach(spot), null]),
     y: known.flatMap((spot) => [value(of(spot)), value(of(spot)), null]),
-  }, {
+  };
+  return [{ ...line, showlegend: false, line: { color: card, width: 6 } }, { ...line, line: { color: ink, width: 2.5, dash: "5px,2px" } }, {
     type: "scatter", mode: "markers", name, showlegend: false, marker: { color: ink, size: 7, symbol: "diamond" },
     x: known.map((spot) => spot.centre), y: known.map((spot) => value(of(spot))),
     text: known.map((spot) => say(spot.name, of(spot))), hovertemplate: "%{text}<extra></extra>",
@@ -75,7 +75,7 @@ function memoryTraces(spots, phases, plan) {
   const gib = (spot, holding) => Math.max(0, phases[spot.name].device[holding] || 0);
   const there = holdings.filter((holding) => spots.some((spot) => gib(spot, holding) > 0));
   const bars = there.map((holding) => ({
-    type: "bar", name: plain(holding), marker: { color: HOLDING_COLOURS[holding] || "#888888", line: { width: 0 } },
+    type: "bar", name: plain(holding), marker: { color: HOLDING_COLOURS[holding] || "#888888", line: { width: 0.5, color: theme().card } },
     x: spots.map((spot) => spot.centre), width: spots.map((spot) => spot.width), y: spots.map((spot) => gib(spot, holding)),
     text: spots.map((spot) => `<b>${plain(spot.name)}</b><br>${plain(holding)} ${figure(gib(spot, holding))} GiB<br>of ${figure(phases[spot.name].peak)} GiB at its peak`),
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
@@ -132,18 +132,21 @@ function drawSteps() {
   const longest = top((of) => of.seconds, (of) => of.seconds);
   shown.runs.forEach((run, number) => {
     const { step, phases } = chosen[number];
-    const spots = places(inOrder(Object.keys(phases), PHASE_ORDER), phases);
+    const names = inOrder(Object.keys(phases), PHASE_ORDER);
+    const toScale = byId("to-scale").checked;
+    const wide = places(names, phases, toScale);
+    const even = places(names, phases, false);
     const at = `${several() ? `${run.name}, ` : ""}${step === null ? "no step yet" : `step ${step}`}`;
     byId(`memory-${number}-caption`).textContent = `Device memory at each phase's peak, by holding; ${at}`;
     byId(`seconds-${number}-caption`).textContent = `Seconds of each phase; ${at}`;
-    const bars = { barmode: "stack", dragmode: false, xaxis: { ...phaseAxis(spots), fixedrange: true }, showlegend: true };
-    draw(`memory-${number}`, memoryTraces(spots, phases, run.plan), {
-      ...bars, ...budgetLine(run.plan, highest), yaxis: { title: { text: "GiB" }, range: [0, highest || 1], fixedrange: true },
+    const bars = { barmode: "stack", dragmode: false, showlegend: true };
+    draw(`memory-${number}`, memoryTraces(wide, phases, run.plan), {
+      ...bars, ...budgetLine(run.plan, highest), xaxis: phaseAxis(wide, toScale), yaxis: { title: { text: "GiB" }, range: [0, highest || 1], fixedrange: true },
     });
-    draw(`seconds-${number}`, secondsTraces(spots, phases, run.plan), {
-      ...bars, yaxis: { title: { text: "seconds" }, range: [0, longest || 1], fixedrange: true },
+    draw(`seconds-${number}`, secondsTraces(even, phases, run.plan), {
+      ...bars, xaxis: phaseAxis(even, false), yaxis: { title: { text: "seconds" }, range: [0, longest || 1], fixedrange: true },
     });
-    byId(`figures-${number}`).replaceChildren(...(several() ? [make("h3", { textContent: at })] : []), comparedTable(spots, phases, run.plan));
+    byId(`figures-${number}`).replaceChildren(...(several() ? [make("h3", { textContent: at })] : []), comparedTable(even, phases, run.plan));
   });
 }
 
@@ -159,7 +162,8 @@ function drawPlans() {
   const planned = shown.runs.map((run, number) => ({ run, number })).filter(({ run }) => run.plan);
   byId("plan-section").hidden = !planned.length;
   byId("plans").replaceChildren(...planned.map(({ run, number }) => {
-    const { machine = {}, words = [], fits, budget_gib: budget, step_seconds: seconds } = run.plan;
+    const { words, fits, budget_gib: budget, step_seconds: seconds } = run.plan;
+    const machine = run.plan.machine || {};
     const facts = [
       machine.name, typeof machine.device_gib === "number" ? `${figure(machine.device_gib, 1)} GiB on the device` : null,
       typeof budget === "number" ? `a budget of ${figure(budget, 1)} GiB` : null,
