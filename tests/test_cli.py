@@ -16,6 +16,7 @@ from ebbtide.checkpoint.store import listed
 from ebbtide.cli import main
 from ebbtide.config import load
 from ebbtide.config.document import resolved
+from ebbtide.report.page.build import SCRIPTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +39,7 @@ def ebbtide(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_help_teaches(capsys) -> None:
     code, out, _ = ebbtide(capsys, "--help")
     assert code == 0
-    for word in ("train", "recipes", "config", "serve", "quickstart", "train.steps=50"):
+    for word in ("train", "recipes", "config", "serve", "report", "quickstart", "train.steps=50"):
         assert word in out
 
 
@@ -222,6 +223,7 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "report.html",
         "rollouts.jsonl",
         "tensorboard",
     ]
@@ -249,6 +251,7 @@ def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "ebbtide/config/recipes/quickstart.yaml" in names
     assert "ebbtide/py.typed" in names
+    assert {f"ebbtide/report/page/{name}" for name in ("page.html", "page.css", *SCRIPTS)} <= set(names)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
@@ -265,6 +268,7 @@ def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "quickstart-001" / "metrics.jsonl").exists()
+    assert (tmp_path / "runs" / "quickstart-001" / "report.html").exists()
     where = subprocess.run(
         [str(python), "-c", "import ebbtide; print(ebbtide.__file__)"],
         cwd=tmp_path,

@@ -198,3 +198,18 @@ def test_tensorboard_is_written(tiny, tmp_path) -> None:
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2]
+
+
+def test_rollouts_hold_the_log_probs_of_the_first_tokens_of_a_step(tiny, tmp_path) -> None:
+    """Whole completions, as many as there is room for; and what is there is as long as the completion."""
+    room = 40
+    _, rollouts, _ = run(tiny, tmp_path / "run", {"train.steps": 1, "report.token_logprobs": room, "rollout.stop": ["99"]})
+    lines = [json.loads(line) for line in rollouts.splitlines()]
+    for number, line in enumerate(lines):
+        fits = sum(earlier["tokens"] for earlier in lines[: number + 1]) <= room
+        assert ("logprobs" in line) == ("token_chars" in line) == fits
+        if fits:
+            assert len(line["logprobs"]) == len(line["token_chars"]) == line["tokens"]
+            assert sum(line["token_chars"]) == len(line["completion"])
+            assert all(value <= 0 for value in line["logprobs"])
+    assert not fits  # of the last one: there were some of both

@@ -230,6 +230,35 @@ def serve(
         raise typer.Exit(130) from None
 
 
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, such as runs/quickstart-001; several are shown together.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file to write; without it report.html in the run folder, or here where there are several runs.", show_default=False
+        ),
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Show it live, at an address of this machine only, and write no file.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="For --serve; 0 takes a free one.")] = 8642,
+) -> None:
+    """Write a run as one page: curves, memory and seconds of each phase beside the plan, and every kind of completion."""
+    if serve and out is not None:
+        raise UserError("`--serve` writes no file, and `--out` names one: choose one of them")
+    if serve:
+        from ebbtide.report.page.serve import serve as serve_page
+
+        serve_page(runs, port, typer.echo)
+        return
+    from ebbtide.report.page.build import write
+
+    place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    write(runs, place)
+    typer.echo(place)
+
+
 @app.command(name="recipes")
 def list_recipes() -> None:
     """List the recipes that ship with Ebbtide."""

@@ -93,7 +93,7 @@ def _run(config: Config, report: Report, residency: Residency, rehearsal: Rehear
         tests = encode(held_out, policy.tokenizer, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
-    report.begin(policy.model, residency, notes, prompts=len(prompts), tests=len(tests))
+    report.begin(policy.model, policy.tokenizer, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
     rollouts = build_rollouts(config, engine, sampler, prompts, residency)

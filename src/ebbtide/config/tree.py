@@ -705,6 +705,9 @@ class Report(Section):
     rollouts: bool = True
     """Write every completion to rollouts.jsonl."""
 
+    token_logprobs: Natural = 65_536
+    """Tokens of a step whose log-probs rollouts.jsonl holds as well: whole completions, from the step's first on; 0 for none."""
+
     wandb: Wandb | None = None
     """Present: log to Weights & Biases as well."""
 

@@ -17,7 +17,19 @@ from ebbtide.steplog import forget_after
 
 LOCK = ".lock"
 HISTORY = "memory-history.pickle"
-CONTENTS = {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "wandb", "checkpoints", "log.txt", "plan.json", HISTORY}
+CONTENTS = {
+    "config.yaml",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "tensorboard",
+    "wandb",
+    "checkpoints",
+    "log.txt",
+    "plan.json",
+    HISTORY,
+    "report.html",
+    ".report.html.new",
+}
 
 
 class RunFolder:

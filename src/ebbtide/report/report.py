@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ebbtide.batch import Sample
 from ebbtide.checkpoint.store import Saved
@@ -18,6 +19,8 @@ from ebbtide.memory.residency import Residency
 from ebbtide.planning import RunPlan
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
+from ebbtide.report.page.build import installed, write
+from ebbtide.report.pieces import Pieces
 from ebbtide.report.sinks import Sink, sinks
 from ebbtide.report.terminal import Terminal, printable
 
@@ -38,6 +41,7 @@ class Report:
         self._meter: Meter | None = None
         self._plan: RunPlan | None = None
         self._samples: Sequence[Sample] = ()
+        self._pieces: Pieces | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._seen: Counter[str] = Counter()
@@ -70,8 +74,10 @@ class Report:
         """A phase of the step under way."""
         return self.terminal.doing(f"step {min(self.steps_done + 1, self._config.train.steps)}/{self._config.train.steps}  {name}")
 
-    def begin(self, model: nn.Module, residency: Residency, notes: Sequence[str], *, prompts: int, tests: int) -> None:
-        self._meter = residency.meter
+    def begin(
+        self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, notes: Sequence[str], *, prompts: int, tests: int
+    ) -> None:
+        self._meter, self._pieces = residency.meter, Pieces(tokenizer)
         self._sinks = sinks(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
@@ -108,8 +114,8 @@ class Report:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
             metrics = {**metrics, "tokens": tokens, "tokens_per_second": tokens / metrics["seconds"]}
         self.folder.write_metrics({"step": step, **metrics})
-        group = self._config.rollout.samples
-        self.folder.write_rollouts([_line(step, number // group, number % group, sample) for number, sample in enumerate(samples)])
+        if self._config.report.rollouts:
+            self.folder.write_rollouts(self._lines(step, samples))
         for sink in self._sinks:
             sink.log(step, metrics)
         self.terminal.step_line(step, metrics)
@@ -132,6 +138,18 @@ class Report:
         """Something was written."""
         return bool(self._last)
 
+    def _lines(self, step: int, samples: Sequence[Sample]) -> list[dict[str, object]]:
+        """What rollouts.jsonl says of each sample, and of its tokens while there is room for them."""
+        group, room, lines = self._config.rollout.samples, self._config.report.token_logprobs, []
+        for number, sample in enumerate(samples):
+            line, done = _line(step, number // group, number % group, sample), sample.completion
+            room -= len(done.tokens)
+            if room >= 0 and self._pieces is not None:
+                line["token_chars"] = self._pieces.lengths(done.tokens, done.text)
+                line["logprobs"] = [round(value, 4) for value in done.logprobs]
+            lines.append(line)
+        return lines
+
     def _say_failures(self, samples: Sequence[Sample]) -> None:
         """Why samples could not be scored: each reason once a run."""
         for message in dict.fromkeys(sample.scored.message for sample in samples if sample.scored.failure):
@@ -151,6 +169,11 @@ class Report:
             say("\nthe phases of the whole run, GiB at each one's peak:")
             self.terminal.table(self._meter.table())
         self._against_plan()
+        if installed():
+            try:
+                write([self.folder.path], self.folder.path / "report.html")
+            except UserError as error:  # the run itself is done, and its files are there
+                say(str(error), "red")
         say(f"\nwritten to {self.folder.path}:")
         for entry in sorted(self.folder.path.iterdir()):
             if not entry.name.startswith("."):
@@ -165,6 +188,8 @@ class Report:
         if self.steps_done < self._config.train.steps and (self.folder.path / "checkpoints").exists():
             say(f"  ebbtide train {self.folder.path / 'config.yaml'} resume={self.folder.path}   go on from the checkpoint")
         say(f"  {settings:<{len(again)}}   every setting, with its meaning")
+        if not installed():
+            say("  pip install 'ebbtide[report]'   then every run writes itself as a page, report.html")
         if (self.folder.path / "checkpoints").exists():
             say(f"  {f'ebbtide export {self.folder.path} OUT':<{len(again)}}   the weights as a Hugging Face folder")
         if (self.folder.path / "tensorboard").exists():

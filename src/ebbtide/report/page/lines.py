@@ -1,0 +1,87 @@
+"""Files with a JSON object in each line, read while another process writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+JSON = json.JSONDecoder(parse_constant=lambda _: None)
+"""JSON has no NaN: Python writes it all the same, and a browser refuses it."""
+
+
+class Followed:
+    """A file that grows: each call reads what is new. One that was replaced or became shorter (a run that resumed) is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        self._file = 0
+        self._read = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                known = os.fstat(file.fileno())
+                if known.st_ino != self._file or known.st_size < self._read:
+                    self._file, self._read, self.lines = known.st_ino, 0, []
+                file.seek(self._read)
+                whole = file.read().rpartition(b"\n")[0]  # the last line may be half written
+        except FileNotFoundError:
+            self._read, self.lines = 0, []
+            return self.lines
+        if whole:
+            self._read += len(whole) + 1
+            self.lines += parsed(whole)
+        return self.lines
+
+
+def parsed(data: bytes) -> list[dict[str, Any]]:
+    """The objects of whole lines; what is none (a line cut by a crash) is left out."""
+    found = []
+    for line in data.decode(errors="replace").split("\n"):
+        try:
+            value = JSON.decode(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            found.append(value)
+    return found
+
+
+def some_of(path: Path, newest_bytes: int, spread: int, spread_bytes: int) -> tuple[list[dict[str, Any]], bool]:
+    """(objects, whether they are all). A large file is not read whole: its end is, and a line at each of `spread` places before that,
+    no more than `spread_bytes` of them."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            begin = max(0, size - newest_bytes)
+            end = _from(file, begin)
+            while begin and not end:  # one line is longer than all that
+                begin = max(0, begin - newest_bytes)
+                end = _from(file, begin)
+            before: dict[int, bytes] = {}
+            for place in range(spread):
+                if begin and sum(map(len, before.values())) < spread_bytes:
+                    before |= _line_at(file, place * begin // spread, begin)
+    except FileNotFoundError:
+        return [], True
+    return [*parsed(b"\n".join(line for _, line in sorted(before.items()))), *parsed(end)], not begin
+
+
+def _from(file: BinaryIO, begin: int) -> bytes:
+    """The whole lines from this byte on."""
+    file.seek(max(0, begin - 1))
+    if begin:
+        file.readline()
+    return file.read().rpartition(b"\n")[0]
+
+
+def _line_at(file: BinaryIO, begin: int, until: int) -> dict[int, bytes]:
+    """The first whole line from this byte on, by the byte where it begins; none where that is not before `until`."""
+    file.seek(max(0, begin - 1))
+    if begin:
+        file.readline()
+    place = file.tell()
+    return {place: file.readline()} if place < until else {}

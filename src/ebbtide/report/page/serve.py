@@ -1,0 +1,95 @@
+"""The page while its runs go on: a server for this machine alone. It answers two addresses and uses nothing of a request but which of them it is."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from ebbtide.errors import UserError
+from ebbtide.report.page.build import charting, data, page
+from ebbtide.report.page.run import Run, named
+
+HOSTS = ("127.0.0.1", "localhost")
+
+
+class _Served:
+    """The runs, read for one request at a time; data that nothing has changed is kept."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs, self._lock = runs, threading.Lock()
+        self._tag, self._data = "", b""
+
+    def page(self) -> bytes:
+        with self._lock:
+            return page(self._runs, served=True)
+
+    def data(self, known: str | None) -> tuple[str, bytes | None]:
+        """(tag, data); None for data that has the tag which is known."""
+        with self._lock:
+            tag = '"' + hashlib.sha256(repr([run.version for run in self._runs]).encode()).hexdigest()[:24] + '"'
+            if tag == known:
+                return tag, None
+            if tag != self._tag:
+                self._tag, self._data = tag, data(self._runs, served=True)
+            return tag, self._data
+
+
+def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """Bound to the loopback address; port 0 takes a free one."""
+    charting()  # says so where it is not installed
+    served = _Served(named(folders))
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "ebbtide", ""
+
+        def do_GET(self) -> None:
+            # A page of another site may have its own name lead to this machine: the name it asked for gives it away.
+            if self.headers.get("Host", "").partition(":")[0] not in HOSTS:
+                return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1 or localhost\n")
+            if self.path == "/":
+                return self._answer(HTTPStatus.OK, "text/html; charset=utf-8", served.page())
+            if self.path == "/data.json":
+                tag, body = served.data(self.headers.get("If-None-Match"))
+                status = HTTPStatus.OK if body is not None else HTTPStatus.NOT_MODIFIED
+                return self._answer(status, "application/json", body or b"", tag)
+            return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and /data.json\n")
+
+        def _answer(self, status: HTTPStatus, kind: str, body: bytes, tag: str | None = None) -> None:
+            self.send_response(status)
+            for name, value in (
+                ("Content-Type", kind),
+                ("Content-Length", str(len(body))),
+                ("Cache-Control", "no-store"),
+                ("X-Content-Type-Options", "nosniff"),
+                ("Cross-Origin-Resource-Policy", "same-origin"),
+                *([("ETag", tag)] if tag else []),
+            ):
+                self.send_header(name, value)
+            with suppress(ConnectionError):  # a page that was closed meanwhile
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """No line for every request."""
+
+    try:
+        made = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise UserError(f"port {port} of 127.0.0.1 cannot be taken: {error.strerror}. Name another with --port, or 0 for any") from None
+    made.daemon_threads = True
+    return made
+
+
+def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
+    """Until Ctrl-C."""
+    with server(folders, port) as running:
+        try:
+            say(f"http://127.0.0.1:{running.server_address[1]}/ shows {', '.join(map(str, folders))} as it goes; Ctrl-C ends it")
+            running.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            say("ended")

@@ -1,0 +1,87 @@
+"""The server of the page: for this machine alone, and deaf to everything in a request but which of two addresses it asks for."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ebbtide.errors import UserError
+from ebbtide.report.page.serve import server
+from made_run import append, made_run, metrics_line, serving
+
+
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def test_the_page_and_its_data(tmp_path) -> None:
+    run = made_run(tmp_path / "run", 3)
+    with serving(run) as port:
+        status, headers, page = ask(port, "/")
+        assert status == 200
+        assert headers["Content-Type"].startswith("text/html")
+        assert b"connect-src 'self'" in page
+        status, headers, data = ask(port, "/data.json")
+        assert status == 200
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert json.loads(data)["runs"][0]["columns"]["step"] == [0, 1, 2, 3]
+
+
+def test_data_comes_again_only_when_a_file_has_changed(tmp_path) -> None:
+    run = made_run(tmp_path / "run", 3)
+    with serving(run) as port:
+        tag = ask(port, "/data.json")[1]["ETag"]
+        assert ask(port, "/data.json", **{"If-None-Match": tag})[::2] == (304, b"")
+        append(run / "metrics.jsonl", metrics_line(4))
+        status, headers, data = ask(port, "/data.json", **{"If-None-Match": tag})
+        assert status == 200
+        assert headers["ETag"] != tag
+        assert json.loads(data)["runs"][0]["columns"]["step"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", ""])
+def test_another_name_for_this_machine_is_refused(tmp_path, host) -> None:
+    with serving(made_run(tmp_path / "run")) as port:
+        for path in ("/", "/data.json"):
+            assert ask(port, path, Host=host)[0] == 403
+        assert ask(port, "/data.json", Host=f"localhost:{port}")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/config.yaml", "/../run/config.yaml", "//etc/passwd", "/data.json?run=/etc", "/?x"])
+def test_no_path_leads_to_a_file(tmp_path, path) -> None:
+    with serving(made_run(tmp_path / "run")) as port:
+        assert ask(port, path)[0] == 404
+        assert ask(port, "/", "POST")[0] == 501
+
+
+def test_only_the_loopback_address_is_bound(tmp_path) -> None:
+    with server([made_run(tmp_path / "run")], 0) as running:
+        assert running.server_address[0] == "127.0.0.1"
+        with pytest.raises(UserError, match=r"cannot be taken.*--port"):
+            server([tmp_path / "run"], running.server_address[1])
+
+
+def test_ctrl_c_ends_it_quietly(tmp_path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "ebbtide", "report", str(made_run(tmp_path / "run")), "--serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # these tests may run in the background, where Ctrl-C is ignored
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("http://127.0.0.1:")
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "ended\n", "")
+    assert not (tmp_path / "run" / "report.html").exists()
