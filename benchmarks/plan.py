@@ -111,9 +111,9 @@ def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, lis
 
 
 def predicted(config: Config, budget: int | None = None) -> Prediction:
-    free, total = torch.cuda.mem_get_info()
+    total = torch.cuda.get_device_properties(0).total_memory
     machine = this_machine(torch.cuda.get_device_name(), total, 0)
-    return Predictor(find_shape(config.model), machine).of(config, most_work(config), budget or free)
+    return Predictor(find_shape(config.model), machine).of(config, most_work(config), budget or total)
 
 
 def compared(stage: str, cases: list[Case]) -> Iterator[list[Row]]:
