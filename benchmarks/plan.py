@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py [rates] [fit] [test] [budget]
 
-rates: what this machine can do. fit: the runs that the constants of planner/seconds.py were fitted to. test: others, which were not. budget: `memory.plan: auto` on the
+rates: what this machine can do. fit: the runs that the planner was fitted to. test: others, which were not looked at when it was fitted. budget: `memory.plan: auto` on the
 Qwen3-1.7B shape with `memory.budget_gib` from 120 down to the least that a plan claims, under a limit that the allocator enforces. Random weights, so that completions never end early. Stages that are not named keep
 the figures of an earlier run.
 """
@@ -17,7 +17,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from ebbtide.config import load
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.loop import train
-from ebbtide.planner.machine import GIB, this_machine
+from ebbtide.planner.machine import GIB, Rates, keep_rates, this_machine
 from ebbtide.planner.predict import Prediction, Predictor
 from ebbtide.planner.shape import find_shape
 from ebbtide.planner.work import most_work
@@ -43,7 +44,6 @@ ALWAYS = [
     "report.samples_every=0",
     "report.rollouts=false",
     "checkpoint=null",
-    "memory.plan=manual",
     "task.builtin=null",
     "task.python.object=varied_task:Varied",
 ]
@@ -66,8 +66,6 @@ FIT: list[Case] = [
     ("4B", "streamed, offload", (16, 8, 126, 256), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
     ("MoE", "device, keep", (16, 8, 126, 256), ["train.minibatches=2"]),
     ("MoE", "device, recompute", (16, 8, 126, 256), ["memory.activations.preset=recompute"]),
-]  # fmt: skip
-TEST: list[Case] = [
     ("0.6B", "device, keep", (32, 4, 62, 192), ["train.microbatch_tokens=12288", "train.minibatches=2"]),
     ("0.6B", "streamed, recompute", (24, 8, 94, 320), ["optimizer.place=streamed", "memory.activations.preset=recompute"]),
     ("0.6B", "cpu, offload, long", (4, 8, 62, 3000), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=24576"]),
@@ -82,6 +80,22 @@ TEST: list[Case] = [
     ("4B", "half cpu, balanced", (8, 16, 94, 200), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced"]),
     ("MoE", "device, keep", (8, 8, 62, 192), ["train.microbatch_tokens=12288"]),
     ("MoE", "streamed, offload", (16, 8, 94, 200), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
+]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, keep", (24, 4, 94, 224), ["train.microbatch_tokens=10240", "train.minibatches=2"]),
+    ("0.6B", "streamed, offload", (16, 12, 62, 288), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
+    ("0.6B", "cpu, recompute, long", (4, 6, 126, 2400), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=20480"]),
+    ("0.6B", "device, balanced, KL", (24, 8, 94, 240), ["memory.activations.preset=balanced", "train.microbatch_tokens=24576", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, keep", (12, 6, 62, 320), ["train.microbatch_tokens=10240", "train.minibatches=2"]),
+    ("1.7B", "device away in generate, balanced", (20, 6, 126, 220), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=18432"]),
+    ("1.7B", "streamed, keep", (8, 12, 94, 176), ["optimizer.place=streamed", "train.microbatch_tokens=14336"]),
+    ("1.7B", "cpu, offload, long", (4, 4, 190, 2200), ["optimizer.place=cpu", "memory.activations.preset=offload"]),
+    ("1.7B", "half cpu, recompute", (12, 12, 62, 300), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("4B", "device, recompute", (12, 8, 94, 260), ["memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("4B", "streamed, keep", (8, 10, 62, 160), ["optimizer.place=streamed", "train.microbatch_tokens=6144"]),
+    ("4B", "device, balanced", (8, 12, 126, 180), ["memory.activations.preset=balanced", "train.microbatch_tokens=8192"]),
+    ("MoE", "device, keep", (10, 8, 94, 160), ["train.microbatch_tokens=10240"]),
+    ("MoE", "streamed, offload", (12, 8, 62, 180), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
 ]  # fmt: skip
 
 
@@ -112,8 +126,15 @@ def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, lis
 
 def predicted(config: Config, budget: int | None = None) -> Prediction:
     total = torch.cuda.get_device_properties(0).total_memory
-    machine = this_machine(torch.cuda.get_device_name(), total, 0)
+    machine = replace(this_machine(torch.cuda.get_device_name(), total, 0), rates=measured_rates()[0])
     return Predictor(find_shape(config.model), machine).of(config, most_work(config), budget or total)
+
+
+@cache
+def measured_rates() -> tuple[Rates, float]:
+    """Of this very machine, as hosts of one kind of GPU differ; and the seconds that it took."""
+    start = time.perf_counter()
+    return calibrate(lambda *_: None)[1], time.perf_counter() - start
 
 
 def compared(stage: str, cases: list[Case]) -> Iterator[list[Row]]:
@@ -201,9 +222,7 @@ def budgets() -> Iterator[list[Row]]:
 
 
 def rates() -> Iterator[list[Row]]:
-    start = time.perf_counter()
-    _, found = calibrate(lambda *_: None)
-    taken = time.perf_counter() - start
+    found, taken = measured_rates()
     yield [Row("rates", key, value, "/s") for key, value in asdict(found).items()] + [Row("rates", "measuring them", taken, "s")]
 
 
@@ -216,6 +235,7 @@ STAGES: dict[str, Callable[[], Iterator[list[Row]]]] = {
 
 
 def main() -> None:
+    keep_rates(torch.cuda.get_device_name(), measured_rates()[0])  # for the plans that runs make themselves
     for name in sys.argv[1:] or list(STAGES):
         others = kept("plan", beginning(name))
         for rows in STAGES[name]():

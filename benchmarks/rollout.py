@@ -160,6 +160,8 @@ def peer(name: str) -> list[Row]:
     ids = torch.tensor(prompts, device="cuda")
     settings = GenerationConfig(do_sample=True, max_new_tokens=256, eos_token_id=-1, pad_token_id=0)
     with attention(loaded.model, loaded.generate_attention), torch.no_grad():
+        if name == "generate":  # warm up
+            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, max_new_tokens=8)
         torch.cuda.synchronize()
         begun = time.perf_counter()
         if name == "generate":

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.config.tree import Config
-from ebbtide.planner.choose import GROUPS, MARGIN, Chooser, Chosen, with_changes
+from ebbtide.planner.choose import GROUPS, Chooser, Chosen, usable, with_changes
 from ebbtide.planner.choose import settings as as_settings
 from ebbtide.planner.machine import GIB, machine_for
 from ebbtide.planner.predict import Predictor
@@ -58,7 +58,7 @@ def test_a_smaller_budget_never_promises_a_faster_step() -> None:
     for budget in (120, 70, 60, 50, 40, 32, 24, 20, 16, 12, 10, 8, 7):
         found = chosen_for(budget)
         assert found.fits
-        assert found.tried.prediction.peak <= (1 - MARGIN) * budget * GIB
+        assert found.tried.prediction.peak <= usable(budget) * GIB
         seconds.append(found.tried.prediction.seconds)
     assert all(later >= 0.99 * earlier for earlier, later in pairwise(seconds))
     assert seconds[-1] > 1.5 * seconds[0]
@@ -147,8 +147,19 @@ def test_whatever_is_asked_what_fits_is_under_the_budget(
     )
     found = chosen_for(budget, config)
     if found.fits:
-        assert found.tried.prediction.peak <= (1 - MARGIN) * budget * GIB
+        assert found.tried.prediction.peak <= usable(budget) * GIB
         assert found.tried.prediction.at_once >= 1
         assert all(phase.seconds >= phase.exposed >= 0 for phase in found.tried.prediction.phases.values())
     else:
         assert (found.nearest is None) == (found.least is not None)
+
+
+def test_balanced_runs_as_it_was_foreseen() -> None:
+    found = chosen_for(139, config_with(memory={"activations": {"preset": "balanced"}}))
+    now = found.tried.config.memory.activations
+    assert not found.tried.changes
+    assert now.preset == "keep"
+    assert frozenset(now.offload or []) == found.tried.prediction.activations.offload
+    assert frozenset(now.recompute or []) == found.tried.prediction.activations.recompute
+    by_hand = chosen_for(139, config_with(memory={"plan": "manual", "activations": {"preset": "balanced"}}))
+    assert by_hand.tried.config.memory.activations.preset == "balanced"

@@ -15,7 +15,7 @@ from ebbtide.planner.saved import local_names
 from ebbtide.planner.work import Work
 from ebbtide.rollout.paged.room import SHARE, blocks_for
 
-MARGIN = 0.03  # of the budget is left for what the allocator cannot use between what it holds
+MARGIN, SPARE = 0.03, 0.25  # of the budget, and GiB beside it, are left for what the allocator cannot use between what it holds
 SAME = 0.005  # two plans whose seconds differ by less are equally fast: the one that changes less is taken
 HOST_SHARE = 0.8  # of the host's memory may be pinned, where no budget is set
 
@@ -58,9 +58,11 @@ class Chooser:
     def __init__(self, predictor: Predictor, work: Work, budget_gib: float, host_gib: float, rehearsal: Rehearsal | None = None) -> None:
         self._predictor, self._work, self._rehearsal = predictor, work, rehearsal
         self.budget, self._host = budget_gib * GIB, host_gib * GIB
+        self.usable = usable(budget_gib) * GIB
 
     def choose(self, config: Config) -> Chosen:
         """As it is, where that fits; else the fastest of what may be changed; else the nearest, whatever was set by hand."""
+        config = self._settled(config)
         as_it_is = next(self._tried(config, ()))
         if self.fits(as_it_is):
             return Chosen(as_it_is, True, [])
@@ -74,6 +76,15 @@ class Chooser:
             return Chosen(best, True, self._reasons(config, best))
         nearest, everything = self.nearest(config, tuple(GROUPS)), self._tried(config, tuple(GROUPS))
         return Chosen(as_it_is, False, [], nearest, None if nearest else min(self._needs(one) for one in everything) / GIB)
+
+    def _settled(self, config: Config) -> Config:
+        """`preset: balanced` as the lists that it comes to, so that the run does what was foreseen of it."""
+        now = config.memory.activations
+        if config.memory.plan != "auto" or now.preset != "balanced" or self._predictor.shape.dense_layers:
+            return config
+        choice = self._predictor.choice(config)
+        lists = {"keep": None, "offload": sorted(choice.offload) or None, "recompute": sorted(choice.recompute) or None}
+        return with_changes(config, {"memory.activations": now.model_copy(update={"preset": "keep", "gate": "ignore", **lists})})
 
     def nearest(self, config: Config, free: Sequence[str]) -> Tried | None:
         """What fits with the fewest changes; of those, the fastest."""
@@ -89,12 +100,13 @@ class Chooser:
         one = (cache * prediction.block * room.bytes(each) + room.workspace(each, self._predictor.chunk, batch)) / SHARE
         held = sum(generate.device.get(name, 0) for name in ("weights", "reference", "master", "moments"))
         others = max(phase.peak for name, phase in prediction.phases.items() if name not in ("generate", "evaluate"))
-        return max(others, held + one) / (1 - MARGIN)
+        filled = max(others, held + one)
+        return min((filled + SPARE * GIB) / (1 - MARGIN), filled / (1 - MARGIN - 0.1))
 
     def fits(self, tried: Tried) -> bool:
         prediction, work = tried.prediction, self._work
         needed = blocks_for(round(work.prompt), prediction.block) + blocks_for(work.most_new, prediction.block)
-        return prediction.blocks >= needed and tried.prediction.peak <= (1 - MARGIN) * self.budget and self._host_fits(tried)
+        return prediction.blocks >= needed and tried.prediction.peak <= self.usable and self._host_fits(tried)
 
     def _host_fits(self, tried: Tried) -> bool:
         limit = tried.config.memory.host_budget_gib
@@ -109,7 +121,7 @@ class Chooser:
                 changes |= one
             changed = with_changes(config, changes)
             try:
-                prediction = self._predictor.of(changed, self._work, int((1 - MARGIN) * self.budget), self._rehearsal)
+                prediction = self._predictor.of(changed, self._work, int(self.usable), self._rehearsal)
             except UserError:  # such as a row of `memory.away` that names what lives on the host
                 continue
             yield Tried(changes, changed, prediction)
@@ -155,7 +167,7 @@ class Chooser:
             rest = {key: value for key, value in best.changes.items() if key not in keys}
             config_without = with_changes(config, rest)
             said = _said(mine)
-            prediction = self._predictor.of(config_without, self._work, int((1 - MARGIN) * self.budget), self._rehearsal)
+            prediction = self._predictor.of(config_without, self._work, int(self.usable), self._rehearsal)
             without = Tried(rest, config_without, prediction)
             costs = best.prediction.seconds - without.prediction.seconds
             if self.fits(without):
@@ -170,6 +182,11 @@ class Chooser:
             )
             found.append(f"{said}: {why}; it costs {max(0.0, costs):.2f} s a step")
         return found
+
+
+def usable(budget_gib: float) -> float:
+    """GiB of a budget that a plan may fill: tiny ones, as in tests, give up a share only."""
+    return (1 - MARGIN) * budget_gib - min(SPARE, 0.1 * budget_gib)
 
 
 def free_groups(config: Config) -> tuple[str, ...]:

@@ -183,8 +183,10 @@ class Predictor:
         chunk = config.train.head_chunk_tokens
         logits = each * min(chunk, part.predicted) * shape.vocabulary
         head = 4 * shape.embedding + logits + max(logits if part.predicted > chunk else 0, each * shape.embedding)
-        of_head = grad * shape.embedding + (2 * grad * shape.block if leaving else 0)
-        early, late = max(before, min(of_head, whole or of_head)), max(before, whole, of_head if leaving else 0)
+        # What leaves is on its way for as long as two blocks' worth takes; of the head's, most is gone by the first block.
+        passing = 2 * grad * shape.block if config.optimizer.overlap and config.optimizer.on_cpu else 0
+        of_head = grad * shape.embedding // 3 + passing if leaving else grad * shape.embedding
+        early, late = max(before, min(of_head, whole or of_head)) + passing * (not leaving), max(before, whole, of_head if leaving else 0)
         in_first = late - (grad * shape.block if before == 0 and not leaving else 0)
         norm_saved = (made.normed - (16 + each) * hidden) * tokens
         return [
@@ -248,7 +250,9 @@ class Predictor:
         if rehearsal is not None:
             phases["train"].seconds = train.epochs * forward
         else:
-            for part, count in work.packed(train.microbatch_tokens, train.minibatches).parts:
+            parts = work.packed(train.microbatch_tokens, train.minibatches).parts
+            phases["train"].seconds = updates * speed.gathering(config.optimizer, sum(count for _, count in parts))
+            for part, count in parts:
                 once, exposed = speed.update(part, length, choice, config.memory.activations.keep_last)
                 phases["train"].seconds += updates * count * once
                 phases["train"].exposed += updates * count * exposed

@@ -25,7 +25,8 @@ OPS = {
 # A decoding pass, in units of what each rate alone would give.
 DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 54e-6, 0.64, 0.95, 1.35
 DEVICE_ADAM = 22.0  # bytes a parameter, read and written
-DEVICE_TENSOR, CPU_TENSOR = 77e-6, 150e-6  # seconds that a step takes for each tensor, whatever its size
+DEVICE_TENSOR, CPU_TENSOR = 9.7, 19.0  # operations of the host that a step takes for each tensor, whatever its size
+GATHERED = 3.0e9  # parameters a second: gradients of a later micro-batch that the CPU adds to those it has
 CPU_ADAM = 1.3  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
@@ -87,16 +88,20 @@ class Speed:
         rates, parameters, tensors = self._rates, self._shape.parameters, self._shape.tensors
         on_cpu = config.on_cpu * parameters
         elsewhere = parameters - on_cpu
-        on_device, waits = elsewhere * DEVICE_ADAM / rates.copy + (1 - config.on_cpu) * tensors * DEVICE_TENSOR, 0.0
+        on_device, waits = elsewhere * DEVICE_ADAM / rates.copy + (1 - config.on_cpu) * tensors * DEVICE_TENSOR / rates.host_op, 0.0
         if config.place == "streamed":
             state = low_bytes(self._each) + 2 * moment_bytes(config)
             streamed = elsewhere * state / (STREAMED * min(rates.link_out, rates.link_in))
             waits = max(0.0, streamed - on_device)
             on_device += waits
-        with_cpu = on_cpu / (CPU_ADAM * rates.cpu_adam) + tensors * CPU_TENSOR if on_cpu else 0.0
+        with_cpu = on_cpu / (CPU_ADAM * rates.cpu_adam) + tensors * CPU_TENSOR / rates.host_op if on_cpu else 0.0
         if config.place == "streamed" and on_cpu:  # both read and write the host's memory
             return BOTH * (on_device + with_cpu), BOTH * waits
         return max(on_device, with_cpu), waits
+
+    def gathering(self, config: OptimizerConfig, micro_batches: int) -> float:
+        """Seconds more that the forwards and backwards of an update take where gradients add up on the host."""
+        return (micro_batches - 1) * config.on_cpu * self._shape.parameters / GATHERED
 
     def generate(self, work: Work, at_once: int) -> float:
         """All samples of a step, `at_once` in the batch; prompts read once a group."""

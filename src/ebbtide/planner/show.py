@@ -8,7 +8,7 @@ from typing import Any
 
 from ebbtide.config.tree import Config
 from ebbtide.memory.plan import Phase
-from ebbtide.planner.choose import HOST_SHARE, MARGIN, Chosen, settings
+from ebbtide.planner.choose import HOST_SHARE, Chosen, settings, usable
 from ebbtide.planner.machine import GIB, Machine, Rates
 from ebbtide.planner.predict import Foretold, Prediction
 from ebbtide.planner.shape import Shape
@@ -81,9 +81,9 @@ def words(chosen: Chosen, machine: Machine, budget_gib: float | None) -> list[st
 
 def _misfit(chosen: Chosen, machine: Machine, limit: float, of: str) -> str:
     prediction = chosen.tried.prediction
-    tight, over = prediction.tightest, prediction.peak / GIB - (1 - MARGIN) * limit
+    tight, over = prediction.tightest, prediction.peak / GIB - usable(limit)
     if over > 0:
-        said = f"does not fit into {of}: {tight} takes {prediction.peak / GIB:.1f} GiB, {over:.1f} more than there is with {MARGIN:.0%} to spare"
+        said = f"does not fit into {of}: {tight} takes {prediction.peak / GIB:.1f} GiB, {over:.1f} more than the {usable(limit):.1f} that can be filled"
     elif prediction.host > machine.host_gib * GIB * HOST_SHARE:
         said = f"does not fit: {prediction.host / GIB:.1f} GiB of host memory are wanted, of {machine.host_gib:.0f}"
     else:
