@@ -14,7 +14,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, free_host_bytes
 from ebbtide.memory.plan import PHASES, Phase
 from ebbtide.planner.choose import GROUPS, Chooser, Chosen, settings
-from ebbtide.planner.machine import Machine, this_machine
+from ebbtide.planner.machine import Machine, cpu_machine, this_machine
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.shape import Shape, from_config
 from ebbtide.planner.show import as_json, compared, words
@@ -110,6 +110,6 @@ def _is_gguf(config: Config) -> bool:
 
 def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
-        return this_machine("CPU", free_host_bytes(), free_host_bytes())
+        return cpu_machine(free_host_bytes())
     total = torch.cuda.get_device_properties(device).total_memory
     return this_machine(torch.cuda.get_device_name(device), total, free_host_bytes())

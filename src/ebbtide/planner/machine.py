@@ -40,8 +40,8 @@ class Machine:
     rates: Rates
     source: str
     """Where the rates come from, in words."""
-    host_known: bool = True
-    """Whether the host's memory is a figure and not a guess."""
+    timed: bool = True
+    """Whether seconds can be foretold: not of a CPU, whose small kernels follow no rate."""
 
 
 # Measured on an H200: benchmarks/plan.py. Of the others, memory, products and copies are what their data sheets say, scaled as the H200's measured figures are to its
@@ -127,6 +127,11 @@ def this_machine(name: str, device_bytes: int, host_bytes: int) -> Machine:
     return Machine(name, device_bytes / GIB, host_bytes / GIB, rates, source)
 
 
+def cpu_machine(free_bytes: int) -> Machine:
+    """A CPU, with host and device as two pools of one memory. Its rates only order the ways there are."""
+    return Machine("CPU", free_bytes / GIB, free_bytes / GIB, KNOWN[SLOWEST][1], "none of a CPU", timed=False)
+
+
 def machine_for(gpu: str | None, device_gib: float | None, host_gib: float | None, link: float | None) -> Machine:
     """What is asked for on the command line: a GPU by name, and figures in place of its own. `link` in GB/s."""
     if gpu is not None and _key(gpu) is None:
@@ -146,4 +151,4 @@ def machine_for(gpu: str | None, device_gib: float | None, host_gib: float | Non
     if link is not None:
         rates = Rates(**{**asdict(rates), "link_out": link * 1e9, "link_in": link * 1e9})
     memory = device_gib if device_gib is not None else KNOWN[_key(named) or SLOWEST][0]
-    return Machine(named, memory, host_gib or USUAL_HOST_GIB, rates, source, host_known=host_gib is not None)
+    return Machine(named, memory, host_gib or USUAL_HOST_GIB, rates, source)

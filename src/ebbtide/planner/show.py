@@ -27,19 +27,18 @@ def as_json(chosen: Chosen, shape: Shape, machine: Machine, budget_gib: float | 
         "settings": settings(chosen.tried.changes),
         "words": words(chosen, machine, budget_gib),
         "nearest": settings(chosen.nearest.changes) if chosen.nearest is not None else None,
-        "step_seconds": prediction.seconds,
+        "step_seconds": prediction.seconds if machine.timed else None,
         "activations": prediction.activations.words(),
         "kv_blocks": prediction.blocks,
         "kv_block_tokens": prediction.block,
         "sequences_at_once": prediction.at_once,
-        "phases": {phase: _phase(foretold) for phase, foretold in prediction.phases.items()},
+        "phases": {phase: _phase(foretold, machine.timed) for phase, foretold in prediction.phases.items()},
     }
 
 
-def _phase(foretold: Foretold) -> dict[str, Any]:
+def _phase(foretold: Foretold, timed: bool) -> dict[str, Any]:
     return {
-        "seconds": foretold.seconds,
-        "seconds_exposed": foretold.exposed,
+        **({"seconds": foretold.seconds, "seconds_exposed": foretold.exposed} if timed else {}),
         "moved_gib": foretold.moved / GIB,
         "peak_gib": foretold.peak / GIB,
         "host_gib": foretold.host / GIB,
@@ -70,12 +69,13 @@ def words(chosen: Chosen, machine: Machine, budget_gib: float | None) -> list[st
         )
     else:
         said.append(_misfit(chosen, machine, limit, of))
-    said += chosen.reasons
+    said += chosen.reasons if machine.timed else [reason.partition(";")[0] for reason in chosen.reasons]
     if chosen.fits and not chosen.reasons:
         said.append("nothing needs to move, to be streamed or to be made again")
     said.append(f"activations: {prediction.activations.words()}")
     said.append(f"the cache has {prediction.blocks:,} blocks of {prediction.block} tokens: {prediction.at_once} sequences decode at once")
-    said.append(f"rates: {machine.source}")
+    if machine.timed:
+        said.append(f"rates: {machine.source}")
     return said
 
 
