@@ -134,7 +134,7 @@ def predicted(config: Config, budget: int | None = None) -> Prediction:
 def measured_rates() -> tuple[Rates, float]:
     """Of this very machine, as hosts of one kind of GPU differ; and the seconds that it took."""
     start = time.perf_counter()
-    return calibrate(lambda *_: None)[1], time.perf_counter() - start
+    return calibrate(lambda *_: None)[2], time.perf_counter() - start
 
 
 def compared(stage: str, cases: list[Case]) -> Iterator[list[Row]]:
@@ -199,7 +199,7 @@ def budgets() -> Iterator[list[Row]]:
         try:
             config, lines = measured(options, file=PLANNED)
         except UserError as error:
-            refused = "does with less than" in str(error) or "does not fit" in str(error)
+            refused = "does not fit" in str(error)
             rows.append(Row(label, "refused before it began" if refused else "failed", 1.0, "(1 = yes)"))
             print(f"{label}: {error}", flush=True)
         else:
@@ -235,7 +235,8 @@ STAGES: dict[str, Callable[[], Iterator[list[Row]]]] = {
 
 
 def main() -> None:
-    keep_rates(torch.cuda.get_device_name(), measured_rates()[0])  # for the plans that runs make themselves
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    keep_rates(torch.cuda.get_device_name(), total, measured_rates()[0])  # for the plans that runs make themselves
     for name in sys.argv[1:] or list(STAGES):
         others = kept("plan", beginning(name))
         for rows in STAGES[name]():

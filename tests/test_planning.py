@@ -17,10 +17,16 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.memory.shortage import out_of_memory
-from ebbtide.planning import plan_run
+from ebbtide.planner.choose import Chooser
+from ebbtide.planner.machine import machine_for
+from ebbtide.planner.predict import Predictor
+from ebbtide.planner.shape import find_shape
+from ebbtide.planner.work import most_work
+from ebbtide.planning import RunPlan, plan_run
 from ebbtide.report.report import Report
 
 CPU = torch.device("cpu")
+SHAPE = "model.scratch={layers: 28, hidden: 2048, heads: 16, kv_heads: 8, head_dim: 128, mlp: 6144, vocabulary: 151936, context: 4096}"
 
 
 def ran(config: Config, folder: Path) -> dict[str, torch.Tensor]:
@@ -78,22 +84,28 @@ def test_a_plan_that_moves_trains_to_the_same_bits(tiny, tmp_path) -> None:
     assert all(torch.equal(weight, moved[name]) for name, weight in plain.items())
 
 
-def test_a_budget_for_a_family_that_no_plan_is_made_for_is_refused(tiny, monkeypatch) -> None:
+def test_a_family_that_no_plan_is_made_for_goes_without(tiny, monkeypatch) -> None:
     def unknown(*_):
         raise UserError("of another family")
 
     monkeypatch.setattr("ebbtide.planning.from_config", unknown)
-    with pytest.raises(UserError, match="of another family"):
-        plan_run(tiny({"memory.budget_gib": 1.0}), CPU, None)
+    plan, said = plan_run(tiny({"memory.budget_gib": 1.0}), CPU, None)
+    assert plan is None
+    assert said == ["no plan: of another family"]
 
 
-def test_when_memory_runs_out_the_plan_is_asked(tiny) -> None:
-    plan, _ = plan_run(tiny({"checkpoint": None, "memory.budget_gib": 1.0}), CPU, None)
-    assert plan is not None
+def test_when_memory_runs_out_the_plan_is_asked() -> None:
+    config = load("quickstart", [SHAPE, "memory.budget_gib=60"])
+    machine, shape = machine_for("h200", None, None, None), find_shape(config.model)
+    predictor = Predictor(shape, machine)
+    chosen = Chooser(predictor, most_work(config), 60, 128).choose(config)
+    plan = RunPlan(config, chosen.tried.config, chosen, shape, machine, predictor, None)
     said = plan.view("train")
     assert "The plan foresaw" in said
-    assert "GiB" in said
+    assert "=" in said.partition("The nearest plan with less: ")[2]  # a setting is named
+    assert "foresaw" not in plan.view(None)
     assert said in str(out_of_memory("train", {"weights": 1}, 2, "table", "no room. at all", [said]))
+    assert "before the first phase" in str(out_of_memory(None, {"weights": 1}, 2, "table", "no room. at all"))
 
 
 # The command
@@ -116,6 +128,19 @@ def test_plan_for_programs() -> None:
     assert found["kv_blocks"] > 0
 
 
+def test_more_than_the_gpu_has_is_no_budget() -> None:
+    done = CliRunner().invoke(app, [*PLAN, "memory.budget_gib=1000"])
+    assert isinstance(done.exception, UserError)
+    assert "more than the 139.8 GiB" in str(done.exception)
+
+
+def test_a_prediction_alone_refuses_nothing_that_is_set_by_hand(tiny) -> None:
+    plan, said = plan_run(tiny({"memory.plan": "manual", "memory.budget_gib": 1e-6}), CPU, None)
+    assert plan is not None
+    assert "does not fit" in said[0]
+    assert " s a step" not in said[0]  # nobody foretells a CPU's seconds
+
+
 def test_what_does_not_fit_says_so_and_by_its_exit_code() -> None:
     done = CliRunner().invoke(app, [*PLAN, "memory.budget_gib=0.001"])
     assert done.exit_code == 1
@@ -123,8 +148,7 @@ def test_what_does_not_fit_says_so_and_by_its_exit_code() -> None:
 
 
 def test_a_plan_says_how_to_set_it_by_hand() -> None:
-    shape = "model.scratch={layers: 28, hidden: 2048, heads: 16, kv_heads: 8, head_dim: 128, mlp: 6144, vocabulary: 151936, context: 4096}"
-    found = json.loads(CliRunner().invoke(app, [*PLAN, shape, "memory.budget_gib=20", "--json"]).stdout)
+    found = json.loads(CliRunner().invoke(app, [*PLAN, SHAPE, "memory.budget_gib=20", "--json"]).stdout)
     assert found["fits"]
     assert found["settings"]
     load("quickstart", found["settings"])  # each is a setting that there is

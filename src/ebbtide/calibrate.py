@@ -1,4 +1,4 @@
-"""Measures what this machine can do, for the planner: link, memory, products, the CPU's optimizer, and how fast Python hands work to the device. Under 30 seconds."""
+"""Measures what this machine can do, for the planner: link, memory, products, the CPU's optimizer, and how fast Python hands work to the device. A few seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from ebbtide.config.tree import Memory, Optimizer
 from ebbtide.errors import UserError
+from ebbtide.memory.arena import GIB
 from ebbtide.memory.host import bind_near, pci_address
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
@@ -23,8 +24,15 @@ STEPPED = 128 * 2**20  # parameters
 HANDED_OVER = 3000  # operations
 
 
-def calibrate(progress: Progress) -> tuple[str, Rates]:
-    """The GPU's name, and its rates and its host's."""
+def calibrate(progress: Progress) -> tuple[str, float, Rates]:
+    """The GPU's name and GiB, and its rates and its host's."""
+    try:
+        return _measured(progress)
+    except torch.OutOfMemoryError:
+        raise UserError("`--calibrate` needs 4 GiB of the GPU, and others use it: wait for them, or stop them") from None
+
+
+def _measured(progress: Progress) -> tuple[str, float, Rates]:
     if not torch.cuda.is_available():
         raise UserError("`--calibrate` measures a GPU and its link, and torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -46,7 +54,8 @@ def calibrate(progress: Progress) -> tuple[str, Rates]:
     cpu_adam = STEPPED / _cpu_step(device)
     progress(5, 5)
     rates = Rates(matmul=matmul, copy=copy, link_out=link_out, link_in=link_in, cpu_adam=cpu_adam, host_op=host_op)
-    return torch.cuda.get_device_name(device), rates
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.total_memory / GIB, rates
 
 
 def _seconds(work: Callable[[], object], repeats: int = 5) -> float:

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from ebbtide import __version__
-from ebbtide.checkpoint.resume import FOLDER, find
+from ebbtide.checkpoint.resume import FOLDER, find, going_on
 from ebbtide.checkpoint.store import listed
 from ebbtide.config import load, load_serve, recipes
 from ebbtide.config.document import explained
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import build_plan
+from ebbtide.memory.plan import build_plan, check_budget
 from ebbtide.planner import show
 from ebbtide.planner.choose import Chooser
 from ebbtide.planner.machine import KNOWN, keep_rates, machine_for
@@ -109,16 +109,23 @@ def plan(
     machine = machine_for(gpu, device_gib, host_gib, link)
     shape = find_shape(config.model)
     predictor = Predictor(shape, machine, each=4 if config.model.dtype == "float32" else 2)
+    check_budget(config.memory.budget_gib, machine.device_gib)
     chosen = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib).choose(config)
     if as_json:
-        typer.echo(json.dumps(show.as_json(chosen, shape, machine, config.memory.budget_gib), indent=1))
+        typer.echo(json.dumps(show.as_json(chosen, config, shape, machine), indent=1))
     else:
         typer.echo(show.text(chosen, config, shape, machine))
     if not chosen.fits:
         raise typer.Exit(1)
 
 
+def _no_holes() -> None:
+    """Before torch first uses a GPU: phases of different sizes then leave no holes behind in its memory."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def _calibrate() -> None:
+    _no_holes()
     from ebbtide.calibrate import calibrate as measure
     from ebbtide.report.terminal import Terminal
 
@@ -126,10 +133,10 @@ def _calibrate() -> None:
     terminal.start()
     try:
         with terminal.doing("measuring this machine") as progress:
-            name, rates = measure(progress)
+            name, device_gib, rates = measure(progress)
     finally:
         terminal.stop()
-    terminal.say(f"{name}: {show.rates_text(rates)}; kept in {keep_rates(name, rates)}")
+    terminal.say(f"{name}: {show.rates_text(rates)}; kept in {keep_rates(name, device_gib, rates)}")
 
 
 def _go(source: str, config: Config, rehearsal: Rehearsal | None = None) -> None:
@@ -147,9 +154,11 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
     if config.rollout.serve_port is not None:
         check_installed()
     resumed = find(config, Console(stderr=True, highlight=False, soft_wrap=True).print)
+    if resumed is not None:
+        config = going_on(config, resumed)
     Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
-    if config.rollout.engine != "vllm":  # its own allocator cannot live with it
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # phases of different sizes leave no holes behind
+    if config.rollout.engine != "vllm":  # whose own allocator cannot live with it
+        _no_holes()
     from ebbtide.loop import train as run_loop
     from ebbtide.report.report import Report
 

@@ -73,7 +73,7 @@ def _run(config: Config, report: Report, residency: Residency, rehearsal: Rehear
     meter = residency.meter
     with report.working("making problems"):
         problems = build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
-    with report.working("loading the model"):
+    with report.working("loading the model"), residency.starting():
         loaded = load_model(config)
         policy = Policy(loaded, config)
         policy.verify()

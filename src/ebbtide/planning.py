@@ -12,12 +12,12 @@ from ebbtide.batch import Sample
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, free_host_bytes
-from ebbtide.memory.plan import PHASES, Phase
-from ebbtide.planner.choose import GROUPS, Chooser, Chosen, settings
+from ebbtide.memory.plan import PHASES, Phase, check_budget
+from ebbtide.planner.choose import Chooser, Chosen, settings
 from ebbtide.planner.machine import Machine, cpu_machine, this_machine
 from ebbtide.planner.predict import Predictor
-from ebbtide.planner.shape import Shape, from_config
-from ebbtide.planner.show import as_json, compared, words
+from ebbtide.planner.shape import Shape, from_config, is_gguf
+from ebbtide.planner.show import as_json, compared, misfit, words
 from ebbtide.planner.work import Work, most_work
 from ebbtide.policy.model import model_config, pick_dtype
 
@@ -28,6 +28,7 @@ NEARLY = 0.9  # of what was there when memory ran out: what a better plan should
 class RunPlan:
     """Of one run on one machine."""
 
+    asked: Config
     config: Config
     """With all that was chosen in it."""
     chosen: Chosen
@@ -41,10 +42,10 @@ class RunPlan:
         return self.config.memory.budget_gib or self.machine.device_gib
 
     def words(self) -> list[str]:
-        return words(self.chosen, self.machine, self.config.memory.budget_gib)
+        return words(self.chosen, self.asked, self.machine)
 
     def as_json(self) -> dict[str, Any]:
-        return as_json(self.chosen, self.shape, self.machine, self.config.memory.budget_gib)
+        return as_json(self.chosen, self.asked, self.shape, self.machine)
 
     def against(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> tuple[list[list[str]], list[str]]:
         """A step as it was sampled: predicted for those very lengths, and measured. (A table, what is far off by holding.)"""
@@ -68,44 +69,42 @@ class RunPlan:
         seconds = {phase: metrics[f"seconds/{phase}"] for phase in measured}
         return compared(foretold, seconds, {phase: int(metrics[f"peak_gib/{phase}"] * GIB) for phase in measured}, held)
 
-    def view(self, phase: Phase) -> str:
-        """When memory ran out in a phase: what was foreseen, and what would do with less."""
-        prediction = self.chosen.tried.prediction
-        foreseen = f"The plan foresaw {prediction.phases[phase].peak / GIB:.2f} GiB in {phase}" if phase in prediction.phases else ""
-        loose = self.config.model_copy(update={"memory": self.config.memory.model_copy(update={"plan": "auto"})})
-        less = Chooser(self.predictor, most_work(self.config), NEARLY * min(self.budget_gib, prediction.peak / GIB), self.machine.host_gib)
-        nearest = less.nearest(loose, tuple(GROUPS))
+    def view(self, phase: Phase | None) -> str:
+        """When memory ran out in a phase, or before the first: what was foreseen, and what would do with less."""
+        found = self.chosen.tried.prediction.phases.get(phase) if phase is not None else None
+        said = [f"The plan foresaw {found.peak / GIB:.3g} GiB in {phase}"] if found is not None else []
+        less = NEARLY * min(self.budget_gib, found.peak / GIB if found is not None else self.budget_gib)
+        nearest = Chooser(self.predictor, most_work(self.config), less, self.machine.host_gib, self.rehearsal).nearest(self.config)
         if nearest is None:
-            return f"{foreseen}; no plan for this model and these lengths would take much less".lstrip("; ")
-        return f"{foreseen}. The nearest plan with less: {', '.join(settings(nearest.changes))} ({nearest.prediction.peak / GIB:.2f} GiB)".lstrip(
-            ". "
-        )
+            return ". ".join([*said, "No plan for this model and these lengths takes much less"])
+        changes = " ".join(settings(self.config, nearest.config))
+        return ". ".join([*said, f"The nearest plan with less: {changes} ({nearest.prediction.peak / GIB:.3g} GiB)"])
 
 
 def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None) -> tuple[RunPlan | None, list[str]]:
     """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for other families, for GGUF files."""
     on_cpu = device.type != "cuda"
-    if (on_cpu and config.memory.budget_gib is None) or _is_gguf(config):
+    if on_cpu and config.memory.budget_gib is None:
         return None, []
     try:
-        shape = from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")
+        shape = _shape(config)
     except UserError as error:
-        if config.memory.budget_gib is not None:
-            raise
         return None, [f"no plan: {error}"]
     machine = _machine(device)
+    check_budget(config.memory.budget_gib, machine.device_gib)
     predictor = Predictor(shape, machine, each=pick_dtype(config.model.dtype, device).itemsize, on_cpu=on_cpu)
     chooser = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib, rehearsal)
     chosen = chooser.choose(config)
-    plan = RunPlan(chosen.tried.config, chosen, shape, machine, predictor, rehearsal)
-    if not chosen.fits and config.memory.budget_gib is not None:
-        raise UserError(plan.words()[0])
+    if not chosen.fits and config.memory.budget_gib is not None and config.memory.plan == "auto":
+        raise UserError(misfit(chosen, config, machine))
+    plan = RunPlan(config, chosen.tried.config, chosen, shape, machine, predictor, rehearsal)
     return plan, [f"plan: {line}" for line in plan.words()]
 
 
-def _is_gguf(config: Config) -> bool:
-    path = config.model.path or ""
-    return path.startswith("package:") or path.endswith(".gguf")
+def _shape(config: Config) -> Shape:
+    if is_gguf(config.model.path or ""):  # reading its header takes seconds
+        raise UserError("a GGUF file has no config.json")
+    return from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")
 
 
 def _machine(device: torch.device) -> Machine:

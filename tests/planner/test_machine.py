@@ -38,20 +38,24 @@ def test_one_that_is_not_known_says_so() -> None:
 
 def test_measured_rates_are_kept_and_used() -> None:
     mine = replace(KNOWN["h200"][1], link_out=1e9)
-    keep_rates("NVIDIA H200", mine)
-    keep_rates("Some Other GPU", replace(mine, link_out=2e9))
+    keep_rates("NVIDIA H200", 139.0, mine)
+    keep_rates("Some Other GPU", 16.0, replace(mine, link_out=2e9))
     assert rates_for("NVIDIA H200") == (mine, "measured on this machine's NVIDIA H200")
     assert rates_for("Some Other GPU")[0].link_out == 2e9
     assert machine_for("h200", None, None, None).rates == mine
+    assert machine_for("H200", None, None, None).rates == mine
+    assert machine_for("some other gpu", None, None, None).device_gib == 16.0
+    with pytest.raises(UserError, match="calibrated here are NVIDIA H200, Some Other GPU"):
+        machine_for(None, None, None, None)
     assert this_machine("NVIDIA H200", 2**30, 2**31).rates == mine
 
 
 def test_the_only_measured_machine_is_the_one_that_is_meant() -> None:
     with pytest.raises(UserError, match="--gpu"):
         machine_for(None, None, None, None)
-    keep_rates("NVIDIA H100", KNOWN["h100"][1])
+    keep_rates("NVIDIA H100", 93.0, KNOWN["h100"][1])
     found = machine_for(None, None, None, None)
-    assert (found.name, found.device_gib) == ("NVIDIA H100", KNOWN["h100"][0])
+    assert (found.name, found.device_gib) == ("NVIDIA H100", 93.0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"NVIDIA H200": {"matmul": 1}}', '{"NVIDIA H200": 3}'])

@@ -75,10 +75,30 @@ def test_an_alphabet_and_bytes_count_their_own_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("contents", "says"),
-    [({"model_type": "bert"}, "family `bert`"), ({"model_type": "llama"}, "num_hidden_layers"), (None, "config.json")],
+    [
+        (b'{"model_type": "bert"}', "family `bert`"),
+        (b'{"model_type": "llama"}', "num_hidden_layers"),
+        (b"{", "config.json"),
+        (b"[1]", "not a table"),
+        (b"\xff\xfe", "config.json"),
+        (json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 0}).encode(), "config.json"),
+        (
+            json.dumps(
+                {
+                    "model_type": "qwen3",
+                    "hidden_size": 8,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 0,
+                    "intermediate_size": 8,
+                    "vocab_size": 8,
+                }
+            ).encode(),
+            "1 or more",
+        ),
+    ],
 )
-def test_what_cannot_be_planned_says_why(contents: dict[str, Any] | None, says: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{" if contents is None else json.dumps(contents))
+def test_what_cannot_be_planned_says_why(contents: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(contents)
     with pytest.raises(UserError, match=says):
         shapes.find_shape(Model(path=str(tmp_path)))
 

@@ -13,6 +13,7 @@ import yaml
 from ebbtide.checkpoint.store import Saved, listed, newest_sound
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.planner.choose import as_before
 
 FOLDER = "checkpoints"
 # Another value of these is another run.
@@ -42,6 +43,16 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     return _fitting(saved, config, say)
 
 
+def going_on(config: Config, saved: Saved) -> Config:
+    """The config with what a plan had chosen when the checkpoint was made."""
+    return as_before(config, _made_with(saved))
+
+
+def _made_with(saved: Saved) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((saved.path / "config.yaml").read_text())
+    return found
+
+
 def _candidates(config: Config) -> Iterator[Path]:
     if config.run.folder is not None:
         yield Path(config.run.folder).expanduser()
@@ -51,8 +62,8 @@ def _candidates(config: Config) -> Iterator[Path]:
 
 def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
     """Says what differs from the config that the checkpoint was made with; refuses what would make it another run."""
-    then = dict(_flat(yaml.safe_load((saved.path / "config.yaml").read_text())))
-    now = dict(_flat(config.model_dump(mode="json")))
+    then = dict(_flat(_made_with(saved)))
+    now = dict(_flat(going_on(config, saved).model_dump(mode="json")))
     changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key) and not key.startswith(FREE)]
     told = [f"`{key}` was {then.get(key)!r} and is {now.get(key)!r}" for key in changed]
     if refused := [text for key, text in zip(changed, told, strict=True) if key.startswith(FIXED)]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.errors import UserError
+from ebbtide.memory.plan import HOST_SHARE
 
 GIB = 2**30
 SLAB = 4 * GIB
@@ -37,11 +38,13 @@ def check_host_budget(needs: dict[str, int], budget_gib: float | None, taken: in
     """The bytes that `needs` (holding -> bytes) add up to, or an error with the numbers if they exceed the budget. `taken` of them are there already."""
     wanted = sum(_aligned(size) for size in needs.values())
     free = free_host_bytes() + taken
-    budget = int(budget_gib * GIB) if budget_gib is not None else int(0.8 * free)
+    budget = int(budget_gib * GIB) if budget_gib is not None else int(HOST_SHARE * free)
     if wanted > min(budget, free):
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in needs.items() if size)
         which = (
-            f"`memory.host_budget_gib` = {budget_gib:g}" if budget_gib is not None else f"80% of the free host memory = {budget / GIB:.2f}"
+            f"`memory.host_budget_gib` = {budget_gib:g}"
+            if budget_gib is not None
+            else f"{HOST_SHARE:.0%} of the free host memory = {budget / GIB:.2f}"
         )
         raise UserError(
             f"the memory plan sends {wanted / GIB:.2f} GiB to host memory ({listed}), more than {which} "

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ebbtide.errors import UserError
-
-GIB = 2**30
+from ebbtide.memory.arena import GIB
+from ebbtide.memory.plan import check_budget
 
 
 @contextmanager
@@ -19,10 +18,7 @@ def limited(device: torch.device, budget_gib: float | None) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    if budget_gib * GIB > total:
-        raise UserError(
-            f"`memory.budget_gib: {budget_gib:g}` is more than the {total / GIB:.1f} GiB that the device has: lower it, or remove it"
-        )
+    check_budget(budget_gib, total / GIB)
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(budget_gib * GIB / total, device)
     try:

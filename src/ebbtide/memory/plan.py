@@ -32,6 +32,16 @@ NEEDS: Mapping[Phase, frozenset[Name]] = {
 }
 """What each phase uses on the device. A save takes what is away from where it is."""
 
+HOST_SHARE = 0.8  # of the host's free memory may be taken, where no budget for it is set
+
+
+def check_budget(budget_gib: float | None, device_gib: float) -> None:
+    if budget_gib is not None and budget_gib > device_gib:
+        raise UserError(
+            f"`memory.budget_gib: {budget_gib:g}` is more than the {device_gib:.1f} GiB that the device has: lower it, or remove it"
+        )
+
+
 NEXT: Mapping[Phase, Phase] = {
     "generate": "score",
     "score": "logprob",

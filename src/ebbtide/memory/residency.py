@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -124,11 +124,11 @@ class Residency:
         """Host memory for copies of storages that stay on the device."""
         self._released = threading.Condition()
         self.meter = Meter(device, self.mover)
-        self._view: Callable[[Phase], str] | None = None
+        self._view: Callable[[Phase | None], str] | None = None
         self._history: History | None = None
 
-    def foresees(self, view: Callable[[Phase], str]) -> None:
-        """What a planner has to say of a phase when memory runs out in it."""
+    def foresees(self, view: Callable[[Phase | None], str]) -> None:
+        """What a planner has to say of a phase when memory runs out in it; None is before the first."""
         self._view = view
 
     def history_to(self, file: Path) -> None:
@@ -197,9 +197,18 @@ class Residency:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Enters a phase and measures it. What goes wrong inside leaves everything where it is: the next phase begins from there."""
+        with self._explained(phase), self.meter.phase(phase, self):
+            yield
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Around what is loaded and built before the first phase."""
+        return self._explained(None)
+
+    @contextmanager
+    def _explained(self, phase: Phase | None) -> Iterator[None]:
+        """Memory that runs out becomes a message with what was where."""
         try:
-            with self.meter.phase(phase, self):
-                yield
+            yield
         except torch.OutOfMemoryError as problem:
             on_device = {name: size.device for name, size in self.holdings().items()}
             peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else sum(on_device.values())

@@ -32,24 +32,29 @@ class History:
 
     def write(self) -> str:
         """In words: where it is."""
-        torch.cuda.memory._dump_snapshot(str(self._file))
+        try:
+            torch.cuda.memory._dump_snapshot(str(self._file))
+        except OSError as error:
+            return f"What the allocator did before could not be written to {self._file}: {error}"
         return f"What the allocator did before is in {self._file} (https://pytorch.org/memory_viz draws it)"
 
     def close(self) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def out_of_memory(phase: Phase, device: Mapping[Name, int], peak: int, table: str, problem: str, more: Sequence[str] = ()) -> UserError:
+def out_of_memory(
+    phase: Phase | None, device: Mapping[Name, int], peak: int, table: str, problem: str, more: Sequence[str] = ()
+) -> UserError:
     """`device`: bytes of each holding there; `peak`: the most that was allocated; `table`: where everything was; `problem`: what the allocator said; `more`: what else there is to say."""
-    could_leave = {name: device[name] for name in MOVABLE if name not in NEEDS[phase] and device.get(name)}
+    could_leave = {name: device[name] for name in MOVABLE if phase is not None and name not in NEEDS[phase] and device.get(name)}
     ways = []
     if could_leave:
         ways.append(f"set `memory.away.{phase}: [{', '.join(could_leave)}]`, which frees {sum(could_leave.values()) / GIB:.2f} GiB")
-    if phase in ADVICE:
-        ways.append(ADVICE[phase])
+    if phase is None or phase in ADVICE:
+        ways.append(ADVICE[phase] if phase is not None else "set `optimizer.place` to streamed or cpu, or take a smaller model")
     other = f"{'other':<10} {(peak - sum(device.values())) / GIB:>10.3f}   (activations, the cache while it generates, workspaces)"
     lines = [
-        f"the device's memory ran out in the {phase} phase ({'. '.join(problem.split('. ')[:2])}). Where everything was:",
+        f"the device's memory ran out {f'in the {phase} phase' if phase is not None else 'before the first phase'} ({'. '.join(problem.split('. ')[:2])}). Where everything was:",
         "",
         table,
         other,

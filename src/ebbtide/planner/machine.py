@@ -71,7 +71,7 @@ KNOWN: Mapping[str, tuple[float, Rates]] = {
 """Name -> (GiB that a process can have, rates)."""
 
 USUAL_HOST_GIB = 128.0
-SLOWEST = "4090"  # what a GPU of unknown name is taken for, where only its memory is given
+TAKEN_FOR = "3090"  # a GPU of which nothing is known
 
 
 def rates_file() -> Path:
@@ -79,25 +79,28 @@ def rates_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbtide" / "rates.json"
 
 
-def keep_rates(name: str, rates: Rates) -> Path:
+def keep_rates(name: str, device_gib: float, rates: Rates) -> Path:
     """Writes what was measured on a GPU of this name, beside that of others."""
     file = rates_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        known = _measured()
-        known[name] = rates
+        known = {**_measured(), name: (device_gib, rates)}
         partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({key: asdict(value) for key, value in known.items()}, indent=1) + "\n")
+        partial.write_text(json.dumps({key: {"device_gib": gib, **asdict(found)} for key, (gib, found) in known.items()}, indent=1) + "\n")
         partial.replace(file)
     except OSError as error:
         raise UserError(f"the rates could not be kept in {file}: {error}. Set XDG_CACHE_HOME to a folder you can write to") from None
     return file
 
 
-def _measured() -> dict[str, Rates]:
+def _measured() -> dict[str, tuple[float, Rates]]:
+    """Name -> (GiB, rates) of the GPUs that were calibrated on this machine."""
     try:
         found = json.loads(rates_file().read_text())
-        return {str(name): Rates(**{field.name: float(rates[field.name]) for field in fields(Rates)}) for name, rates in found.items()}
+        return {
+            str(name): (float(one["device_gib"]), Rates(**{field.name: float(one[field.name]) for field in fields(Rates)}))
+            for name, one in found.items()
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or of another version
         return {}
 
@@ -106,10 +109,12 @@ def rates_for(name: str) -> tuple[Rates, str]:
     """Of the GPU that calls itself so, and where they come from."""
     measured = _measured()
     if name in measured:
-        return measured[name], f"measured on this machine's {name}"
+        return measured[name][1], f"measured on this machine's {name}"
     key = _key(name)
     if key is None:
-        return KNOWN[SLOWEST][1], f"those known of a {SLOWEST.upper()}, for want of any of {name}: `ebbtide rehearse --calibrate` measures"
+        return KNOWN[TAKEN_FOR][
+            1
+        ], f"those known of a {TAKEN_FOR.upper()}, for want of any of {name}: `ebbtide rehearse --calibrate` measures"
     return KNOWN[key][1], f"known figures of the {key.upper()}: `ebbtide rehearse --calibrate` measures this machine's"
 
 
@@ -129,26 +134,34 @@ def this_machine(name: str, device_bytes: int, host_bytes: int) -> Machine:
 
 def cpu_machine(free_bytes: int) -> Machine:
     """A CPU, with host and device as two pools of one memory. Its rates only order the ways there are."""
-    return Machine("CPU", free_bytes / GIB, free_bytes / GIB, KNOWN[SLOWEST][1], "none of a CPU", timed=False)
+    return Machine("CPU", free_bytes / GIB, free_bytes / GIB, KNOWN[TAKEN_FOR][1], "none of a CPU", timed=False)
 
 
 def machine_for(gpu: str | None, device_gib: float | None, host_gib: float | None, link: float | None) -> Machine:
     """What is asked for on the command line: a GPU by name, and figures in place of its own. `link` in GB/s."""
-    if gpu is not None and _key(gpu) is None:
-        raise UserError(f"`--gpu {gpu}` is not known: {', '.join(KNOWN)}; or give `--device-gib`, `--host-gib` and `--link`")
     measured = _measured()
-    if gpu is None and device_gib is None:
-        if len(measured) != 1:
-            raise UserError(
-                "name the GPU to plan for with `--gpu` (such as h200), or its memory with `--device-gib`: no machine was calibrated here"
-            )
+    if gpu is None and device_gib is None and len(measured) == 1:
         (gpu,) = measured
-    # A measured GPU of that name, on this very machine, is better known than by its sheet.
-    named = next((name for name in measured if gpu in (name, _key(name))), gpu or SLOWEST)
-    rates, source = rates_for(named)
+    if gpu is None and device_gib is None:
+        found = f"calibrated here are {', '.join(measured)}" if measured else "no machine was calibrated here"
+        raise UserError(f"name the GPU to plan for with `--gpu` (such as h200), or its memory with `--device-gib`: {found}")
+    name, memory = TAKEN_FOR, device_gib or 0.0
+    if gpu is not None:
+        name, memory = _named(gpu, measured)
+    rates, source = rates_for(name)
     if gpu is None:
-        source = f"those known of a {SLOWEST.upper()}, as no GPU is named (`--gpu`)"
+        name, source = "a GPU", f"those known of a {TAKEN_FOR.upper()}, as no GPU is named (`--gpu`)"
     if link is not None:
         rates = Rates(**{**asdict(rates), "link_out": link * 1e9, "link_in": link * 1e9})
-    memory = device_gib if device_gib is not None else KNOWN[_key(named) or SLOWEST][0]
-    return Machine(named, memory, host_gib or USUAL_HOST_GIB, rates, source)
+    return Machine(name, device_gib or memory, host_gib or USUAL_HOST_GIB, rates, source)
+
+
+def _named(gpu: str, measured: Mapping[str, tuple[float, Rates]]) -> tuple[str, float]:
+    """(name, GiB): of one that was measured here, if that is meant; else of a known one."""
+    key = _key(gpu)
+    for name, (memory, _) in measured.items():
+        if gpu.lower() == name.lower() or (key is not None and key == _key(name)):
+            return name, memory
+    if key is None:
+        raise UserError(f"`--gpu {gpu}` is not known: {', '.join([*KNOWN, *measured])}; or give `--device-gib`, `--host-gib` and `--link`")
+    return key, KNOWN[key][0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ebbtide.config.tree import Config, Rehearsal
+from ebbtide.config.tree import Config, Rehearsal, Vllm
 from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
 from ebbtide.optim.sizes import grad_bytes, ring_bytes, state_bytes
 from ebbtide.planner.machine import GIB, Machine
@@ -14,7 +14,8 @@ from ebbtide.planner.saved import CARRIED, Choice, chosen, held
 from ebbtide.planner.seconds import Speed
 from ebbtide.planner.shape import Shape
 from ebbtide.planner.work import Part, Work
-from ebbtide.rollout.paged.room import BLOCKS, CHUNKS, Room, blocks_for, size_for, useful_blocks
+from ebbtide.rollout.paged.room import BLOCKS, CHUNKS, SHARE, Room, blocks_for, size_for, useful_blocks
+from ebbtide.rollout.paged.schedule import most_blocks
 
 CYCLE: tuple[Phase, ...] = ("generate", "score", "logprob", "train", "step")
 PROBE = 8192  # tokens on which a run holds `memory.activations` against the link
@@ -38,15 +39,46 @@ class Foretold:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    phases: Mapping[Phase, Foretold]
-    blocks: int
-    """Of the cache, that generation has."""
+class Generation:
+    """What a phase that generates has."""
+
+    blocks: int | None
+    """Of the paged cache."""
     block: int
     """Tokens of each."""
+    least: int
+    """Blocks without which not even one sample can be finished."""
+    roomy: bool
     at_once: int
     """Sequences that decode at once."""
+    least_peak: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    phases: Mapping[Phase, Foretold]
+    generation: Generation
     activations: Choice
+
+    @property
+    def blocks(self) -> int | None:
+        """Of the paged cache; None for other engines, which say nothing of theirs."""
+        return self.generation.blocks
+
+    @property
+    def least_blocks(self) -> int:
+        return self.generation.least
+
+    @property
+    def roomy(self) -> bool:
+        """The cache has all blocks that are of use."""
+        return self.generation.roomy
+
+    @property
+    def least_peak(self) -> float:
+        """Bytes with which it would do: those of the other phases, or of generate with a cache for one sample."""
+        others = max(phase.peak for name, phase in self.phases.items() if name not in ("generate", "evaluate"))
+        return max(others, self.generation.least_peak)
 
     @property
     def peak(self) -> int:
@@ -68,8 +100,7 @@ class Prediction:
 
 def room_of(shape: Shape) -> Room:
     """What the paged engine makes of a shape."""
-    mlp = max(shape.mlp * max(1, shape.experts_per_token), shape.dense_mlp)
-    return Room(shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.heads, mlp, shape.vocabulary)
+    return Room(shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.heads, shape_width(shape), shape.vocabulary)
 
 
 class _Base(NamedTuple):
@@ -96,6 +127,11 @@ class Predictor:
         """`budget`: bytes that the device's allocator may have; what generation leaves of it is the cache's."""
         base = self._base(config, rehearsal)
         phases = {phase: Foretold(dict(on), base.host) for phase, on in base.where.items()}
+        if config.rollout.engine == "vllm":
+            vllm = config.rollout.vllm or Vllm()
+            for at, phase in phases.items():
+                if at in ("generate", "evaluate") or vllm.sleep_level == 0:
+                    phase.device["kv_cache"] = int(vllm.memory_share * self.machine.device_gib * GIB)  # with its own weights
         choice = self.choice(config)
         if config.needs_old_logprobs or config.loss.kl is not None:
             self._forward(config, work, phases["logprob"])
@@ -104,26 +140,30 @@ class Predictor:
         else:
             self._train(config, work, choice, phases["train"])
             phases["step"].device["workspace"] = ring_bytes(config.optimizer, self.shape.parameters, self.each)
-        blocks, at_once = self._generate(config, work, phases["generate"], budget)
+        generation = self._generate(config, work, phases["generate"], budget)
+        phases["generate"].seconds = self._speed.generate(work, max(1, generation.at_once))
         if config.evaluate is not None:
-            self._generate(config, _tests(config, work), phases["evaluate"], budget)
+            tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
+            phases["evaluate"].seconds = self._speed.generate(
+                tests, max(1, self._generate(config, tests, phases["evaluate"], budget).at_once)
+            )
         else:
             del phases["evaluate"]
         if config.checkpoint is None:
             del phases["save"]
         for phase in phases.values():
             phase.device["workspace"] = phase.device.get("workspace", 0) + LIBRARIES * (self._kind == "cuda")
-        self._time(config, work, choice, phases, at_once, rehearsal)
+        self._time(config, work, choice, phases, rehearsal)
         for name, path in base.paths.items():
             self._moves(name, path, base.sizes[name], phases)
-        return Prediction(phases, blocks, BLOCKS[self._kind], at_once, choice)
+        return Prediction(phases, generation, choice)
 
     def _base(self, config: Config, rehearsal: Rehearsal | None) -> _Base:
         """What does not depend on activations and packing: many configs that are tried have it in common."""
         optimizer, away = config.optimizer, config.memory.away
         rows = tuple(tuple(row) if (row := getattr(away, phase)) is not None else None for phase in PHASES)
         key = (optimizer.place, optimizer.cpu_fraction, optimizer.overlap, optimizer.state_dtype, optimizer.grad_dtype)
-        whole = (*key, config.memory.preset, rows, config.loss.kl is None, rehearsal)
+        whole = (*key, config.memory.preset, rows, config.loss.kl is None, config.rollout.cache, rehearsal)
         if (found := self._bases.get(whole)) is None:
             plan = build_plan(config.memory, optimizer)
             sizes, resident = self._holdings(config, optimizer=rehearsal != "none")
@@ -157,6 +197,10 @@ class Predictor:
         sizes["grads"] = grad_bytes(config.optimizer, self.each) * on_device
         if config.loss.kl is not None:
             sizes["reference"] = self.each * parameters
+        if config.rollout.cache == "kept":
+            rollout, block = config.rollout, BLOCKS[self._kind]
+            blocks = most_blocks(rollout.ahead, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, block)
+            sizes["kv_cache"] = blocks * block * room_of(self.shape).bytes(self.each)
         return {name: size for name, size in sizes.items() if size or name == "grads"}, resident
 
     def _train(self, config: Config, work: Work, choice: Choice, phase: Foretold) -> None:
@@ -201,7 +245,7 @@ class Predictor:
         """Forwards without gradient: the widest place of a block, or the head."""
         shape, each = self.shape, self.each
         part = work.packed(config.train.microbatch_tokens).full
-        wide = shape.mlp * max(1, shape.experts_per_token)
+        wide = shape_width(shape)
         gathered = 2 * shape.experts_per_token * shape.hidden
         block = each * (3 * shape.hidden + 3 * wide + gathered) * part.tokens
         chunk = config.train.head_chunk_tokens
@@ -212,36 +256,38 @@ class Predictor:
         else:
             phase.device |= {"activations": round(head), "logits": round(logits)}
 
-    def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> tuple[int, int]:
-        """Sets what the phase takes; (blocks of the cache, sequences that decode at once)."""
-        room, block, chunk, batch = room_of(self.shape), BLOCKS[self._kind], self.chunk, config.rollout.batch
+    def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> Generation:
+        """Sets what the phase takes."""
+        room, block, batch = room_of(self.shape), BLOCKS[self._kind], config.rollout.batch
+        if config.rollout.engine == "paged":
+            phase.device.pop("kv_cache", None)  # what was kept becomes a part of the cache that is made now
         prompt, rows = round(work.prompt), min(batch, work.sequences)
-        useful = useful_blocks([(prompt, work.samples)] * work.prompts, work.most_new, batch, block)
-        blocks = min(useful, room.blocks(self.each, block, chunk, batch, max(0, budget - phase.peak)))
-        if blocks < useful:
-            own = blocks_for(work.most_new, block) + 1
-            rows = min(rows, int(blocks // (own + blocks_for(prompt, block) / work.samples)))
-        if config.rollout.engine == "vllm":
-            share = config.rollout.vllm.memory_share if config.rollout.vllm is not None else 0.5
-            phase.device["kv_cache"] = int(share * self.machine.device_gib * GIB)  # with its own weights
-            return useful, rows
-        if config.rollout.engine == "huggingface":
-            blocks = blocks_for(rows * (prompt + work.most_new), block)
-        wide = shape_width(self.shape)
-        reading = self.each * min(chunk, work.prompts * prompt) * (3 * self.shape.hidden + 3 * wide)
-        size = size_for(max(1, rows))
-        splits = blocks_for(work.most_new, 256) + blocks_for(prompt, 256)
-        decoding = (
-            self.each * size * (2 * self.shape.vocabulary + 4 * self.shape.hidden + 3 * wide) + 4 * splits * size * self.shape.queries
-        )
-        phase.device |= {"kv_cache": blocks * block * room.bytes(self.each), "workspace": max(reading, decoding) + decoding}
-        return blocks, rows
+        least = blocks_for(prompt, block) + blocks_for(work.most_new, block)
+        each_block = block * room.bytes(self.each)
+        blocks: int | None = None
+        roomy, floor = True, 0.0
+        if config.rollout.engine == "paged":
+            begun = work.prompts + config.rollout.ahead
+            useful = useful_blocks([(prompt, work.samples)] * begun, work.most_new, batch, block)
+            blocks = min(useful, room.blocks(self.each, block, self.chunk, batch, max(0, budget - phase.peak)))
+            roomy, floor = blocks == useful, phase.peak + ((least + 1) * each_block + room.workspace(self.each, self.chunk, batch)) / SHARE
+            if not roomy:
+                rows = min(rows, int(blocks // (blocks_for(work.most_new, block) + 1 + blocks_for(prompt, block) / work.samples)))
+            phase.device["kv_cache"] = blocks * each_block
+        elif config.rollout.engine == "huggingface":
+            phase.device["kv_cache"] = rows * (prompt + work.most_new) * room.bytes(self.each)
+        if config.rollout.engine != "vllm":  # which has its share in every phase or none, with all that it needs
+            wide = shape_width(self.shape)
+            reading = self.each * min(self.chunk, work.prompts * prompt) * (3 * self.shape.hidden + 3 * wide)
+            size, splits = size_for(max(1, rows)), blocks_for(work.most_new, 256) + blocks_for(prompt, 256)
+            numbers = 2 * self.shape.vocabulary + 4 * self.shape.hidden + 3 * wide
+            decoding = self.each * size * numbers + 4 * splits * size * self.shape.queries
+            phase.device["workspace"] = max(reading, decoding) + decoding
+        return Generation(blocks, block, least, roomy, rows, floor)
 
     # Seconds
 
-    def _time(
-        self, config: Config, work: Work, choice: Choice, phases: Mapping[Phase, Foretold], at_once: int, rehearsal: Rehearsal | None
-    ) -> None:
+    def _time(self, config: Config, work: Work, choice: Choice, phases: Mapping[Phase, Foretold], rehearsal: Rehearsal | None) -> None:
         speed, train = self._speed, config.train
         updates, length = train.minibatches * train.epochs, work.prompt + work.new
         passes = (1 if config.needs_old_logprobs else 0) + (1 if config.loss.kl is not None else 0)
@@ -258,10 +304,6 @@ class Predictor:
                 phases["train"].exposed += updates * count * exposed
             stepped, waited = speed.step(config.optimizer)
             phases["step"].seconds, phases["step"].exposed = updates * stepped, updates * waited
-        phases["generate"].seconds = speed.generate(work, max(1, at_once))
-        if "evaluate" in phases:
-            tests = _tests(config, work)
-            phases["evaluate"].seconds = speed.generate(tests, min(config.rollout.batch, tests.sequences))
         if "save" in phases:
             copied = sum(phases["save"].device.get(name, 0) for name in ("weights", "master", "moments"))
             phases["save"].seconds = phases["save"].exposed = copied / self.machine.rates.link_out
@@ -281,12 +323,6 @@ class Predictor:
                 late = taken if name in NEEDS[phase] else max(0.0, taken - phases[phase].seconds)
                 phases[phase].exposed += late
                 phases[phase].seconds += late
-
-
-def _tests(config: Config, work: Work) -> Work:
-    """What an evaluation comes to."""
-    assert config.evaluate is not None
-    return Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
 
 
 def shape_width(shape: Shape) -> int:

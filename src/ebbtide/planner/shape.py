@@ -116,6 +116,8 @@ class Shape:
 
 def from_config(found: Mapping[str, Any], called: str) -> Shape:
     """Of a config.json; `called` is the model's name in messages."""
+    if not isinstance(found, Mapping):
+        raise UserError(f"{called} has a config.json that is not a table of settings")
     family = str(found.get("model_type"))
     if family not in FAMILIES:
         raise UserError(f"{called} is of the family `{family}`, which a plan cannot be made for: known are {', '.join(FAMILIES)}")
@@ -126,7 +128,7 @@ def from_config(found: Mapping[str, Any], called: str) -> Shape:
         sparse = family == "qwen3_moe"
         every, without = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or [])
         dense = sum(layer in without or (layer + 1) % every != 0 for layer in range(layers)) if sparse else 0
-        return Shape(
+        made = Shape(
             family=family,
             layers=layers,
             hidden=hidden,
@@ -144,7 +146,10 @@ def from_config(found: Mapping[str, Any], called: str) -> Shape:
             out_bias=biased,
             mlp_bias=bool(text.get("mlp_bias", False)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        if min(made.layers, made.hidden, made.heads, made.kv_heads, made.head_dim, made.mlp, made.vocabulary) < 1:
+            raise ValueError("a size is not a whole number of 1 or more")
+        return made
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{called} has a config.json that a plan cannot be made from: {error}") from None
 
 
@@ -175,15 +180,19 @@ def find_shape(config: ModelConfig) -> Shape:
         return from_scratch(config.scratch)
     assert config.path is not None  # the config holds exactly one of the two
     folder = Path(config.path).expanduser()
-    if config.path.startswith("package:") or folder.suffix == ".gguf":
+    if is_gguf(config.path):
         raise UserError(
             f"`model.path: {config.path}` is a GGUF file, and a plan is made from a config.json: name a Hugging Face folder or hub id, or run `ebbtide rehearse`, which measures"
         )
     file = folder / "config.json" if folder.is_dir() else _from_hub(config.path)
     try:
         return from_config(json.loads(file.read_text()), f"`model.path: {config.path}`")
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # absent, no text, no JSON
         raise UserError(f"`model.path: {config.path}` has no config.json that can be read: {error}") from None
+
+
+def is_gguf(path: str) -> bool:
+    return path.startswith("package:") or path.endswith(".gguf")
 
 
 def _from_hub(name: str) -> Path:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ebbtide.config.tree import Config
-from ebbtide.memory.plan import Phase
-from ebbtide.planner.choose import HOST_SHARE, Chosen, settings, usable
+from ebbtide.memory.plan import HOST_SHARE, Phase
+from ebbtide.planner.choose import Chosen, settings, usable
 from ebbtide.planner.machine import GIB, Machine, Rates
 from ebbtide.planner.predict import Foretold, Prediction
 from ebbtide.planner.shape import Shape
@@ -16,22 +16,24 @@ from ebbtide.planner.shape import Shape
 COLUMNS = ("weights", "reference", "master", "moments", "grads", "kv_cache", "activations", "logits", "workspace")
 
 
-def as_json(chosen: Chosen, shape: Shape, machine: Machine, budget_gib: float | None) -> dict[str, Any]:
-    prediction = chosen.tried.prediction
+def as_json(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> dict[str, Any]:
+    """`asked`: the config before anything was chosen."""
+    prediction, generation = chosen.tried.prediction, chosen.tried.prediction.generation
     return {
         "machine": {"name": machine.name, "device_gib": machine.device_gib, "host_gib": machine.host_gib, "rates": machine.source},
         "parameters": shape.parameters,
-        "budget_gib": budget_gib,
+        "budget_gib": asked.memory.budget_gib,
         "fits": chosen.fits,
+        "lacks": chosen.lacks,
         "least_gib": chosen.least,
-        "settings": settings(chosen.tried.changes),
-        "words": words(chosen, machine, budget_gib),
-        "nearest": settings(chosen.nearest.changes) if chosen.nearest is not None else None,
+        "settings": settings(asked, chosen.tried.config),
+        "words": words(chosen, asked, machine),
+        "nearest": settings(asked, chosen.nearest.config) if chosen.nearest is not None else None,
         "step_seconds": prediction.seconds if machine.timed else None,
         "activations": prediction.activations.words(),
-        "kv_blocks": prediction.blocks,
-        "kv_block_tokens": prediction.block,
-        "sequences_at_once": prediction.at_once,
+        "kv_blocks": generation.blocks,
+        "kv_block_tokens": generation.block,
+        "sequences_at_once": generation.at_once,
         "phases": {phase: _phase(foretold, machine.timed) for phase, foretold in prediction.phases.items()},
     }
 
@@ -56,41 +58,56 @@ def rows(prediction: Prediction) -> list[list[str]]:
     return lines
 
 
-def words(chosen: Chosen, machine: Machine, budget_gib: float | None) -> list[str]:
+def words(chosen: Chosen, asked: Config, machine: Machine) -> list[str]:
     """What a person should know, in sentences."""
-    prediction = chosen.tried.prediction
-    tight = prediction.tightest
-    limit = budget_gib if budget_gib is not None else machine.device_gib
-    of = f"the budget of {limit:g} GiB" if budget_gib is not None else f"the {limit:.1f} GiB of the {machine.name}"
-    said = []
-    if chosen.fits:
-        said.append(
-            f"fits into {of}: the most is {prediction.peak / GIB:.1f} GiB, in {tight}; a step takes about {prediction.seconds:.1f} s"
-        )
-    else:
-        said.append(_misfit(chosen, machine, limit, of))
-    said += chosen.reasons if machine.timed else [reason.partition(";")[0] for reason in chosen.reasons]
+    prediction, generation = chosen.tried.prediction, chosen.tried.prediction.generation
+    said = [_fit(chosen, machine, asked.memory.budget_gib) if chosen.fits else misfit(chosen, asked, machine)]
+    for reason in chosen.reasons:
+        costs = f"; it {'costs' if reason.seconds > 0 else 'saves'} {abs(reason.seconds):.2f} s a step" if machine.timed else ""
+        said.append(f"{', '.join(f'`{line}`' for line in reason.settings)}: {reason.why}{costs}")
     if chosen.fits and not chosen.reasons:
-        said.append("nothing needs to move, to be streamed or to be made again")
+        said.append("nothing had to be changed")
     said.append(f"activations: {prediction.activations.words()}")
-    said.append(f"the cache has {prediction.blocks:,} blocks of {prediction.block} tokens: {prediction.at_once} sequences decode at once")
+    if generation.blocks is not None:
+        said.append(
+            f"the cache has {generation.blocks:,} blocks of {generation.block} tokens{'' if generation.roomy else ', fewer than would be of use'}: {generation.at_once} sequences decode at once"
+        )
     if machine.timed:
         said.append(f"rates: {machine.source}")
     return said
 
 
-def _misfit(chosen: Chosen, machine: Machine, limit: float, of: str) -> str:
+def _of(machine: Machine, budget_gib: float | None) -> str:
+    return f"the budget of {budget_gib:g} GiB" if budget_gib is not None else f"the {machine.device_gib:.3g} GiB of the {machine.name}"
+
+
+def _fit(chosen: Chosen, machine: Machine, budget_gib: float | None) -> str:
     prediction = chosen.tried.prediction
-    tight, over = prediction.tightest, prediction.peak / GIB - usable(limit)
-    if over > 0:
-        said = f"does not fit into {of}: {tight} takes {prediction.peak / GIB:.1f} GiB, {over:.1f} more than the {usable(limit):.1f} that can be filled"
-    elif prediction.host > machine.host_gib * GIB * HOST_SHARE:
-        said = f"does not fit: {prediction.host / GIB:.1f} GiB of host memory are wanted, of {machine.host_gib:.0f}"
-    else:
-        said = f"does not fit into {of}: generate has room for a cache of {prediction.blocks * prediction.block:,} tokens, fewer than one sample may have"
+    takes = f"; a step takes about {prediction.seconds:.1f} s" if machine.timed else ""
+    return f"fits into {_of(machine, budget_gib)}: the most is {prediction.peak / GIB:.3g} GiB, in {prediction.tightest}{takes}"
+
+
+def misfit(chosen: Chosen, asked: Config, machine: Machine) -> str:
+    """What there is too little of, and what would do."""
+    prediction, budget = chosen.tried.prediction, asked.memory.budget_gib
+    limit, of = budget if budget is not None else machine.device_gib, _of(machine, budget)
+    peak, can = prediction.peak / GIB, usable(limit)
+    why = {
+        "device": f"does not fit into {of}: {prediction.tightest} takes {peak:.3g} GiB, {peak - can:.3g} more than the {can:.3g} that can be filled",
+        "cache": f"does not fit into {of}: generate has no room for the cache of one sample of {asked.rollout.max_prompt_tokens + asked.rollout.max_new_tokens:,} tokens",
+        "host": f"does not fit: {prediction.host / GIB:.3g} GiB of host memory are wanted, more than {_host(asked, machine)}",
+        None: "",
+    }[chosen.lacks]
+    alone = f" ({', '.join(chosen.by_hand)} were left alone, as they are set)" if chosen.by_hand and asked.memory.plan == "auto" else ""
     if chosen.nearest is not None:
-        return f"{said}. The nearest that fits: {', '.join(settings(chosen.nearest.changes))}, at {chosen.nearest.prediction.seconds:.1f} s a step"
-    return f"{said}. No plan does with less than {chosen.least:.1f} GiB"
+        at = f", at {chosen.nearest.prediction.seconds:.1f} s a step" if machine.timed else ""
+        return f"{why}{alone}. The nearest that fits: {' '.join(settings(asked, chosen.nearest.config))}{at}"
+    return f"{why}. No plan does with less than {chosen.least:.3g} GiB" if chosen.least is not None else f"{why}, whatever the plan"
+
+
+def _host(asked: Config, machine: Machine) -> str:
+    budget = asked.memory.host_budget_gib
+    return f"`memory.host_budget_gib` = {budget:g}" if budget is not None else f"{HOST_SHARE:.0%} of the host's {machine.host_gib:.3g}"
 
 
 def compared(
@@ -130,16 +147,16 @@ def plain_table(lines: list[list[str]]) -> str:
     )
 
 
-def text(chosen: Chosen, config: Config, shape: Shape, machine: Machine) -> str:
+def text(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> str:
     """All of it, for a terminal."""
-    rollout, budget = config.rollout, config.memory.budget_gib
+    rollout = asked.rollout
     header = (
         f"{shape.family}, {shape.parameters:,} parameters, on {machine.name} with {machine.device_gib:.1f} GiB; "
         f"{rollout.prompts} x {rollout.samples} samples of at most {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens"
     )
-    lines = [header, "", plain_table(rows(chosen.tried.prediction)), "", *words(chosen, machine, budget)]
-    if chosen.tried.changes:
-        lines += ["", f"to set it by hand: {' '.join(map(shlex.quote, settings(chosen.tried.changes)))}"]
+    lines = [header, "", plain_table(rows(chosen.tried.prediction)), "", *words(chosen, asked, machine)]
+    if found := settings(asked, chosen.tried.config):
+        lines += ["", f"to set it by hand: {' '.join(map(shlex.quote, found))}"]
     return "\n".join(lines)
 
 

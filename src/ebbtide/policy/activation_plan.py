@@ -42,6 +42,8 @@ class Figures:
     """Bytes a second from the device to the host."""
     blocks: int
     """Blocks that may offload."""
+    timed: int = 0
+    """Tokens that it was timed on."""
 
     def carried(self) -> int:
         """Bytes per token and block that the link carries beside the forward."""
@@ -175,11 +177,11 @@ def measure(blocks: Sequence[nn.Module], choice: Choice, run: Probe) -> dict[Act
 def figures_for(config: ActivationsConfig, blocks: Sequence[nn.Module], run: Probe, residency: Residency, tokens: int) -> Figures:
     if config.preset in ("keep", "recompute") and not config.offload:
         return Figures({}, 0.0, 0.0, 0)  # nothing will be held against the link
-    saved, forward, link = measure(blocks, Choice(), run), 0.0, 0.0
+    saved, forward, link, timed = measure(blocks, Choice(), run), 0.0, 0.0, 0
     if residency.device.type == "cuda" and (timed := _timed_tokens(saved, blocks, tokens, residency)):
         forward = _seconds(run, timed) / 3  # a backward takes twice as long
         link = residency.mover.rate_out()
-    return Figures(saved, forward, link, max(0, len(blocks) - config.keep_last))
+    return Figures(saved, forward, link, max(0, len(blocks) - config.keep_last), timed)
 
 
 def _timed_tokens(saved: dict[Activation, int], blocks: Sequence[nn.Module], tokens: int, residency: Residency) -> int:
@@ -195,19 +197,19 @@ def _seconds(run: Probe, tokens: int) -> float:
     for _ in range(2):  # the first one warms up
         torch.cuda.synchronize()
         start = time.perf_counter()
-        done = run(min(tokens, LONG_PROBE))
+        done = run(tokens)
         torch.cuda.synchronize()
         taken = (time.perf_counter() - start) / done
     return taken
 
 
-def tried(held: Activations, figures: Figures, run: Probe, tokens: int) -> list[str]:
+def tried(held: Activations, figures: Figures, run: Probe) -> list[str]:
     """What a choice costs on this machine, where that was measured without it too: with few tokens the host's own work is more than the device's."""
     if not figures.forward:
         return []
     with held:
-        over = _seconds(run, tokens) / (3 * figures.forward) - 1
-    return [f"activations: tried on {min(tokens, LONG_PROBE):,} tokens, a forward and backward takes {over:.0%} longer than with all kept"]
+        over = _seconds(run, figures.timed) / (3 * figures.forward) - 1
+    return [f"activations: tried on {figures.timed:,} tokens, a forward and backward takes {over:.0%} longer than with all kept"]
 
 
 def capacity(config: ActivationsConfig, blocks: Sequence[nn.Module], choice: Choice, run: Probe, tokens: int) -> int:
