@@ -223,7 +223,10 @@ class ReplayedRollouts(Rollouts):
         return {}
 
 
-def build_rollouts(config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency) -> Rollouts:
+def build_rollouts(
+    config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency, *, writes: bool = True
+) -> Rollouts:
+    """Of several ranks that have the same ones, one writes."""
     rollout = config.rollout
     if rollout.replay is not None:
         return ReplayedRollouts(config, prompts, rollout.replay)
@@ -231,4 +234,4 @@ def build_rollouts(config: Config, engine: Engine, sampler: Sampler[Prompt], pro
     if rollout.ahead:
         assert isinstance(engine, PagedEngine)  # the config sees to it
         made = LastingRollouts(config, engine, sampler, prompts, residency)
-    return made if rollout.save_to is None else SavedRollouts(made, rollout.save_to)
+    return made if rollout.save_to is None or not writes else SavedRollouts(made, rollout.save_to)

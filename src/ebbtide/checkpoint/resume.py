@@ -18,7 +18,7 @@ FOLDER = "checkpoints"
 # Another value of these is another run.
 FIXED = ("model.", "seed", "optimizer.state_dtype")
 # Where a run writes, how long it is and what it shows may change at will.
-FREE = ("run.", "resume", "report.", "train.steps", "checkpoint.")
+FREE = ("run.", "resume", "report.", "train.steps", "checkpoint.", "cluster")
 
 
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.config.tree import Activation
 from ebbtide.memory.activations import Parking, View
+from ebbtide.memory.shards import local, unsharded
 from ebbtide.policy.again import Again, Call, GatedCall, NormCall, gated, norm_follows
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
@@ -87,7 +89,7 @@ def local_names(block: nn.Module) -> frozenset[Activation]:
     if all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         weight = mlp.gate_proj.weight
         probe = torch.linspace(-1, 1, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 4, -1)
-        with torch.no_grad():
+        with torch.no_grad(), unsharded(block):
             if torch.equal(gated(mlp, probe), mlp(probe)):
                 found.add("mlp_fc2")
     return frozenset(found)
@@ -137,7 +139,7 @@ class _Block:
     """Of the module that is running, if it makes again what it saves."""
     stack: list[Activation] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
-    """Storages that come from outside: positions, masks."""
+    """Storages that come from outside: positions, masks, gathered weights."""
 
     def end_call(self) -> None:
         if self.call is not None:
@@ -164,10 +166,11 @@ class Activations:
         self, blocks: Sequence[nn.Module], choice: Choice, parking: Parking | None, *, keep_last: int = 1, minimum: int = 2**16
     ) -> None:
         self._parking, self._minimum = parking, minimum
-        self._parameters = {parameter.untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
+        self._parameters = {local(parameter).untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
         # The backward begins with the last blocks: what they park would be wanted back at once.
         weight = next(blocks[0].parameters())
-        follow = all(norm_follows(norm, weight.dtype, weight.device) for norm in _norms(blocks[0]).values())
+        with unsharded(blocks[0]):
+            follow = all(norm_follows(norm, weight.dtype, weight.device) for norm in _norms(blocks[0]).values())
         everything = choice.recompute >= set(names_of(blocks[0])) - {"block_input"}
         kept = Choice(recompute=choice.recompute, local=choice.local)
         self._blocks = [
@@ -222,7 +225,10 @@ class Activations:
         if not block.wrapped:
             self._wrap(block)
         block.stack.clear()
-        block.shared = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        outside = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if isinstance(block.module, FSDPModule):  # gathered for this forward, elsewhere each time
+            outside += [local(parameter) for parameter in block.module.parameters()]
+        block.shared = {leaf.untyped_storage().data_ptr() for leaf in outside}
         if self._parking is not None and self.counted is None:
             self._parking.enter(block.number)
         if not block.choice.whole_block:
