@@ -708,10 +708,10 @@ class Checkpoint(Section):
     """The loop waits only until what is on the device is copied to host memory; another process writes it while training goes on. Off: it waits until all is written, and no host memory is taken."""
 
     fully_parallel_save: bool = True
-    """With several ranks, each writes a part. Off: the first writes all, for storage that dislikes parallel writers."""
+    """Of what several ranks have alike, each writes a part. Off: the first writes it, for storage that dislikes parallel writers. Parts of the model that one rank alone has are written by it in any case."""
 
     fully_parallel_load: bool = True
-    """With several ranks, each reads a part and tells the others. Off: the first reads all."""
+    """Of what several ranks have alike, each reads a part and tells the others. Off: the first reads it. Parts of the model that one rank alone has are read by it in any case."""
 
     load_rng: bool = True
     """A resumed run takes up the random states as well, and goes on to the bit as if it had never stopped."""

@@ -20,6 +20,8 @@ class Region:
     whole: torch.Size
     offset: tuple[int, ...]
     size: torch.Size
+    cut: bool = False
+    """Other ranks have other parts, or none."""
 
     @property
     def first(self) -> int:
@@ -38,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def region(tensor: Tensor) -> Region:
     """Where `local(tensor)` lies in the whole."""
-    offset, size = [0] * tensor.ndim, list(tensor.shape)
+    offset, size, cuts = [0] * tensor.ndim, list(tensor.shape), []
     if isinstance(tensor, DTensor):
         mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert coordinate is not None  # every rank of a run is in the mesh
@@ -54,7 +56,7 @@ def region(tensor: Tensor) -> Region:
             raise RuntimeError(
                 f"a part of {tuple(tensor.shape)} by {tensor.placements} is {tuple(local(tensor).shape)}, and should be {tuple(size)}"
             )
-    return Region(tensor.size(), tuple(offset), torch.Size(size))
+    return Region(tensor.size(), tuple(offset), torch.Size(size), bool(cuts))
 
 
 @contextmanager
