@@ -1,6 +1,7 @@
 """What ranks cannot do is said before they start, or as they do, with what to write instead."""
 
 import pytest
+import torch
 from ranks import run, together
 
 from conftest import TINY, family, merged
@@ -31,6 +32,8 @@ def refused(rank: int, configs) -> list[str]:
         with pytest.raises(UserError) as caught:
             run(rank, config)
         found.append(str(caught.value))
+        if torch.distributed.is_initialized():  # a rank that fails leaves it as it is, and ends
+            torch.distributed.destroy_process_group()
     return found
 
 
