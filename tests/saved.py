@@ -21,7 +21,8 @@ def made(**options):
 def contents(model, optimizer) -> dict[str, torch.Tensor]:
     moments, _ = state_of(optimizer)
     weights = {f"model.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return weights | {f"optimizer.{name}": tensor for name, tensor in moments.items()}
+    shapes = {name: stored.region.size for name, stored in optimizer.state().items()}
+    return weights | {f"optimizer.{name}": tensor.view(shapes[name]) for name, tensor in moments.items()}
 
 
 def read(snapshot, names=None) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ebbtide import __version__
-from ebbtide.checkpoint.resume import FOLDER, find, going_on
+from ebbtide.checkpoint.resume import FOLDER, find
 from ebbtide.checkpoint.store import listed
+from ebbtide.cluster.launch import launch, to_start
+from ebbtide.cluster.leash import Job, told
+from ebbtide.cluster.on_ray import launch_on_ray
 from ebbtide.config import load, load_serve, recipes
 from ebbtide.config.document import explained
 from ebbtide.config.tree import Config, Rehearsal
@@ -153,26 +157,33 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
     if config.rollout.serve_port is not None:
         check_installed()
-    resumed = find(config, Console(stderr=True, highlight=False, soft_wrap=True).print)
-    if resumed is not None:
-        config = going_on(config, resumed)
-    Console(stderr=True, highlight=False).print("starting (torch and transformers take a few seconds to load)", style="dim")
+    say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
     if config.rollout.engine != "vllm":  # whose own allocator cannot live with it
         _no_holes()
-    from ebbtide.loop import train as run_loop
-    from ebbtide.report.report import Report
+    job = Job(source, config, rehearsal)
+    if os.environ.get("RANK", "0") == "0":  # others that `torchrun` started are told by the first
+        job = replace(job, resumed=find(config, say))
+        say("starting (torch and transformers take a few seconds to load)", style="dim")
+    if (count := to_start(config)) > 0:
+        raise typer.Exit(launch_on_ray(job, count, say) if config.cluster and config.cluster.ray else launch(job, count, say))
+    from ebbtide.rank import Stopped, run_rank
 
-    with Report(config, source, resumed=resumed) as report:
+    try:
+        run_rank(job)
+    except Stopped:
+        raise typer.Exit(130) from None
+
+
+@app.command(hidden=True)
+def rank(folder: Path) -> None:
+    """One of the ranks that `ebbtide train` starts."""
+    with told(folder) as job:
+        from ebbtide.rank import Stopped, run_rank
+
         try:
-            run_loop(config, report, rehearsal)
-        except KeyboardInterrupt:
-            report.terminal.stop()
-            if not report.began:
-                raise
-            report.end(f"stopped after step {report.steps_done} of {config.train.steps}", rehearsed=rehearsal is not None)
-            raise typer.Exit(130) from None
-        report.terminal.stop()
-        report.end(f"{'done' if rehearsal is None else 'rehearsed'}: {config.train.steps} steps", rehearsed=rehearsal is not None)
+            run_rank(job)
+        except Stopped:
+            sys.exit(130)
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart-001.")]

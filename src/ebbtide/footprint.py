@@ -21,30 +21,39 @@ from ebbtide.rollout.paged.schedule import most_blocks
 COPIES = "copies for checkpoints"
 
 
-def fit_to_host(config: Config, plan: Plan, *, optimizer: bool = True) -> tuple[Config, dict[str, int], list[str]]:
-    """(the config, host memory by holding, what a person should know): where only the copies for checkpoints are too much, saves are not asynchronous."""
-    needs = host_needs(config, plan, optimizer=optimizer)
+def fit_to_host(
+    config: Config, plan: Plan, *, optimizer: bool = True, share: int = 1, processes: int = 1
+) -> tuple[Config, dict[str, int], list[str]]:
+    """(the config, host memory by holding, what a person should know): where only the copies for checkpoints are too much, saves are not asynchronous.
+
+    Each of the `processes` on this machine has one part in `share` of the model.
+    """
+    needs = host_needs(config, plan, optimizer=optimizer, share=share)
+
+    def check() -> None:
+        check_host_budget({name: size * processes for name, size in needs.items()}, config.memory.host_budget_gib)
+
     try:
-        check_host_budget(needs, config.memory.host_budget_gib)
+        check()
     except UserError:
         if config.checkpoint is None or (copies := needs.pop(COPIES, 0)) == 0:
             raise
-        check_host_budget(needs, config.memory.host_budget_gib)
+        check()
         waiting = config.checkpoint.model_copy(update={"async_save": False})
         told = f"checkpoints are written while the loop waits: copies of what is on the device would take {copies / GIB:.1f} GiB of host memory, more than there is"
         return config.model_copy(update={"checkpoint": waiting}), needs, [told]
     return config, needs, []
 
 
-def host_needs(config: Config, plan: Plan, *, optimizer: bool = True) -> dict[str, int]:
-    """Holding -> bytes, with an optimizer or without. Gradients that the plan sends away are not among them: between steps there are none."""
+def host_needs(config: Config, plan: Plan, *, optimizer: bool = True, share: int = 1) -> dict[str, int]:
+    """Holding -> bytes, with an optimizer or without, for a process that has one part in `share` of the model. Gradients that the plan sends away are not among them: between steps there are none."""
     saved = config.checkpoint is not None and config.checkpoint.async_save
     if not plan.moves and not saved and config.optimizer.place == "device" and not config.optimizer.on_cpu:
         return {}
     dtype = pick_dtype(config.model.dtype, pick_device(config.device))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = -(-sum(parameter.numel() for parameter in model.parameters()) // share)
     moving, resident = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})
     if config.loss.kl is not None:
         moving["reference"] = dtype.itemsize * parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from dataclasses import replace
 
 import numpy
 import torch
@@ -16,6 +17,8 @@ from ebbtide.batch import assemble, averaged, minibatches
 from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.ranks import Ranks
 from ebbtide.checkpoint.state import HELD, State
+from ebbtide.cluster.whole import SharedScoring, share_out
+from ebbtide.cluster.world import World
 from ebbtide.config.tree import Checkpoint, Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.evaluate import evaluate
@@ -24,6 +27,7 @@ from ebbtide.memory.host import bind_near, pci_address, quiet_collector
 from ebbtide.memory.limit import limited
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
+from ebbtide.memory.shards import local
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.schedule import learning_rate
 from ebbtide.planning import plan_run
@@ -37,7 +41,6 @@ from ebbtide.rollout.serve.beside import served
 from ebbtide.rollouts import build_rollouts
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
-from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.updates import Rehearsing, Training, Updates
 
 
@@ -51,12 +54,13 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a check for bugs that writes every new tensor once more
 
 
-def train(config: Config, report: Report, rehearsal: Rehearsal | None = None) -> Policy:
+def train(config: Config, report: Report, rehearsal: Rehearsal | None = None, world: World | None = None) -> Policy:
     """One whole run: what it learnt is in the policy that comes back, what happened is in the report. A rehearsal does all but the updates."""
+    world = world or World()
     seed_everything(config.seed, config.deterministic)
     device = pick_device(config.device)
     near = bind_near(pci_address(device)) if device.type == "cuda" else None
-    plan, notes = plan_run(config, device, rehearsal)
+    plan, notes = plan_run(config, device, rehearsal) if world.size == 1 else (None, [])
     if plan is not None:
         config = plan.config
     report.planned(config, plan)
@@ -64,27 +68,31 @@ def train(config: Config, report: Report, rehearsal: Rehearsal | None = None) ->
         if plan is not None:
             residency.foresees(plan.view)
         residency.history_to(report.folder.history)
-        return _run(config, report, residency, rehearsal, [*([near] if near else []), *notes])
+        return _run(config, report, residency, world, rehearsal, [*([near] if near else []), *notes])
 
 
-def _run(config: Config, report: Report, residency: Residency, rehearsal: Rehearsal | None, notes: list[str]) -> Policy:
-    config, needs, told = fit_to_host(config, residency.plan, optimizer=rehearsal != "none")
-    notes += told
+def _run(config: Config, report: Report, residency: Residency, world: World, rehearsal: Rehearsal | None, notes: list[str]) -> Policy:
+    config, needs, told = fit_to_host(config, residency.plan, optimizer=rehearsal != "none", share=world.held, processes=world.here)
+    notes += [*world.about, *told]
     meter = residency.meter
     with report.working("making problems"):
         problems = build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
     with report.working("loading the model"), residency.starting():
-        loaded = load_model(config)
-        policy = Policy(loaded, config)
-        policy.verify()
-        residency.hold("weights", list(policy.model.parameters()))
-        optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency) if rehearsal != "none" else None
+        loaded = load_model(config, world.loads_on(residency.device))
+        policy = Policy(loaded, config, world)
+        whole = share_out(policy, world, residency.device)
+        with whole.there() as model:
+            policy.verify(model)
+        residency.hold("weights", [local(parameter) for parameter in policy.model.parameters()])
+        optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, world.total) if rehearsal != "none" else None
         reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
         if optimizer is not None:
             notes += optimizer.about
-        if rehearsal is None:
-            notes += policy.place_activations(residency, needs)
-        engine = build_engine(loaded, config)
+        if optimizer is not None and rehearsal is None:
+            notes += policy.place_activations(residency, needs, world.here)
+            optimizer.discard()  # gradients of what was tried
+        with whole.there() as model:
+            engine = whole.engine(build_engine(replace(loaded, model=model), config))
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:
@@ -96,7 +104,7 @@ def _run(config: Config, report: Report, residency: Residency, rehearsal: Rehear
     report.begin(policy.model, policy.tokenizer, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
-    rollouts = build_rollouts(config, engine, sampler, prompts, residency)
+    rollouts = build_rollouts(config, engine, sampler, prompts, residency, writes=world.first)
     state: State | None = None
     trainer: Updates = Rehearsing(policy, residency)
     begun = 0
@@ -109,9 +117,9 @@ def _run(config: Config, report: Report, residency: Residency, rehearsal: Rehear
             begun = state.load(report.resumed.path, load_rng=kept.load_rng, parallel=kept.fully_parallel_load)
     updates_per_step = config.train.epochs * config.train.minibatches
 
-    keeper = Keeper(config, report.folder.path, state, report.terminal.say)
+    keeper = Keeper(config, report.folder.path, state, report.terminal.say, agreed=world.any)
     serving = served(engine, loaded, config, report.terminal.say)
-    with ScoringPool(config.task, config.seed) as scoring, keeper, quiet_collector(), serving:
+    with SharedScoring(config.task, config.seed, world) as scoring, keeper, quiet_collector(), serving:
 
         def examined() -> dict[str, float]:
             with residency.phase("evaluate"), report.phase("evaluate") as progress:

@@ -13,7 +13,7 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
-from ebbtide.rollout.engine import Completion, Engine, Request
+from ebbtide.rollout.engine import Completion, Engine, Preempting, Request
 from ebbtide.rollout.paged.engine import PagedEngine, Told
 from ebbtide.rollout.paged.schedule import most_blocks
 from ebbtide.rollout.prompts import Prompt
@@ -38,7 +38,7 @@ class Rollouts:
 
     def figures(self) -> dict[str, float]:
         """For metrics.jsonl."""
-        return {"samples_preempted": float(self._engine.preempted)} if isinstance(self._engine, PagedEngine) else {}
+        return {"samples_preempted": float(self._engine.preempted)} if isinstance(self._engine, Preempting) else {}
 
     def state(self) -> list[dict[str, Any]]:
         """What is under way, for a checkpoint."""
@@ -223,7 +223,10 @@ class ReplayedRollouts(Rollouts):
         return {}
 
 
-def build_rollouts(config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency) -> Rollouts:
+def build_rollouts(
+    config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency, *, writes: bool = True
+) -> Rollouts:
+    """Of several ranks that have the same ones, one writes."""
     rollout = config.rollout
     if rollout.replay is not None:
         return ReplayedRollouts(config, prompts, rollout.replay)
@@ -231,4 +234,4 @@ def build_rollouts(config: Config, engine: Engine, sampler: Sampler[Prompt], pro
     if rollout.ahead:
         assert isinstance(engine, PagedEngine)  # the config sees to it
         made = LastingRollouts(config, engine, sampler, prompts, residency)
-    return made if rollout.save_to is None else SavedRollouts(made, rollout.save_to)
+    return made if rollout.save_to is None or not writes else SavedRollouts(made, rollout.save_to)

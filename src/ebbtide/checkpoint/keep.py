@@ -22,9 +22,16 @@ class Keeper:
     """Around the steps of a run: the first Ctrl-C or SIGTERM lets the step under way end and be saved, the second stops at once."""
 
     def __init__(
-        self, config: Config, run: Path, state: State | None, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        run: Path,
+        state: State | None,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        agreed: Callable[[bool], bool] = bool,
     ) -> None:
-        self._config, self._say, self._clock = config, say, clock
+        """`agreed`: what one rank says is true for all."""
+        self._config, self._say, self._clock, self._agreed = config, say, clock, agreed
         self._saver = None
         if config.checkpoint is not None:
             assert state is not None  # there is something to save
@@ -74,22 +81,24 @@ class Keeper:
         self._step_seconds, self._stepped = now - self._stepped, now
         if config is None:
             return False
-        old = config.minutes is not None and now - self._saved >= 60 * config.minutes
-        return step == self._config.train.steps or (config.every is not None and step % config.every == 0) or old or self.stopping
+        old = self._agreed(config.minutes is not None and now - self._saved >= 60 * config.minutes)
+        stopping = self.stopping  # asked for always: ranks agree in one order
+        return step == self._config.train.steps or (config.every is not None and step % config.every == 0) or old or stopping
 
     @property
     def stopping(self) -> bool:
-        """The run is to end with the step that just ended."""
+        """The run is to end with the step that just ended. All ranks ask together."""
         config = self._config.checkpoint
         if config is None or config.deadline_minutes is None:
-            return self._asked
+            return self._agreed(self._asked)
         another = SPARE * (self._step_seconds + self._blocked_seconds + (self._saver.seconds if self._saver else 0.0))
-        return self._asked or self._stepped - self._began + another > 60 * config.deadline_minutes
+        return self._agreed(self._asked or self._stepped - self._began + another > 60 * config.deadline_minutes)
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Saves a step; those that are neither new nor good enough go when it is there."""
         assert self._saver is not None
         start = self._clock()
-        self._saver.save(step, metrics, last=self.stopping or step == self._config.train.steps)
+        stopping = self.stopping
+        self._saver.save(step, metrics, last=stopping or step == self._config.train.steps)
         self._saved = self._stepped = self._clock()
         self._blocked_seconds = self._saved - start

@@ -19,7 +19,7 @@ FOLDER = "checkpoints"
 # Another value of these is another run.
 FIXED = ("model.", "seed", "optimizer.state_dtype")
 # Where a run writes, how long it is and what it shows may change at will.
-FREE = ("run.", "resume", "report.", "train.steps", "checkpoint.")
+FREE = ("run.", "resume", "report.", "train.steps", "checkpoint.", "cluster")
 
 
 def find(config: Config, say: Callable[[str], None]) -> Saved | None:
@@ -74,12 +74,16 @@ def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
         raise UserError(
             f"the checkpoint {saved.path} is of step {saved.step}, and `train.steps` is {config.train.steps}: raise it to go on"
         )
-    world = (json.loads((saved.path / "run.json").read_text()).get("world", 1), int(os.environ.get("WORLD_SIZE", "1")))
+    world = (json.loads((saved.path / "run.json").read_text()).get("world", 1), _ranks(config))
     if world[0] != world[1]:
         told.append(f"the number of ranks was {world[0]} and is {world[1]}")
     for text in told:
         say(f"since the checkpoint, {text}")
     return saved
+
+
+def _ranks(config: Config) -> int:
+    return int(os.environ.get("WORLD_SIZE", (config.cluster.ranks if config.cluster is not None else None) or 1))
 
 
 def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ebbtide.checkpoint.state import Snapshot, State
 from ebbtide.checkpoint.store import Files, begin, failed, finish, prune
-from ebbtide.checkpoint.tensors import Share, finish_tensors, write_tensors
+from ebbtide.checkpoint.tensors import Everyone, Share, finish_tensors, write_tensors
 from ebbtide.checkpoint.writer import Writer
 from ebbtide.config.tree import Checkpoint
 from ebbtide.errors import UserError
@@ -75,10 +75,11 @@ class Saver:
         ranks = self._state.ranks
         try:
             making = self._together(step, lambda: begin(self._folder, step) if ranks.rank == 0 else None)[0]
-            shares = self._together(step, lambda: self._fill(making, snapshot, beside))
+            everyone = self._together(step, lambda: snapshot.entries)
+            shares = self._together(step, lambda: self._fill(making, snapshot, everyone, beside))
             if ranks.rank == 0:
                 known: Files = {name: file for _, files in shares for name, file in files.items()}
-                self._together(step, lambda: self._finish(making, snapshot, [results for results, _ in shares], metrics, known))
+                self._together(step, lambda: self._finish(making, everyone, [results for results, _ in shares], metrics, known))
             else:
                 self._together(step, lambda: None)
             self.seconds = time.perf_counter() - start
@@ -105,32 +106,32 @@ class Saver:
                 raise failed(self._folder, step, problem if len(found) == 1 else f"rank {rank}: {problem}")
         return [result for result, _ in found]
 
-    def _fill(self, making: Path, snapshot: Snapshot, beside: bool) -> tuple[list[Any], Files]:
+    def _fill(self, making: Path, snapshot: Snapshot, everyone: Everyone, beside: bool) -> tuple[list[Any], Files]:
         """This rank's part of the files."""
         for name, text in snapshot.texts.items():
             (making / name).write_text(text)
         if not beside:
             entries = {entry.name: entry for entry in snapshot.entries}
-            memory = mmap.mmap(-1, max(1, *(entry.bytes for entry in snapshot.entries)))
+            memory = mmap.mmap(-1, max([1, *(entry.bytes for entry in snapshot.entries)]))
 
             def find(name: str) -> Tensor:  # one after the other, in the same memory
                 snapshot.fill(name, out := entries[name].within(memory, 0))
                 return out
 
-            return write_tensors(making, snapshot.entries, find, self._share), {}
+            return write_tensors(making, everyone, find, self._share), {}
         try:
             if self._given_up:
                 raise OSError("it was given up")
             if self._writer is None:
                 self._writer = Writer()
-            return self._writer.write(making, snapshot.entries, snapshot.fill, self._share)
+            return self._writer.write(making, everyone, snapshot.fill, self._share)
         except BaseException:
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()  # what it still has to say is of a write that failed
             raise
 
-    def _finish(self, making: Path, snapshot: Snapshot, results: list[list[Any]], metrics: dict[str, float], known: Files) -> None:
-        finish_tensors(making, snapshot.entries, results, self._share)
+    def _finish(self, making: Path, everyone: Everyone, results: list[list[Any]], metrics: dict[str, float], known: Files) -> None:
+        finish_tensors(making, everyone, results, self._share)
         finish(making, metrics, known)
         prune(self._folder, self._config.keep, self._config.keep_best, self._config.metric)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.checkpoint.ranks import Ranks
-from ebbtide.checkpoint.tensors import Entry, read_tensors
+from ebbtide.checkpoint.tensors import Entry, read_parts, read_tensors
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.memory.arena import free_host_bytes
 from ebbtide.memory.plan import Name
 from ebbtide.memory.residency import Residency
+from ebbtide.memory.shards import Region, local, region
 from ebbtide.optim.adamw import AdamW
 from ebbtide.tasks.sampler import Sampler
 
@@ -68,11 +69,12 @@ class State:
             texts |= {RUN: json.dumps(run) + "\n", CONFIG: resolved(self.config)}
         fills: dict[Entry, tuple[Fill, bool]] = {}
         for name, parameter in self.model.named_parameters():
-            weight = twins(parameter.detach())
-            fills[Entry(f"model.{name}", weight.size(), weight.dtype)] = (lambda out, weight=weight: out.copy_(weight)), False  # type: ignore[misc]
+            weight = twins(local(parameter))
+            if entry := _entry(f"model.{name}", region(parameter), weight.dtype):
+                fills[entry] = (lambda out, weight=weight: out.copy_(weight)), False  # type: ignore[misc]
         for name, stored in self.optimizer.state().items():
-            entry = Entry(f"optimizer.{name}", torch.Size([stored.count]), stored.dtype)
-            fills[entry] = (lambda out, stored=stored: stored.fill(out, twins)), bool(twins.leased)  # type: ignore[misc]
+            if entry := _entry(f"optimizer.{name}", stored.region, stored.dtype):
+                fills[entry] = (lambda out, stored=stored: stored.fill(out.view(-1), twins)), bool(twins.leased)  # type: ignore[misc]
         snapshot = Snapshot(texts, fills)
         if twins.leased:
             snapshot.release = self.residency.lease(*twins.leased, copy_first=snapshot.copy_rest).release
@@ -82,14 +84,19 @@ class State:
 
     @torch.no_grad()
     def load(self, folder: Path, *, load_rng: bool, parallel: bool = True) -> int:
-        """Takes up a checkpoint; gives its step. The ranks read a part each and tell the others, or the first one reads all."""
+        """Takes up a checkpoint, of any number of ranks; gives its step."""
         run = json.loads((folder / RUN).read_text())
-        weights = {f"model.{name}": torch.empty_like(parameter, device="cpu") for name, parameter in self.model.named_parameters()}
-        moments = {f"optimizer.{name}": torch.empty(stored.count, dtype=stored.dtype) for name, stored in self.optimizer.state().items()}
-        self._read(weights | moments, folder, parallel)
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[f"model.{name}"])
-        self.optimizer.restore({name.removeprefix("optimizer."): tensor for name, tensor in moments.items()}, run["optimizer_steps"])
+        named = {f"model.{name}": local(parameter) for name, parameter in self.model.named_parameters()}
+        stored = {f"optimizer.{name}": one for name, one in self.optimizer.state().items()}
+        regions = {f"model.{name}": region(parameter) for name, parameter in self.model.named_parameters()}
+        regions |= {name: one.region for name, one in stored.items()}
+        kinds = {name: one.dtype for name, one in (named | stored).items()}
+        found = {name: torch.empty(place.size, dtype=kinds[name]) for name, place in regions.items()}
+        self._read(found, regions, folder, parallel)
+        for name, parameter in named.items():
+            parameter.copy_(found[name])
+        moments = {name.removeprefix("optimizer."): found[name].view(-1) for name in stored}
+        self.optimizer.restore(moments, run["optimizer_steps"])
         self.sampler.seek(run["sampler"]["epoch"], run["sampler"]["position"])
         if self.rollouts is not None:
             self.rollouts.restore(run.get("rollouts", []))
@@ -100,7 +107,11 @@ class State:
             _set_random_states(run["random"])
         return int(run["step"])
 
-    def _read(self, tensors: dict[str, Tensor], folder: Path, parallel: bool) -> None:
+    def _read(self, found: dict[str, Tensor], regions: dict[str, Region], folder: Path, parallel: bool) -> None:
+        """What ranks have parts of, each reads for itself; of what all of them have, each reads a part and tells the others."""
+        parts = {name: place for name, place in regions.items() if place.cut and found[name].numel()}
+        read_parts({name: found[name] for name in parts}, parts, folder)
+        tensors = {name: tensor for name, tensor in found.items() if not regions[name].cut}
         owners, burden = {}, [0] * (self.ranks.count if parallel else 1)
         for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
             owners[name] = burden.index(min(burden))
@@ -108,6 +119,13 @@ class State:
         read_tensors({name: tensor for name, tensor in tensors.items() if owners[name] == self.ranks.rank}, folder)
         for name, tensor in tensors.items():
             self.ranks.broadcast(tensor, owners[name])
+
+
+def _entry(name: str, place: Region, dtype: torch.dtype) -> Entry | None:
+    """What is written of a tensor; None where other ranks have all of it."""
+    if place.cut and not place.size.numel():
+        return None
+    return Entry(name, place.size, dtype, place if place.cut else None)
 
 
 class Snapshot:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.checkpoint.store import Files, digests
-from ebbtide.checkpoint.tensors import TENSORS, Entry, Share, write_tensors
+from ebbtide.checkpoint.tensors import TENSORS, Entry, Everyone, Share, write_tensors
 
 SLOTS = 2  # tensors in shared memory at once: as many threads write, each its own file
 
@@ -43,8 +43,9 @@ class Writer:
         theirs.close()
         self._connection = Connection(ours.detach())
 
-    def write(self, folder: Path, entries: Sequence[Entry], fill: Callable[[str, Tensor], None], share: Share) -> tuple[list[Any], Files]:
+    def write(self, folder: Path, everyone: Everyone, fill: Callable[[str, Tensor], None], share: Share) -> tuple[list[Any], Files]:
         """Has this rank's share written; `fill` puts a tensor into memory. Gives what was written, and the files with their digests."""
+        entries = everyone[share.rank]
         by_name = {entry.name: entry for entry in entries}
         slot = max(entry.bytes for entry in entries) if entries else 0
         slot = max(1, -(-slot // mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -52,7 +53,7 @@ class Writer:
         os.ftruncate(self._memory, slot * threads)
         window = mmap.mmap(self._memory, slot * threads)
         try:
-            self._connection.send((str(folder), list(entries), share, slot, threads))
+            self._connection.send((str(folder), everyone, share, slot, threads))
             while True:
                 kind, *rest = self._connection.recv()
                 if kind == "wants":
@@ -85,10 +86,10 @@ def _serve(connection: Connection, memory: int) -> None:
     """The process's side."""
     torch.serialization.set_crc32_options(False)  # takes as long as writing, and every file has a better digest
     while True:
-        folder, entries, share, slot, threads = connection.recv()
-        asking = _Asking(connection, entries, mmap.mmap(memory, slot * threads), slot)
+        folder, everyone, share, slot, threads = connection.recv()
+        asking = _Asking(connection, everyone[share.rank], mmap.mmap(memory, slot * threads), slot)
         try:
-            results = write_tensors(Path(folder), entries, asking, share, threads)
+            results = write_tensors(Path(folder), everyone, asking, share, threads)
             connection.send(("written", results, digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
         except (EOFError, ConnectionError):
             raise

@@ -38,7 +38,7 @@ class Run(Section):
     """How much is written to `log.txt` in the run folder: Ebbtide's own log and that of torch.distributed."""
 
     distributed_timeout_minutes: Positive = 10.0
-    """How long ranks wait for each other when they save or load together."""
+    """How long ranks wait for each other, in training and when they save or load together."""
 
     @model_validator(mode="after")
     def _overwrite_what(self) -> Run:
@@ -620,6 +620,51 @@ class Memory(Section):
     """Most host memory to pin, checked before the model loads; `null` is 80% of what is free."""
 
 
+class Cluster(Section):
+    """Several processes (ranks), one for each GPU, that train one policy. On a CPU a rank is a process as well."""
+
+    gpus: Count | None = None
+    """Ranks: so many are started on this machine, or over nodes with `cluster.ray`. `null` is `data` x `tensor`; under `torchrun`, which starts them itself, its number."""
+
+    data: Count | None = None
+    """Ranks that share out the samples, and the weights, gradients and optimizer state among them (FSDP2). `null` is all that `tensor` leaves."""
+
+    tensor: Count = 1
+    """Ranks that share out each matrix and work on the same samples (tensor parallelism), by the plan that the model's own config declares. On a GPU keep them within one node."""
+
+    replicate: Count = 1
+    """Copies of the weights: each is shared out among `data / replicate` ranks. More than 1 spares traffic between nodes, and costs memory."""
+
+    ray: str | None = None
+    """Present: ranks are placed by Ray (package `ray`) over the nodes of its cluster: `auto` is the one that runs on this machine, or one that is started for the run; or the ADDRESS of one. All nodes need the run folder at the same path."""
+
+    tries: Natural = 3
+    """With `ray`: how often the ranks are started again when one of them, or its node, is lost; from the last checkpoint, or anew where there is none."""
+
+    @model_validator(mode="after")
+    def _ranks_add_up(self) -> Cluster:
+        if self.gpus is not None and self.data is not None and self.gpus != self.data * self.tensor:
+            raise ValueError(
+                f"`cluster.gpus: {self.gpus}` is not `cluster.data: {self.data}` x `cluster.tensor: {self.tensor}`: set it to {self.data * self.tensor}, or leave one of them out"
+            )
+        if self.ray is not None and self.ranks is None:
+            raise ValueError(f"`cluster.ray: {self.ray}` places ranks and is not told how many: set `cluster.gpus`")
+        if self.ranks is not None and self.ranks % self.tensor:
+            raise ValueError(f"`cluster.gpus: {self.gpus}` is not a multiple of `cluster.tensor: {self.tensor}`: change one of the two")
+        if self.ranks is not None and (self.ranks // self.tensor) % self.replicate:
+            raise ValueError(
+                f"`cluster.replicate: {self.replicate}` copies cannot be shared out among {self.ranks // self.tensor} data-parallel ranks: set a divisor of that"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int | None:
+        """How many there are; None where whoever starts them says so."""
+        if self.gpus is not None or self.data is None:
+            return self.gpus
+        return self.data * self.tensor
+
+
 class Evaluate(Section):
     """Held-out problems, as a phase of the loop."""
 
@@ -677,10 +722,10 @@ class Checkpoint(Section):
     """The loop waits only until what is on the device is copied to host memory; another process writes it while training goes on. Off: it waits until all is written, and no host memory is taken."""
 
     fully_parallel_save: bool = True
-    """With several ranks, each writes a part. Off: the first writes all, for storage that dislikes parallel writers."""
+    """Of what several ranks have alike, each writes a part. Off: the first writes it, for storage that dislikes parallel writers. Parts of the model that one rank alone has are written by it in any case."""
 
     fully_parallel_load: bool = True
-    """With several ranks, each reads a part and tells the others. Off: the first reads all."""
+    """Of what several ranks have alike, each reads a part and tells the others. Off: the first reads it. Parts of the model that one rank alone has are read by it in any case."""
 
     load_rng: bool = True
     """A resumed run takes up the random states as well, and goes on to the bit as if it had never stopped."""
@@ -751,6 +796,9 @@ class Config(Section):
     memory: Memory = Memory()
     """What lives on the device in each phase."""
 
+    cluster: Cluster | None = None
+    """Present: several ranks train together."""
+
     evaluate: Evaluate | None = None
     """Present: held-out problems are tried along the way."""
 
@@ -791,6 +839,14 @@ class Config(Section):
                 "`rollout.engine: vllm` gives log-probs at a temperature other than 1 only over the tokens that `rollout.top_p`, `top_k` and `min_p` "
                 "keep, and the trainer's are over all: leave those out, set every temperature to 1 (`evaluate.temperature`: or 0), or use another engine"
             )
+        if self.cluster is not None:
+            alone = {
+                "rollout.ahead": rollout.ahead,
+                "rollout.serve_port": rollout.serve_port is not None,
+                "rollout.engine: vllm": rollout.engine == "vllm",
+            }
+            if (other := next((name for name, value in alone.items() if value), None)) is not None:
+                raise ValueError(f"`cluster` and `{other}` do not go together yet: remove one of the two")
         brings_its_own = self.task.python is not None or (self.task.file is not None and self.task.file.held_out is not None)
         if self.evaluate is not None and self.task.held_out == 0 and not brings_its_own:
             raise ValueError("`evaluate` needs held-out problems and `task.held_out: 0` sets none aside: raise it, or set `evaluate: null`")

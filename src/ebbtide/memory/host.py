@@ -15,14 +15,14 @@ SYSTEM = Path("/sys")
 
 
 def usable_cores(system: Path = SYSTEM) -> int:
-    """Cores that this process may keep busy: its affinity, or less if a cgroup's quota says so."""
+    """Cores that this process may keep busy: its affinity, or less if a cgroup's quota says so; shared with the other ranks on this machine."""
     cores = len(os.sched_getaffinity(0))
     limit = system / "fs/cgroup/cpu.max"
     if limit.exists():
         quota, period = limit.read_text().split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def pci_address(device: torch.device) -> str:

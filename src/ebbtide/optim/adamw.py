@@ -13,6 +13,7 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import Name
 from ebbtide.memory.residency import Residency
+from ebbtide.memory.shards import Region, local
 from ebbtide.optim.layout import Segment, shared_out
 from ebbtide.optim.on_cpu import OnCpu
 from ebbtide.optim.on_device import OnDevice
@@ -26,9 +27,14 @@ class Stored:
     """A master or a moment of one parameter, in pieces."""
 
     kind: Kind
-    count: int
+    region: Region
+    """The part of the parameter that it belongs to."""
     dtype: torch.dtype
     pieces: Sequence[tuple[Segment, Tensor, State]]
+
+    @property
+    def count(self) -> int:
+        return self.region.size.numel()
 
     @torch.no_grad()
     def fill(self, out: Tensor, at: Callable[[Tensor], Tensor]) -> None:
@@ -39,11 +45,27 @@ class Stored:
             out[segment.start : segment.stop] = exact(self.kind, at(weight).to(there.second.device), there)
 
 
-class AdamW:
-    """A 16-bit weight is its fp32 master, rounded; an fp32 weight is its own master. Gradients are the holding `grads`, the state `master` and `moments`."""
+Norms = list[tuple[int, float]]
+"""(number of a parameter, norm of its gradient or of a stretch of it)."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, residency: Residency) -> None:
-        self._config, self._residency = config, residency
+Total = Callable[[Norms, Sequence[nn.Parameter]], Norms]
+"""From the norms of what is on this rank to those of whole gradients, the same on all ranks; by the trained parameters."""
+
+
+class AdamW:
+    """A 16-bit weight is its fp32 master, rounded; an fp32 weight is its own master. Gradients are the holding `grads`, the state `master` and `moments`.
+
+    Where ranks share parameters out among them, each steps what it has, by the norm of the whole gradient.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        residency: Residency,
+        total: Total = lambda norms, _: norms,
+    ) -> None:
+        self._config, self._residency, self._total = config, residency, total
         self._trained = [
             # Decay is for matrices; norms and biases have none.
             Trained(name, weight, config.weight_decay if weight.ndim >= 2 else 0.0)
@@ -55,7 +77,7 @@ class AdamW:
                 raise ValueError(
                     f"{one.name} is {one.weight.dtype}, strides {one.weight.stride()}: trained weights are contiguous float32 or bfloat16"
                 )
-        gpu_part, cpu_part = shared_out([one.weight.numel() for one in self._trained], config.on_cpu)
+        gpu_part, cpu_part = shared_out([one.count for one in self._trained], config.on_cpu)
         self._parts: list[Part] = []
         if gpu_part:
             way = Streamed if config.place == "streamed" else OnDevice
@@ -66,7 +88,7 @@ class AdamW:
             for one in self._trained:
                 one.weight.grad_dtype = torch.float32
         trained = self._trained
-        residency.hold("grads", lambda: [one.weight.grad for one in trained if one.weight.grad is not None])
+        residency.hold("grads", lambda: [local(one.weight.grad) for one in trained if one.weight.grad is not None])
         self.about = [part.about() for part in self._parts if isinstance(part, OnCpu)]
         """What a person should know of it before the run."""
         self.skipped: str | None = None
@@ -79,7 +101,8 @@ class AdamW:
         The norm is known before anything changes. Where it is not finite, weights and state stay as they were (unless the config says to ignore it).
         """
         self._residency.need("grads")
-        norms = sorted(norm for part in self._parts for norm in part.norms())
+        here = sorted(norm for part in self._parts for norm in part.norms())
+        norms = self._total(here, [one.weight for one in self._trained])
         norm = math.hypot(*(value for _, value in norms))
         bad = next((number for number, value in norms if not math.isfinite(value)), None)
         self.skipped = None if bad is None else self._trained[bad].name
@@ -114,7 +137,7 @@ class AdamW:
         moments = moment_type(self._config)
         kinds: tuple[tuple[Kind, torch.dtype], ...] = (("master", torch.float32), ("first", moments), ("second", moments))
         return {
-            f"{kind}/{one.name}": Stored(kind, one.weight.numel(), dtype, pieces[number])
+            f"{kind}/{one.name}": Stored(kind, one.region, dtype, pieces.get(number, []))
             for number, one in enumerate(self._trained)
             for kind, dtype in kinds
             if kind != "master" or one.weight.dtype != torch.float32

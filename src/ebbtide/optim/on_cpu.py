@@ -65,7 +65,7 @@ class OnCpu:
         self._arrivals: dict[Segment, Future[float]] = {}  # -> the sum of its gradient's squares
         self._read_weights()
         # A parameter that is cut has its gradient on the device until the step, for the other part's sake.
-        whole = {segment.parameter for segment in segments if segment.size == trained[segment.parameter].weight.numel()}
+        whole = {segment.parameter for segment in segments if segment.size == trained[segment.parameter].count}
         for number in whole if config.overlap else ():
             trained[number].weight.register_post_accumulate_grad_hook(_Leaves(self, number))
 
@@ -172,9 +172,10 @@ class OnCpu:
             rule = rules.get(segment.parameter)
             if rule is None:
                 continue
+            first = self._trained[segment.parameter].region.first + segment.start
             for start in range(0, segment.size, BLOCK):
                 stretch = slice(segment.offset + start, segment.offset + min(start + BLOCK, segment.size))
-                tasks.append(self._pool.submit(self._step_block, held, weights, stretch, rule, segment.start + start))
+                tasks.append(self._pool.submit(self._step_block, held, weights, stretch, rule, first + start))
         return tasks
 
     def _step_block(self, held: _HostChunk, weights: Tensor, s: slice, rule: Rule, start: int) -> None:

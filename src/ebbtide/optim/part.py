@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
+from ebbtide.memory.shards import Region, local, region
 from ebbtide.optim import rule as plain
 from ebbtide.optim.layout import Chunk, Segment, lay_out
 from ebbtide.optim.rule import Rule, State
@@ -25,13 +27,23 @@ class Trained:
     decay: float
     steps: int = 0
 
+    @cached_property
+    def region(self) -> Region:
+        """The part of it that is on this rank, and is stepped here."""
+        return region(self.weight)
+
+    @property
+    def count(self) -> int:
+        """Elements on this rank; none is possible."""
+        return self.region.size.numel()
+
     @property
     def flat(self) -> Tensor:
-        return self.weight.detach().view(-1)
+        return local(self.weight).view(-1)
 
     @property
     def flat_grad(self) -> Tensor | None:
-        return None if self.weight.grad is None else self.weight.grad.reshape(-1)
+        return None if self.weight.grad is None else local(self.weight.grad).reshape(-1)
 
 
 class Part(Protocol):
@@ -134,4 +146,4 @@ def step_chunk(trained: Sequence[Trained], chunk: Chunk, state: State, rules: Ma
         if rule is not None and grad is not None:
             weight = trained[segment.parameter].flat[segment.start : segment.stop]
             part = state.part(segment.offset, segment.offset + segment.size)
-            update(weight, grad[segment.start : segment.stop], part, rule, segment.start)
+            update(weight, grad[segment.start : segment.stop], part, rule, trained[segment.parameter].region.first + segment.start)

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.config.tree import Activation
 from ebbtide.memory.activations import Parking, View
+from ebbtide.memory.shards import Laid, local, unsharded
 from ebbtide.policy.again import Again, Call, GatedCall, NormCall, gated, norm_follows
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
@@ -87,7 +89,7 @@ def local_names(block: nn.Module) -> frozenset[Activation]:
     if all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         weight = mlp.gate_proj.weight
         probe = torch.linspace(-1, 1, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 4, -1)
-        with torch.no_grad():
+        with torch.no_grad(), unsharded(block):
             if torch.equal(gated(mlp, probe), mlp(probe)):
                 found.add("mlp_fc2")
     return frozenset(found)
@@ -137,7 +139,7 @@ class _Block:
     """Of the module that is running, if it makes again what it saves."""
     stack: list[Activation] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
-    """Storages that come from outside: positions, masks."""
+    """Storages that come from outside: positions, masks, gathered weights."""
 
     def end_call(self) -> None:
         if self.call is not None:
@@ -164,10 +166,11 @@ class Activations:
         self, blocks: Sequence[nn.Module], choice: Choice, parking: Parking | None, *, keep_last: int = 1, minimum: int = 2**16
     ) -> None:
         self._parking, self._minimum = parking, minimum
-        self._parameters = {parameter.untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
+        self._parameters = {local(parameter).untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()}
         # The backward begins with the last blocks: what they park would be wanted back at once.
         weight = next(blocks[0].parameters())
-        follow = all(norm_follows(norm, weight.dtype, weight.device) for norm in _norms(blocks[0]).values())
+        with unsharded(blocks[0]):
+            follow = all(norm_follows(norm, weight.dtype, weight.device) for norm in _norms(blocks[0]).values())
         everything = choice.recompute >= set(names_of(blocks[0])) - {"block_input"}
         kept = Choice(recompute=choice.recompute, local=choice.local)
         self._blocks = [
@@ -222,7 +225,10 @@ class Activations:
         if not block.wrapped:
             self._wrap(block)
         block.stack.clear()
-        block.shared = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        outside = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if isinstance(block.module, FSDPModule):  # gathered for this forward, elsewhere each time
+            outside += [local(parameter) for parameter in block.module.parameters()]
+        block.shared = {leaf.untyped_storage().data_ptr() for leaf in outside}
         if self._parking is not None and self.counted is None:
             self._parking.enter(block.number)
         if not block.choice.whole_block:
@@ -232,7 +238,7 @@ class Activations:
         modes = (
             (nullcontext, nullcontext) if block.everything else (partial(_Store, self, block, stored), partial(_Reuse, self, block, stored))
         )
-        with saved_tensors_hooks(lambda tensor: self._place(block, "block_input", tensor.detach()), self._unpack):
+        with saved_tensors_hooks(lambda tensor: self._place(block, "block_input", local(tensor)), self._unpack):
             return checkpoint(
                 partial(_fresh, block, forward),
                 hidden,
@@ -246,7 +252,7 @@ class Activations:
     def _norm(self, block: _Block, name: Activation, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return forward(x)
-        block.call = NormCall(x.detach(), partial(self._place, block, "block_input" if name == "attn_norm" else name), self._unpack)
+        block.call = NormCall(local(x), partial(self._place, block, "block_input" if name == "attn_norm" else name), self._unpack)
         try:
             return forward(x)
         finally:
@@ -265,11 +271,10 @@ class Activations:
         finally:
             block.end_call()
 
-    def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View | Again:
-        tensor = tensor.detach()  # with its history, what an operation saves of its own result would hold the operation for ever
-        if block.call is not None and (saved := block.call.pack(tensor)) is not None:
-            return saved
-        return self._place(block, block.name(tensor), tensor)
+    def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View | Again | Laid[Tensor | View | Again]:
+        here = local(tensor)  # with its history, what an operation saves of its own result would hold the operation for ever
+        saved: Tensor | View | Again | None = block.call.pack(here) if block.call is not None else None
+        return Laid.out(tensor, self._place(block, block.name(tensor), here) if saved is None else saved)
 
     def _place(self, block: _Block, name: Activation | None, tensor: Tensor) -> Tensor | View:
         """A tensor that is saved: itself, or where it is parked."""
@@ -289,7 +294,9 @@ class Activations:
             return parking.park(tensor) or tensor
         return tensor
 
-    def _unpack(self, saved: Tensor | View | Again) -> Tensor:
+    def _unpack(self, saved: Tensor | View | Again | Laid[Any]) -> Tensor:
+        if isinstance(saved, Laid):
+            return saved.around(self._unpack(saved.part))
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, Again):
@@ -309,13 +316,13 @@ class _Store(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         name = _feeds(self._block, func, args)
         if name is not None:
-            given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+            given = {local(leaf).untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+            tensors = [local(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
             if any(tensor.untyped_storage()._cdata in given for tensor in tensors):
                 self._stored.append(None)  # a view: nothing was computed
             else:
                 place = partial(self._owner._place, self._block, name)
-                self._stored.append(tree_map(lambda leaf: place(leaf.detach()) if isinstance(leaf, Tensor) else leaf, made))
+                self._stored.append(tree_map(lambda leaf: Laid.out(leaf, place(local(leaf))) if isinstance(leaf, Tensor) else leaf, made))
         return made
 
 
@@ -330,7 +337,7 @@ class _Reuse(TorchDispatchMode):
         if _feeds(self._block, func, args) is not None:
             kept = self._stored.pop(0)
             if kept is not None:
-                return tree_map(lambda leaf: self._owner._unpack(leaf).detach() if isinstance(leaf, Tensor | View) else leaf, kept)
+                return tree_map(lambda leaf: self._owner._unpack(leaf).detach() if isinstance(leaf, Tensor | View | Laid) else leaf, kept)
         return func(*args, **(kwargs or {}))
 
 

@@ -55,10 +55,10 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def load_model(config: Config) -> Loaded:
-    """The configured model, on its device."""
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.model.dtype, device)
+def load_model(config: Config, device: torch.device | None = None) -> Loaded:
+    """The configured model, on its device, or elsewhere at first."""
+    dtype = pick_dtype(config.model.dtype, pick_device(config.device))
+    device = device or pick_device(config.device)
     if config.model.scratch is None:
         loaded = load_pretrained(config.model, device, dtype)
     else:

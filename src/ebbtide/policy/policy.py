@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
@@ -26,10 +29,15 @@ from ebbtide.policy.head import token_logprobs
 from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
 from ebbtide.policy.model import Loaded, blocks_of, decoder, head_shape, head_weight
 from ebbtide.policy.pack import MicroBatch, Trajectory, pack
+from ebbtide.policy.reference import exchanged
+from ebbtide.policy.together import Alone, Together
 from ebbtide.progress import Progress
 
 # Most that our packed log-probs may differ from the model's own forward, on average: rounding of each type, many times over.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+# Of no weight: what a rank without work of its own computes, for the sake of those that have some.
+IDLE = Trajectory([1], [1], [0.0], old_logprobs=torch.zeros(1), reference_logprobs=torch.zeros(1))
 
 
 class _Logprobs(nn.Module):
@@ -60,11 +68,13 @@ class _Logprobs(nn.Module):
 class Policy:
     """A model, and what training asks of it."""
 
-    def __init__(self, loaded: Loaded, config: Config) -> None:
+    def __init__(self, loaded: Loaded, config: Config, ranks: Together | None = None) -> None:
         self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
         self.device: torch.device = loaded.model.device
         self._generate_attention = loaded.generate_attention
-        self._module = _Logprobs(loaded.model)
+        self.module = _Logprobs(loaded.model)
+        """From packed tokens to log-probs."""
+        self._ranks = ranks or Alone()
         self._activations: Activations | None = None
         self._parking: Parking | None = None
 
@@ -72,9 +82,9 @@ class Policy:
         """Log-prob [P] and entropy [P] of each completion token; by other weights than the model's own, if given."""
         arguments = batch, temperature, self.config.train.head_chunk_tokens
         if weights is None:
-            found: tuple[Tensor, Tensor] = self._module(*arguments)
+            found: tuple[Tensor, Tensor] = self.module(*arguments)
         else:
-            found = functional_call(self._module, {f"model.{name}": weight for name, weight in weights.items()}, arguments)
+            found = functional_call(self.module, {f"model.{name}": weight for name, weight in weights.items()}, arguments)
         return found
 
     @torch.no_grad()
@@ -86,25 +96,52 @@ class Policy:
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Sets the log-probs of each trajectory's completion, without gradient, as its `name`: by the policy's weights, or by those given."""
-        batches = pack(trajectories, self.config.train.microbatch_tokens, self.device)
-        for done, batch in enumerate(batches):
-            logprobs, _ = self._logprobs(batch, self.config.rollout.temperature, weights)
-            parts = torch.split(logprobs, batch.lengths)
-            for member, part in zip(batch.members, parts, strict=True):
-                setattr(trajectories[member], name, part)
-            progress(done + 1, len(batches))
+        mine, batches = self._mine(trajectories)
+        found: dict[int, Tensor] = {}
+        with exchanged(self.model, weights) if weights and self._shared_out else nullcontext(), self._resharded():
+            for done, batch in enumerate(batches):
+                logprobs, _ = self._logprobs(batch, self.config.rollout.temperature, None if self._shared_out else weights)
+                parts = torch.split(logprobs, batch.lengths)
+                found |= {mine[member]: part for member, part in zip(batch.members, parts, strict=True) if member < len(mine)}
+                progress(done + 1, len(batches))
+        for index, part in self._ranks.spread(found).items():
+            setattr(trajectories[index], name, part)
 
-    def place_activations(self, residency: Residency, needs: dict[str, int]) -> list[str]:
-        """Carries out `memory.activations` from here on; gives what a person should know of it. `needs` is the host memory of everything else."""
+    @property
+    def _shared_out(self) -> bool:
+        """Each rank has a part of the weights."""
+        return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+
+    @contextmanager
+    def _resharded(self) -> Iterator[None]:
+        """Around passes without a backward: FSDP keeps the weights outside of blocks gathered after them, and would not notice that they change."""
+        try:
+            yield
+        finally:
+            if isinstance(self.module, FSDPModule):
+                self.module.reshard()
+
+    def _mine(self, trajectories: Sequence[Trajectory]) -> tuple[list[int], list[MicroBatch]]:
+        """Which trajectories are this rank's, and its micro-batches: as many as any rank has. What is added stands for no trajectory, and counts for nothing."""
+        mine = self._ranks.share([trajectory.tokens for trajectory in trajectories])
+        batches = pack([trajectories[index] for index in mine], self.config.train.microbatch_tokens, self.device)
+        if missing := self._ranks.rounds(len(batches)) - len(batches):
+            (empty,) = pack([IDLE], budget=1, device=self.device)
+            batches += [replace(empty, members=[len(mine)])] * missing
+        return mine, batches
+
+    def place_activations(self, residency: Residency, needs: dict[str, int], processes: int = 1) -> list[str]:
+        """Carries out `memory.activations` from here on; gives what a person should know of it. `needs` is the host memory of everything else, in each of so many processes."""
         config, tokens = self.config.memory.activations, self.config.train.microbatch_tokens
         if config == ActivationsConfig():
             return []
         blocks = blocks_of(self.model)
-        figures = figures_for(config, blocks, self._probe, residency, tokens)
+        figures = self._ranks.same(figures_for(config, blocks, self._probe, residency, tokens))
         choice, notes = choose(config, blocks[0], figures, lambda some: measure(blocks, some, self._probe))
         reserved = capacity(config, blocks, choice, self._probe, tokens)
         if reserved:
-            check_host_budget({**needs, "activations": reserved}, self.config.memory.host_budget_gib, taken=residency.host_bytes)
+            wanted = {name: size * processes for name, size in {**needs, "activations": reserved}.items()}
+            check_host_budget(wanted, self.config.memory.host_budget_gib, taken=residency.host_bytes * processes)
             (memory,) = residency.host("activations", [reserved], pinned=True)
             self._parking = Parking(memory, residency.mover)
         self._activations = Activations(blocks, choice, self._parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)
@@ -117,7 +154,13 @@ class Policy:
         (batch,) = pack(probes, budget=tokens, device=self.device)
         with attention(self.model, PACKED):
             logprobs, _ = self._logprobs(batch, temperature=1.0)
-            if backward:
+            if not backward:
+                pass
+            elif isinstance(
+                self.module, FSDPModule
+            ):  # takes its part in a backward only where gradients are kept: the optimizer discards them
+                logprobs.sum().backward()
+            else:
                 trained = [weight for weight in self.model.parameters() if weight.requires_grad]
                 torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
         return batch.token_ids.numel()
@@ -130,23 +173,25 @@ class Policy:
 
     def observe(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
         """What `accumulate` would see, without a gradient."""
-        with attention(self.model, PACKED), torch.no_grad():
+        with attention(self.model, PACKED), torch.no_grad(), self._resharded():
             return self._accumulate(minibatch, progress, backward=False)
 
     def _accumulate(self, minibatch: Sequence[Trajectory], progress: Progress, *, backward: bool) -> dict[str, float]:
-        batches = pack(minibatch, self.config.train.microbatch_tokens, self.device)
+        mine, batches = self._mine(minibatch)
+        members = [*(minibatch[index] for index in mine), IDLE]
         seen: list[dict[str, Tensor]] = []
         for done, batch in enumerate(batches):
-            inputs = self._loss_inputs(batch, [minibatch[member] for member in batch.members])
+            inputs = self._loss_inputs(batch, [members[member] for member in batch.members])
             loss, reported = policy_loss(self.config.loss, inputs)
             if backward:
                 loss.backward()
             filled = inputs.old_logprobs if self.config.needs_old_logprobs else None
             reported |= mismatch(inputs.logprobs if filled is None else filled, inputs.rollout_logprobs)
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
-            seen.append(reported)
+            idle = len(mine) in batch.members
+            seen.append({name: torch.zeros_like(value) for name, value in reported.items()} if idle else reported)
             progress(done + 1, len(batches))
-        summary = _summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
+        summary = self._summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
         if self._parking is not None:
             parked, refused = self._parking.take()
             summary |= {"activations_offloaded_gib": parked / GIB, "activations_without_room_gib": refused / GIB}
@@ -176,21 +221,33 @@ class Policy:
             sequences=len(members),
         )
 
+    def _summary(self, seen: Sequence[dict[str, Tensor]], tokens: int) -> dict[str, float]:
+        """Micro-batches' sums, of all ranks, as figures per token; one transfer from the device for all of them."""
+        names = list(seen[0])
+        table = torch.stack([torch.stack([reported[name].float() for name in names]) for reported in seen])  # [micro-batches, names]
+        sums, largest = self._ranks.summed(table.sum(0).tolist()), self._ranks.largest(table.max(0).values.tolist())
+        summary = {name: total / tokens for name, total in zip(names, sums, strict=True)}
+        summary["loss"] = sums[names.index("loss")]
+        summary["mismatch_max"] = largest[names.index("mismatch_max")]
+        return summary
+
     @torch.no_grad()
-    def verify(self) -> None:
-        """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model."""
+    def verify(self, whole: PreTrainedModel | None = None) -> None:
+        """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model: `whole`, where ranks share the policy's out."""
         rows = torch.arange(12) * 7919 % (len(self.tokenizer) - 1)  # tokens spread over the vocabulary
         probes = [Trajectory([1], rows[:7].tolist(), []), Trajectory([2, 1], rows[7:].tolist(), [])]
         (batch,) = pack(probes, budget=64, device=self.device)
+        own_model = whole or self.model
         try:
-            packed, _ = self._logprobs(batch, temperature=1.0)
+            with self._resharded():
+                packed, _ = self._logprobs(batch, temperature=1.0)
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.model).__name__} cannot be trained on packed sequences: {error}") from None
         own = []
-        with attention(self.model, self._generate_attention):
+        with attention(own_model, self._generate_attention):
             for probe in (probes[member] for member in batch.members):
                 ids = torch.tensor([probe.prompt + probe.completion], device=self.device)
-                logits = self.model(ids, use_cache=False).logits[0, len(probe.prompt) - 1 : -1].float()
+                logits = own_model(ids, use_cache=False).logits[0, len(probe.prompt) - 1 : -1].float()
                 own.append(log_softmax(logits, -1).gather(-1, ids[0, len(probe.prompt) :, None])[:, 0])
         difference = (packed - torch.cat(own)).abs().mean().item()
         if not difference <= TOLERANCE[self.model.dtype]:
@@ -198,14 +255,3 @@ class Policy:
                 f"{type(self.model).__name__}: log-probs of packed sequences differ from the model's own by {difference:.3g} on average, "
                 f"more than rounding: this architecture does something between its layers and its logits that is not supported"
             )
-
-
-def _summary(seen: Sequence[dict[str, Tensor]], tokens: int) -> dict[str, float]:
-    """Micro-batches' sums as figures per token; one transfer from the device for all of them."""
-    names = list(seen[0])
-    table = torch.stack([torch.stack([reported[name].float() for name in names]) for reported in seen])  # [micro-batches, names]
-    sums, largest = table.sum(0).tolist(), table.max(0).values.tolist()
-    summary = {name: total / tokens for name, total in zip(names, sums, strict=True)}
-    summary["loss"] = sums[names.index("loss")]
-    summary["mismatch_max"] = largest[names.index("mismatch_max")]
-    return summary

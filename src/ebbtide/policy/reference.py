@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from ebbtide.memory.buckets import buckets
 from ebbtide.memory.residency import Residency
+from ebbtide.memory.shards import local
 
 
 @torch.no_grad()
 def freeze_reference(model: nn.Module, residency: Residency) -> dict[str, Tensor]:
-    """Name -> frozen copy of each parameter, held as `reference`. The same module computes with them: there is no second model."""
-    named = dict(model.named_parameters())
+    """Name -> frozen copy of what is here of each parameter, held as `reference`. The same module computes with them: there is no second model."""
+    named = {name: local(parameter) for name, parameter in model.named_parameters()}
     kinds = {parameter.dtype for parameter in named.values()}
     copies: dict[str, Tensor] = {}
     flats: list[Tensor] = []
@@ -23,3 +27,22 @@ def freeze_reference(model: nn.Module, residency: Residency) -> dict[str, Tensor
         copies |= {name: view.copy_(named[name]) for name, view in zip(names, views, strict=True)}
     residency.hold("reference", flats, frozen=True)
     return copies
+
+
+@contextmanager
+@torch.no_grad()
+def exchanged(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """A model whose parameters are shared out among ranks computes with other weights: contents change places, and change back at the end."""
+
+    def exchange() -> None:
+        for name, parameter in model.named_parameters():
+            mine = local(parameter)
+            kept = mine.clone()
+            mine.copy_(weights[name])
+            weights[name].copy_(kept)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()

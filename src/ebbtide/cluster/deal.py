@@ -1,0 +1,16 @@
+"""Work shared out among ranks so that all have about as much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which pieces each rank has: the longest first, each to the one that has least so far. The same on every rank that knows the sizes."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    held = [(0, 0)] * ranks  # size, then pieces: pieces of no size are dealt out too
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        rank = held.index(min(held))
+        hands[rank].append(index)
+        held[rank] = held[rank][0] + sizes[index], held[rank][1] + 1
+    return [sorted(hand) for hand in hands]

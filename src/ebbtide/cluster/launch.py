@@ -1,0 +1,155 @@
+"""Starts the ranks of a run on this machine and waits for them: when one fails the others end too, and its error is the one that is shown. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from ebbtide.cluster.leash import LEASH, Failure, Job
+from ebbtide.config.tree import Config
+from ebbtide.errors import UserError
+
+STOPPED = 130  # exit code: by Ctrl-C or SIGTERM
+GRACE = 5.0  # seconds for the others to end by themselves when one has failed
+LAST_LINES = 20  # of what a rank said that was killed
+
+
+def to_start(config: Config) -> int:
+    """Ranks that this process is to start: none where it is one, or the only one."""
+    if config.cluster is None or "WORLD_SIZE" in os.environ:
+        return 0
+    return config.cluster.ranks if config.cluster.ranks != 1 and config.cluster.ranks is not None else 0
+
+
+def launch(job: Job, count: int, say: Callable[[str], None]) -> int:
+    """The exit code of a run of so many ranks; what a user can mend is raised."""
+    with tempfile.TemporaryDirectory(prefix="ebbtide-") as name:
+        folder = Path(name)
+        job.write(folder)
+        started = _Started(folder, count)
+        with _forwarded(started):
+            code = started.wait()
+        if code not in (0, STOPPED) and (failure := started.failure()) is not None:
+            show(failure, count, say)
+        return code
+
+
+def show(failure: Failure, count: int, say: Callable[[str], None]) -> None:
+    if failure.mendable:
+        raise UserError(failure.text)
+    say(f"rank {failure.rank} of {count} failed, and ended the run:\n{failure.text.rstrip()}")
+
+
+def start_rank(folder: Path, environment: dict[str, str], leash: int, cwd: str | None = None) -> subprocess.Popen[bytes]:
+    """One rank of the job in a folder. What others than the first say goes to a file there."""
+    rank = environment["RANK"]
+    path = os.pathsep.join(path for path in sys.path if path)
+    with _log(folder, rank).open("wb") as log:
+        return subprocess.Popen(  # noqa: S603
+            [sys.executable, "-P", "-m", "ebbtide", "rank", str(folder)],
+            env={**os.environ, "PYTHONPATH": path, **environment, LEASH: str(leash)},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == "0" else log,
+            stderr=None if rank == "0" else log,
+            pass_fds=(leash,),
+            start_new_session=True,  # a Ctrl-C reaches them once, from the one that started them
+        )
+
+
+def killed_by(folder: Path, rank: int, number: int, when: float) -> Failure:
+    """Before whatever the others wrote down when they noticed: that is known at once, this when the system tells."""
+    lines = _log(folder, str(rank)).read_text(errors="replace").splitlines()[-LAST_LINES:]
+    text = "\n".join([f"it was killed by signal {number} ({signal.Signals(number).name})", *lines])
+    return Failure(rank, text, False, when - GRACE, lost=True)
+
+
+def _log(folder: Path, rank: str) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+class _Started:
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        self._ended: queue.Queue[tuple[int, int, float]] = queue.Queue()
+        self._lost: list[Failure] = []
+        leash, self._end = os.pipe()
+        shared = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        if "OMP_NUM_THREADS" not in os.environ:
+            shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+        self._processes = [self._start(rank, shared, leash) for rank in range(count)]
+        os.close(leash)
+
+    def _start(self, rank: int, shared: dict[str, str], leash: int) -> subprocess.Popen[bytes]:
+        process = start_rank(self._folder, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, leash)
+        threading.Thread(target=lambda: self._ended.put((rank, process.wait(), time.time())), daemon=True).start()
+        return process
+
+    def wait(self) -> int:
+        """The exit code of the first rank that failed, or 0."""
+        going, code, end, killed = len(self._processes), 0, math.inf, False
+        while going:
+            left = max(0.0, end - time.monotonic())
+            try:
+                rank, ended, when = self._ended.get(timeout=left if math.isfinite(left) else None)
+            except queue.Empty:
+                killed, end = True, math.inf
+                for process in self._processes:
+                    process.kill()
+                continue
+            going -= 1
+            code = code or ended
+            if code not in (0, STOPPED) and not killed:
+                end = min(end, time.monotonic() + GRACE)
+            if ended < 0 and not killed:
+                self._lost.append(killed_by(self._folder, rank, -ended, when))
+        os.close(self._end)
+        return code if code >= 0 else 1
+
+    def failure(self) -> Failure | None:
+        """The first one."""
+        found = Failure.first(self._folder)
+        return min([*self._lost, *([found] if found else [])], key=lambda one: one.when, default=None)
+
+    def send(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+@contextmanager
+def _forwarded(started: _Started) -> Iterator[None]:
+    """Ctrl-C and SIGTERM are the ranks' to handle: the step under way ends and is saved."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        started.send(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

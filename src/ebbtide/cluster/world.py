@@ -1,0 +1,186 @@
+"""The ranks of a run, and what they say to each other. A run of one process has a `World` that says nothing; `Ranks` are those of a torch process group."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ebbtide.cluster.deal import deal
+from ebbtide.config.tree import Cluster, Config
+from ebbtide.errors import UserError
+from ebbtide.optim.adamw import Norms
+from ebbtide.policy.together import Alone
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class World(Alone):
+    """One process."""
+
+    rank, size = 0, 1
+    here = 1
+    """Ranks on this machine."""
+    mesh: DeviceMesh | None = None
+    about: Sequence[str] = ()
+    """What a person should know of it before the run."""
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        pass
+
+    @property
+    def first(self) -> bool:
+        """Shows and writes what happens."""
+        return self.rank == 0
+
+    @property
+    def held(self) -> int:
+        """Each rank has about one part in so many of the weights and of what belongs to them."""
+        return 1
+
+    def loads_on(self, device: torch.device) -> torch.device:
+        """Where the whole model has room before it is shared out."""
+        return device
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank."""
+        return mine
+
+    def gathered(self, mine: T) -> list[T]:
+        """What each rank has."""
+        return [mine]
+
+    def dealt(self, items: Sequence[T], sizes: Sequence[int], work: Callable[[list[T]], Sequence[R]]) -> list[R]:
+        """The results of `work` on all items, in order: every rank does its share, and has all of them."""
+        return list(work(list(items)))
+
+    def total(self, norms: Norms, weights: Sequence[nn.Parameter]) -> Norms:
+        """Norms of whole gradients from those of what is on this rank."""
+        return norms
+
+
+class Ranks(World):
+    """Processes of a torch process group: a mesh of `replicate` x `shard` x `tensor`."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        cluster = config.cluster or Cluster()
+        timeout = timedelta(minutes=config.run.distributed_timeout_minutes)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        if cluster.ranks not in (None, self.size) or self.size % (cluster.tensor * cluster.replicate):
+            dist.destroy_process_group()
+            raise UserError(
+                f"{self.size} ranks were started, and `cluster` is for {cluster.ranks or f'a multiple of {cluster.tensor * cluster.replicate}'}: start as many, or change it"
+            )
+        self.data = self.size // cluster.tensor
+        shape = (cluster.replicate, self.data // cluster.replicate, cluster.tensor)
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+        parts = f"each with one part in {self.held} of the model" if self.held > 1 else "each with the whole model"
+        self.about = [f"{self.size} ranks, {parts}: data {self.data}, tensor {cluster.tensor}, replicate {cluster.replicate}"]
+        self._place, self._twin = divmod(self.rank, cluster.tensor)
+        # On the host and apart from the model's: figures and texts are small, and must not wait for what a GPU has queued.
+        self._talk = dist.new_group(backend="gloo", timeout=timeout)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            dist.barrier(self._talk)  # none goes while another still talks to it
+            dist.destroy_process_group()
+
+    @property
+    def held(self) -> int:
+        assert self.mesh is not None
+        return self.mesh.size(1) * self.mesh.size(2)
+
+    def loads_on(self, device: torch.device) -> torch.device:
+        return torch.device("cpu")
+
+    # Work
+
+    def share(self, sizes: Sequence[int]) -> list[int]:
+        return deal(sizes, self.data)[self._place]
+
+    def dealt(self, items: Sequence[T], sizes: Sequence[int], work: Callable[[list[T]], Sequence[R]]) -> list[R]:
+        hands = deal(sizes, self.size)
+        mine = [items[index] for index in hands[self.rank]]
+        done: dict[int, R] = {}
+        for hand, results in zip(hands, self.gathered(list(work(mine)) if mine else []), strict=True):
+            done |= zip(hand, results, strict=True)
+        return [done[index] for index in range(len(items))]
+
+    def spread(self, found: dict[int, Tensor]) -> dict[int, Tensor]:
+        known: dict[int, Tensor] = {}
+        for some in self.gathered({index: tensor.cpu() for index, tensor in found.items()}):
+            known |= some
+        return known
+
+    def rounds(self, mine: int) -> int:
+        return int(self.largest([float(mine)])[0])
+
+    # Figures
+
+    def summed(self, values: list[float]) -> list[float]:
+        table = torch.tensor(values if self._twin == 0 else [0.0] * len(values), dtype=torch.float64)
+        dist.all_reduce(table, group=self._talk)
+        return table.tolist()
+
+    def largest(self, values: list[float]) -> list[float]:
+        table = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=self._talk)
+        return table.tolist()
+
+    def any(self, mine: bool) -> bool:
+        return self.largest([float(mine)])[0] > 0
+
+    def same(self, value: T) -> T:
+        said = [value]
+        dist.broadcast_object_list(said, 0, group=self._talk)
+        return said[0]
+
+    def total(self, norms: Norms, weights: Sequence[nn.Parameter]) -> Norms:
+        squares, seen = torch.zeros(2, len(weights), dtype=torch.float64)
+        for number, norm in norms:
+            seen[number] = 1
+            if self._counts(weights[number]):
+                squares[number] += norm * norm
+        dist.all_reduce(table := torch.stack([squares, seen]), group=self._talk)
+        return [(number, math.sqrt(square)) for number, (square, some) in enumerate(table.T.tolist()) if some]
+
+    def _counts(self, weight: Tensor) -> bool:
+        """Of the ranks that have the same part of a weight, one counts it."""
+        assert self.mesh is not None
+        cut: set[str] = set()
+        if isinstance(weight, DTensor):
+            names = weight.device_mesh.mesh_dim_names or ()
+            cut = {name for name, way in zip(names, weight.placements, strict=True) if not way.is_replicate()}
+        places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
+        return all(name in cut or place == 0 for name, place in places)
+
+    def gathered(self, mine: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self._talk)
+        return found
+
+
+def join(config: Config) -> World:
+    """The world that this process was started in: by `torchrun`, by Ebbtide itself, or alone."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 and (config.cluster is None or config.cluster.ranks in (None, 1)):
+        return World()
+    from ebbtide.policy.model import pick_device
+
+    if torch.cuda.is_available() and config.device != "cpu":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return Ranks(config, pick_device(config.device))

@@ -1,0 +1,39 @@
+"""Tasks that end one rank: as a run begins, or in the middle of a step."""
+
+import os
+import signal
+from pathlib import Path
+
+from ebbtide.tasks.builtin import Digits
+from ebbtide.tasks.task import Problem, Problems, Score
+
+
+class Ends(Digits):
+    def __init__(self, how: str) -> None:
+        super().__init__(size=8, held_out=0, seed=0, reverse=False, digits=3)
+        self.how = how
+
+    def problems(self) -> Problems:
+        if os.environ.get("RANK") == "1":
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("rank 1 has had enough")
+        return super().problems()
+
+
+class LosesAnActor(Digits):
+    """Once, when two steps are done, what keeps rank 1 is killed while that rank scores."""
+
+    def __init__(self, run: str, mark: str | None) -> None:
+        super().__init__(size=40, held_out=0, seed=0, reverse=False, digits=4)
+        self.metrics, self.mark = Path(run) / "metrics.jsonl", mark
+
+    def score(self, problem: Problem, completion: str) -> Score:
+        due = self.mark is not None and os.environ.get("RANK") == "1" and self.metrics.read_text().count("\n") == 2
+        if due and not Path(self.mark).exists():
+            Path(self.mark).touch()
+            process = os.getpid()
+            while not Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"ray::RankActor"):
+                process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+            os.kill(process, signal.SIGKILL)
+        return super().score(problem, completion)

@@ -1,0 +1,98 @@
+"""Ranks that the command starts, or joins: one report, the first error, and none that outlives the others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import TINY, merged
+from ebbtide.checkpoint.store import listed
+from ebbtide.cluster.launch import show
+from ebbtide.cluster.leash import Failure
+from ebbtide.errors import UserError
+
+HERE = Path(__file__).parent
+
+
+def command(tmp_path, changes=None, *, start=("-m", "ebbtide")):
+    """The process of a run of `train`."""
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(merged(TINY, {"run.folder": str(tmp_path / "run"), "checkpoint": None, **(changes or {})})))
+    path = os.pathsep.join([str(HERE), *(entry for entry in sys.path if entry)])
+    return subprocess.Popen(
+        [sys.executable, *start, "train", str(file)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+
+
+def steps(tmp_path) -> list[int]:
+    return [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_command_starts_ranks_that_stop_together_with_a_checkpoint(tmp_path) -> None:
+    """SIGTERM to the command: each rank ends its step, and all save it."""
+    changes = {"cluster": {"gpus": 2}, "train.steps": 100000, "checkpoint": {"every": None}, "report.samples_every": 0}
+    with command(tmp_path, changes) as process:
+        lines = []
+        while not lines or not lines[-1].startswith("step "):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.stderr.read()
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "2 ranks, each with one part in 2 of the model: data 2, tensor 1, replicate 1\n" in lines
+    assert out.count("stopping: this step is finished and saved first") == 1
+    (saved,) = listed(tmp_path / "run" / "checkpoints")
+    assert f"stopped after step {saved.step} of 100000" in out
+    assert steps(tmp_path) == list(range(1, saved.step + 1))
+
+
+def test_torchrun_starts_ranks_too(tmp_path) -> None:
+    """Without a section in the config: its number of ranks is theirs."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ebbtide")
+    with command(tmp_path, start=start) as process:
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "2 ranks, each with one part in 2 of the model" in out
+    assert out.count("step 1/2") == 1
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raises", 1, "rank 1 of 2 failed, and ended the run:\nTraceback (most recent call last):"),
+        ("killed", 1, "rank 1 of 2 failed, and ended the run:\nit was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said) -> None:
+    changes = {"cluster": {"gpus": 2}, "task": {"python": {"object": "rank_task:Ends", "options": {"how": how}}}}
+    start = time.monotonic()
+    with command(tmp_path, changes) as process:
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == code, err
+    assert said in err
+    assert err.count("Traceback") == (how == "raises")
+    assert ("rank 1 has had enough" in err) == (how == "raises")
+    assert "step 1" not in out
+    assert time.monotonic() - start < 60  # and not the minutes of a timeout
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
+
+
+def test_of_several_errors_the_first_is_shown_and_one_that_a_user_can_mend_as_such(tmp_path) -> None:
+    for rank, when in ((0, 3.0), (1, 2.0), (2, 4.0)):
+        Failure(rank, f"rank {rank} says so", rank == 1, when).write(tmp_path)
+    first = Failure.first(tmp_path)
+    assert first is not None
+    with pytest.raises(UserError, match="rank 1 says so"):
+        show(first, 3, print)
