@@ -10,19 +10,23 @@ from ebbtide.checkpoint.tensors import Entry, Share, finish_tensors, read_parts,
 from ebbtide.config.tree import Config
 from ebbtide.memory.shards import Region
 
+ODD = {"model.scratch.head_dim": 4, "model.scratch.mlp": 54}  # parts of all sizes: 54 rows are 14, 13, 14 and 13 of two times two ranks
+
 # Ranks, their cluster, and the optimizer's mode, step by step.
 STAGES = [
     (1, None, {"optimizer.place": "streamed"}),
     (2, {"gpus": 2}, {"optimizer.place": "cpu"}),
     (3, {"gpus": 3}, {"optimizer.cpu_fraction": 0.4, "checkpoint.async_save": False}),
+    (2, {"gpus": 2, "tensor": 2}, {}),
     (2, {"data": 2, "replicate": 2}, {"optimizer.place": "streamed", "optimizer.cpu_fraction": 0.7}),
+    (4, {"data": 2, "tensor": 2}, {"optimizer.place": "cpu"}),
     (1, None, {}),
 ]
 
 
 def test_a_run_goes_on_with_other_ranks(tmp_path) -> None:
     def config(steps, cluster, more, name):
-        changes = {**BASE, "model.scratch.head_dim": 4, "checkpoint": {"every": None, **more.pop("checkpoint", {})}, **more}
+        changes = {**BASE, **ODD, "checkpoint": {"every": None, **more.pop("checkpoint", {})}, **more}
         return Config.model_validate(
             merged(TINY, {**changes, "train.steps": steps, "cluster": cluster, "run.folder": str(tmp_path / name)})
         )

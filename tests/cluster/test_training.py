@@ -16,6 +16,8 @@ WORLDS = {
     "one": (1, None),
     "two": (2, {"gpus": 2}),
     "replicated": (2, {"data": 2, "replicate": 2}),
+    "tensor": (2, {"tensor": 2, "gpus": 2}),
+    "both": (4, {"data": 2, "tensor": 2}),
 }
 CASES = {
     **{f"optimizer, {name}": {f"optimizer.{key}": value for key, value in mode.items()} for name, mode in MODES.items()},
@@ -64,13 +66,24 @@ def agree(mine, theirs) -> None:
 
 @pytest.mark.parametrize("world", [name for name in WORLDS if name != "one"])
 def test_ranks_train_the_policy_that_one_trains(tmp_path, alone, world) -> None:
-    cases = CASES if world == "two" else {name: CASES[name] for name in ("optimizer, device", "optimizer, cpu", "everything")}
+    fewer = ("optimizer, device", "optimizer, cpu", "everything")
+    cases = {
+        name: case for name, case in CASES.items() if (name in fewer if world == "replicated" else world == "two" or name != "experts")
+    }
     found = trained(tmp_path, world, cases)
     for name in cases:
         for rank in found[name]:
             agree(rank, alone[name][0])
-    halves = [rank["shapes"]["model.layers.0.mlp.gate_proj.weight"] for rank in found["optimizer, device"]]
-    assert halves == ([(48, 32)] * 2 if world == "replicated" else [(24, 32)] * 2)
+    parts = {
+        tuple(rank["shapes"][f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "down")) for rank in found["optimizer, device"]
+    }
+    wanted = {
+        "two": ((24, 32), (16, 48)),
+        "replicated": ((48, 32), (32, 48)),
+        "tensor": ((24, 32), (32, 24)),
+        "both": ((12, 32), (16, 24)),
+    }
+    assert parts == {wanted[world]}
 
 
 def test_parts_of_all_sizes_and_a_rank_without_samples(tmp_path) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ebbtide.cluster.tensor import parallelize
 from ebbtide.errors import UserError
 from ebbtide.policy.model import decoder
 from ebbtide.policy.policy import Policy
@@ -14,22 +15,22 @@ from ebbtide.policy.policy import Policy
 
 def shard(policy: Policy, mesh: DeviceMesh, device: torch.device) -> None:
     """In place, block by block; moves what stays on each rank to its device."""
+    if policy.config.optimizer.grad_dtype == "float32" and policy.model.dtype != torch.float32:
+        raise UserError(
+            f"`optimizer.grad_dtype: float32` with `cluster` and weights in {str(policy.model.dtype).removeprefix('torch.')}: FSDP2 adds gradients up over ranks in "
+            "float32, and over micro-batches in the weights' type: set it to `auto`, and raise `train.microbatch_tokens` to have fewer of those"
+        )
+    if mesh["tensor"].size() > 1:
+        parallelize(policy.model, mesh["tensor"])
     layers = getattr(decoder(policy.model), "layers", None)
-    blocks = list(layers) if isinstance(layers, nn.ModuleList) else []
-    if mesh.size(0) * mesh.size(1) > 1:
-        if policy.config.optimizer.grad_dtype == "float32" and policy.model.dtype != torch.float32:
-            raise UserError(
-                f"`optimizer.grad_dtype: float32` with `cluster` and weights in {str(policy.model.dtype).removeprefix('torch.')}: FSDP2 adds gradients up over ranks in "
-                "float32, and over micro-batches in the weights' type: set it to `auto`, and raise `train.microbatch_tokens` to have fewer of those"
-            )
-        data = mesh["replicate", "shard"] if mesh.size(0) > 1 else mesh["shard"]
-        # Gradients are added up in fp32 whatever their type. The module from tokens to log-probs is the root, not the model: it also uses the head's
-        # matrix, outside of any forward of the model's own.
-        for module in (*blocks, policy.module):
-            fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-            assert isinstance(module, FSDPModule)
-            # The loss's weights are of the whole step, so gradients are summed over ranks, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    data = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    # Also over one data-parallel rank: then it gathers nothing, and adds up the gradients of what tensor parallelism left whole.
+    # The module from tokens to log-probs is the root, not the model: it uses the head's matrix as well, outside of any forward of the model's own.
+    for module in (*(layers if isinstance(layers, nn.ModuleList) else ()), policy.module):
+        fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        assert isinstance(module, FSDPModule)
+        # The loss's weights are of the whole step, so gradients are summed over ranks, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     policy.module.to(device)
     policy.device = device

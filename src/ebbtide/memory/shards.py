@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,30 @@ def local(tensor: Tensor) -> Tensor:
     """What is here of a tensor, without its history: itself, where no other rank has a part."""
     here = tensor.detach()
     return here.to_local() if isinstance(here, DTensor) else here
+
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Laid(Generic[S]):
+    """How ranks share out a tensor, and what stands for this rank's part."""
+
+    part: S
+    mesh: DeviceMesh
+    ways: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def out(tensor: Tensor, part: S) -> S | Laid[S]:
+        """`part`, which stands for what is here of a tensor; with how that is shared out, if it is."""
+        if not isinstance(tensor, DTensor):
+            return part
+        return Laid(part, tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+    def around(self, part: Tensor) -> Tensor:
+        return DTensor.from_local(part, self.mesh, self.ways, run_check=False, shape=self.shape, stride=self.stride)
 
 
 def region(tensor: Tensor) -> Region:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.config.tree import Activation
 from ebbtide.memory.activations import Parking, View
-from ebbtide.memory.shards import local, unsharded
+from ebbtide.memory.shards import Laid, local, unsharded
 from ebbtide.policy.again import Again, Call, GatedCall, NormCall, gated, norm_follows
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
@@ -238,7 +238,7 @@ class Activations:
         modes = (
             (nullcontext, nullcontext) if block.everything else (partial(_Store, self, block, stored), partial(_Reuse, self, block, stored))
         )
-        with saved_tensors_hooks(lambda tensor: self._place(block, "block_input", tensor.detach()), self._unpack):
+        with saved_tensors_hooks(lambda tensor: self._place(block, "block_input", local(tensor)), self._unpack):
             return checkpoint(
                 partial(_fresh, block, forward),
                 hidden,
@@ -252,7 +252,7 @@ class Activations:
     def _norm(self, block: _Block, name: Activation, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return forward(x)
-        block.call = NormCall(x.detach(), partial(self._place, block, "block_input" if name == "attn_norm" else name), self._unpack)
+        block.call = NormCall(local(x), partial(self._place, block, "block_input" if name == "attn_norm" else name), self._unpack)
         try:
             return forward(x)
         finally:
@@ -271,11 +271,10 @@ class Activations:
         finally:
             block.end_call()
 
-    def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View | Again:
-        tensor = tensor.detach()  # with its history, what an operation saves of its own result would hold the operation for ever
-        if block.call is not None and (saved := block.call.pack(tensor)) is not None:
-            return saved
-        return self._place(block, block.name(tensor), tensor)
+    def _pack(self, block: _Block, tensor: Tensor) -> Tensor | View | Again | Laid[Tensor | View | Again]:
+        here = local(tensor)  # with its history, what an operation saves of its own result would hold the operation for ever
+        saved: Tensor | View | Again | None = block.call.pack(here) if block.call is not None else None
+        return Laid.out(tensor, self._place(block, block.name(tensor), here) if saved is None else saved)
 
     def _place(self, block: _Block, name: Activation | None, tensor: Tensor) -> Tensor | View:
         """A tensor that is saved: itself, or where it is parked."""
@@ -295,7 +294,9 @@ class Activations:
             return parking.park(tensor) or tensor
         return tensor
 
-    def _unpack(self, saved: Tensor | View | Again) -> Tensor:
+    def _unpack(self, saved: Tensor | View | Again | Laid[Any]) -> Tensor:
+        if isinstance(saved, Laid):
+            return saved.around(self._unpack(saved.part))
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, Again):
@@ -315,13 +316,13 @@ class _Store(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         name = _feeds(self._block, func, args)
         if name is not None:
-            given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
-            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+            given = {local(leaf).untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+            tensors = [local(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
             if any(tensor.untyped_storage()._cdata in given for tensor in tensors):
                 self._stored.append(None)  # a view: nothing was computed
             else:
                 place = partial(self._owner._place, self._block, name)
-                self._stored.append(tree_map(lambda leaf: place(leaf.detach()) if isinstance(leaf, Tensor) else leaf, made))
+                self._stored.append(tree_map(lambda leaf: Laid.out(leaf, place(local(leaf))) if isinstance(leaf, Tensor) else leaf, made))
         return made
 
 
@@ -336,7 +337,7 @@ class _Reuse(TorchDispatchMode):
         if _feeds(self._block, func, args) is not None:
             kept = self._stored.pop(0)
             if kept is not None:
-                return tree_map(lambda leaf: self._owner._unpack(leaf).detach() if isinstance(leaf, Tensor | View) else leaf, kept)
+                return tree_map(lambda leaf: self._owner._unpack(leaf).detach() if isinstance(leaf, Tensor | View | Laid) else leaf, kept)
         return func(*args, **(kwargs or {}))
 
 
