@@ -17,6 +17,7 @@ from ebbtide.checkpoint.resume import FOLDER, find
 from ebbtide.checkpoint.store import listed
 from ebbtide.cluster.launch import launch, to_start
 from ebbtide.cluster.leash import Job, told
+from ebbtide.cluster.on_ray import launch_on_ray
 from ebbtide.config import load, load_serve, recipes
 from ebbtide.config.document import explained
 from ebbtide.config.tree import Config, Rehearsal
@@ -95,7 +96,7 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
         job = replace(job, resumed=find(config, say))
         say("starting (torch and transformers take a few seconds to load)", style="dim")
     if (count := to_start(config)) > 0:
-        raise typer.Exit(launch(job, count, say))
+        raise typer.Exit(launch_on_ray(job, count, say) if config.cluster and config.cluster.ray else launch(job, count, say))
     from ebbtide.rank import Stopped, run_rank
 
     try:

@@ -1,11 +1,12 @@
-"""Tasks that end one rank as a run begins."""
+"""Tasks that end one rank: as a run begins, or in the middle of a step."""
 
 import os
 import signal
+from pathlib import Path
 
 from ebbtide.errors import UserError
 from ebbtide.tasks.builtin import Digits
-from ebbtide.tasks.task import Problems
+from ebbtide.tasks.task import Problem, Problems, Score
 
 
 class Ends(Digits):
@@ -19,3 +20,19 @@ class Ends(Digits):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise UserError("rank 1 wants other problems") if self.how == "mendable" else RuntimeError("rank 1 has had enough")
         return super().problems()
+
+
+class LosesAnActor(Digits):
+    """Once, when two steps are done, what keeps rank 1 is killed while that rank scores."""
+
+    def __init__(self, run: str, mark: str | None) -> None:
+        super().__init__(size=40, held_out=0, seed=0, reverse=False, digits=4)
+        self.metrics, self.mark = Path(run) / "metrics.jsonl", mark
+
+    def score(self, problem: Problem, completion: str) -> Score:
+        due = self.mark is not None and os.environ.get("RANK") == "1" and self.metrics.read_text().count("\n") == 2
+        if due and not Path(self.mark).exists():
+            Path(self.mark).touch()
+            rank = os.getsid(0)  # a session of its own
+            os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        return super().score(problem, completion)

@@ -41,12 +41,49 @@ def launch(job: Job, count: int, say: Callable[[str], None]) -> int:
         started = _Started(folder, count)
         with _forwarded(started):
             code = started.wait()
-        failure = started.failure() if code not in (0, STOPPED) else None
-        if failure is not None and failure.mendable:
-            raise UserError(failure.text)
-        if failure is not None:
-            say(f"rank {failure.rank} of {count} failed, and ended the run:\n{failure.text.rstrip()}")
+        if code not in (0, STOPPED) and (failure := started.failure()) is not None:
+            show(failure, count, say)
         return code
+
+
+def show(failure: Failure, count: int, say: Callable[[str], None]) -> None:
+    if failure.mendable:
+        raise UserError(failure.text)
+    say(f"rank {failure.rank} of {count} failed, and ended the run:\n{failure.text.rstrip()}")
+
+
+def start_rank(folder: Path, environment: dict[str, str], leash: int, cwd: str | None = None) -> subprocess.Popen[bytes]:
+    """One rank of the job in a folder. What others than the first say goes to a file there."""
+    rank = environment["RANK"]
+    path = os.pathsep.join(path for path in sys.path if path)
+    with _log(folder, rank).open("wb") as log:
+        return subprocess.Popen(  # noqa: S603
+            [sys.executable, "-P", "-m", "ebbtide", "rank", str(folder)],
+            env={**os.environ, "PYTHONPATH": path, **environment, LEASH: str(leash)},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == "0" else log,
+            stderr=None if rank == "0" else log,
+            pass_fds=(leash,),
+            start_new_session=True,  # a Ctrl-C reaches them once, from the one that started them
+        )
+
+
+def killed_by(folder: Path, rank: int, number: int, when: float) -> Failure:
+    """Before whatever the others wrote down when they noticed: that is known at once, this when the system tells."""
+    lines = _log(folder, str(rank)).read_text(errors="replace").splitlines()[-LAST_LINES:]
+    text = "\n".join([f"it was killed by signal {number} ({signal.Signals(number).name})", *lines])
+    return Failure(rank, text, False, when - GRACE, lost=True)
+
+
+def _log(folder: Path, rank: str) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
 
 
 class _Started:
@@ -55,16 +92,11 @@ class _Started:
         self._ended: queue.Queue[tuple[int, int, float]] = queue.Queue()
         self._lost: list[Failure] = []
         leash, self._end = os.pipe()
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
         shared = {
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            LEASH: str(leash),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "MASTER_PORT": str(free_port()),
         }
         if "OMP_NUM_THREADS" not in os.environ:
             shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
@@ -72,21 +104,9 @@ class _Started:
         os.close(leash)
 
     def _start(self, rank: int, shared: dict[str, str], leash: int) -> subprocess.Popen[bytes]:
-        with self._log(rank).open("wb") as log:
-            process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", "-m", "ebbtide", "rank", str(self._folder)],
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else log,
-                stderr=None if rank == 0 else log,
-                pass_fds=(leash,),
-                start_new_session=True,  # a Ctrl-C reaches them once, from here
-            )
+        process = start_rank(self._folder, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, leash)
         threading.Thread(target=lambda: self._ended.put((rank, process.wait(), time.time())), daemon=True).start()
         return process
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.log"
 
     def wait(self) -> int:
         """The exit code of the first rank that failed, or 0."""
@@ -105,10 +125,7 @@ class _Started:
             if code not in (0, STOPPED) and not killed:
                 end = min(end, time.monotonic() + GRACE)
             if ended < 0 and not killed:
-                lines = self._log(rank).read_text(errors="replace").splitlines()[-LAST_LINES:]
-                text = "\n".join([f"it was killed by signal {-ended} ({signal.Signals(-ended).name})", *lines])
-                # Before whatever the others wrote down when they noticed: that is known at once, this when the system tells.
-                self._lost.append(Failure(rank, text, False, when - GRACE))
+                self._lost.append(killed_by(self._folder, rank, -ended, when))
         os.close(self._end)
         return code if code >= 0 else 1
 

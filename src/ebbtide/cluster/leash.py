@@ -51,6 +51,8 @@ class Failure:
     mendable: bool
     """By the user: the text says how."""
     when: float
+    lost: bool = False
+    """Its process, or its machine, is gone: not by an error of its own."""
 
     def write(self, folder: Path) -> None:
         made = folder / f".failure-{self.rank}"

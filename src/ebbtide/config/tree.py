@@ -629,12 +629,20 @@ class Cluster(Section):
     replicate: Count = 1
     """Copies of the weights: each is shared out among `data / replicate` ranks. More than 1 spares traffic between nodes, and costs memory."""
 
+    ray: str | None = None
+    """Present: ranks are placed by Ray (package `ray`) over the nodes of its cluster: `auto` is the one that runs on this machine, or one that is started for the run; or the ADDRESS of one. All nodes need the run folder at the same path."""
+
+    tries: Natural = 3
+    """With `ray`: how often the ranks are started again when one of them, or its node, is lost; from the last checkpoint, or anew where there is none."""
+
     @model_validator(mode="after")
     def _ranks_add_up(self) -> Cluster:
         if self.gpus is not None and self.data is not None and self.gpus != self.data * self.tensor:
             raise ValueError(
                 f"`cluster.gpus: {self.gpus}` is not `cluster.data: {self.data}` x `cluster.tensor: {self.tensor}`: set it to {self.data * self.tensor}, or leave one of them out"
             )
+        if self.ray is not None and self.ranks is None:
+            raise ValueError(f"`cluster.ray: {self.ray}` places ranks and is not told how many: set `cluster.gpus`")
         if self.ranks is not None and self.ranks % self.tensor:
             raise ValueError(f"`cluster.gpus: {self.gpus}` is not a multiple of `cluster.tensor: {self.tensor}`: change one of the two")
         if self.ranks is not None and (self.ranks // self.tensor) % self.replicate:
