@@ -27,9 +27,8 @@ class AnyRun(RuleBasedStateMachine):
     def start(self, away, preset) -> None:
         torch.manual_seed(0)
         self.residency = Residency(build_plan(Memory.model_validate({"preset": preset, "away": away})), CPU)
-        self.weight = torch.nn.Parameter(torch.randn(37))
         self.held = {
-            "weights": [self.weight.detach()],
+            "weights": [self.make_weight()],
             "master": [torch.randn(37), torch.randn(5)],
             "moments": [torch.randn(1000), torch.randn(3, 7)],
             "reference": [torch.randn(64)],
@@ -38,13 +37,28 @@ class AnyRun(RuleBasedStateMachine):
         self.gradient: torch.Tensor | None = None
         for name, tensors in self.held.items():
             self.residency.hold(name, tensors, frozen=name == "reference")
-        self.residency.hold("grads", lambda: [self.weight.grad] if self.weight.grad is not None else [])
+        self.residency.hold("grads", self.grads)
         self.held["kv_cache"], self.truth["kv_cache"] = [], []
         self.residency.hold("kv_cache", lambda: self.held["kv_cache"])
         self.residency.pin()
         self.addresses = [tensor.data_ptr() for tensor in self.held["weights"]]
         self.phase = None
         self.leases: list = []
+
+    def make_weight(self) -> torch.Tensor:
+        """What is here of the weight that has gradients."""
+        self.weight = torch.nn.Parameter(torch.randn(37))
+        return self.weight.detach()
+
+    def grads(self) -> list[torch.Tensor]:
+        """What is here of its gradient."""
+        return [] if self.weight.grad is None else [self.weight.grad]
+
+    def backward(self) -> torch.Tensor:
+        """Adds to the gradient; gives what was added."""
+        more = torch.randn(37)
+        self.weight.grad = more.clone() if self.weight.grad is None else self.weight.grad + more
+        return more
 
     @rule(phase=st.sampled_from(PHASES))
     def enter(self, phase) -> None:
@@ -61,8 +75,7 @@ class AnyRun(RuleBasedStateMachine):
     def accumulate(self) -> None:
         """A backward: adds to the gradient, which must be there whole if an accumulation is under way."""
         self.residency.need("grads")
-        more = torch.randn(37)
-        self.weight.grad = more.clone() if self.weight.grad is None else self.weight.grad + more
+        more = self.backward()
         self.gradient = more if self.gradient is None else self.gradient + more
 
     @rule(sizes=st.lists(st.integers(1, 300), max_size=3))
@@ -110,7 +123,7 @@ class AnyRun(RuleBasedStateMachine):
         if not hasattr(self, "phase"):
             return
         for name, (device, host) in self.residency.holdings().items():
-            tensors = [self.weight.grad] if name == "grads" and self.weight.grad is not None else self.held.get(name, [])
+            tensors = self.grads() if name == "grads" else self.held.get(name, [])
             on_device = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             assert on_device == device  # what is away is really given back
             whole = [self.gradient] if name == "grads" and self.gradient is not None else self.truth.get(name, [])
