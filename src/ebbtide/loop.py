@@ -80,7 +80,7 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
         if optimizer is not None:
             notes += optimizer.about
         if optimizer is not None and rehearsal is None:
-            notes += policy.place_activations(residency, needs)
+            notes += policy.place_activations(residency, needs, world.here)
             optimizer.discard()  # gradients of what was tried
         with whole.there() as model:
             engine = whole.engine(build_engine(replace(loaded, model=model), config))

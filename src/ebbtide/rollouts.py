@@ -13,7 +13,7 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
-from ebbtide.rollout.engine import Completion, Engine, Request
+from ebbtide.rollout.engine import Completion, Engine, Preempting, Request
 from ebbtide.rollout.paged.engine import PagedEngine, Told
 from ebbtide.rollout.paged.schedule import most_blocks
 from ebbtide.rollout.prompts import Prompt
@@ -38,7 +38,7 @@ class Rollouts:
 
     def figures(self) -> dict[str, float]:
         """For metrics.jsonl."""
-        return {"samples_preempted": float(self._engine.preempted)} if isinstance(self._engine, PagedEngine) else {}
+        return {"samples_preempted": float(self._engine.preempted)} if isinstance(self._engine, Preempting) else {}
 
     def state(self) -> list[dict[str, Any]]:
         """What is under way, for a checkpoint."""

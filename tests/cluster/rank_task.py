@@ -4,7 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-from ebbtide.errors import UserError
 from ebbtide.tasks.builtin import Digits
 from ebbtide.tasks.task import Problem, Problems, Score
 
@@ -18,7 +17,7 @@ class Ends(Digits):
         if os.environ.get("RANK") == "1":
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise UserError("rank 1 wants other problems") if self.how == "mendable" else RuntimeError("rank 1 has had enough")
+            raise RuntimeError("rank 1 has had enough")
         return super().problems()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,10 @@ import pytest
 import yaml
 
 from conftest import TINY, merged
+from ebbtide.checkpoint.store import listed
+from ebbtide.cluster.launch import show
+from ebbtide.cluster.leash import Failure
+from ebbtide.errors import UserError
 
 HERE = Path(__file__).parent
 
@@ -34,13 +39,22 @@ def steps(tmp_path) -> list[int]:
     return [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_command_starts_ranks_and_one_of_them_reports(tmp_path) -> None:
-    with command(tmp_path, {"cluster": {"gpus": 2}}) as process:
+def test_the_command_starts_ranks_that_stop_together_with_a_checkpoint(tmp_path) -> None:
+    """SIGTERM to the command: each rank ends its step, and all save it."""
+    changes = {"cluster": {"gpus": 2}, "train.steps": 100000, "checkpoint": {"every": None}, "report.samples_every": 0}
+    with command(tmp_path, changes) as process:
+        lines = []
+        while not lines or not lines[-1].startswith("step "):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.stderr.read()
+        process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
-    assert "2 ranks, each with one part in 2 of the model: data 2, tensor 1, replicate 1" in out
-    assert out.count("step 1/2") == 1
-    assert steps(tmp_path) == [1, 2]
+    assert process.returncode == 130, err
+    assert "2 ranks, each with one part in 2 of the model: data 2, tensor 1, replicate 1\n" in lines
+    assert out.count("stopping: this step is finished and saved first") == 1
+    (saved,) = listed(tmp_path / "run" / "checkpoints")
+    assert f"stopped after step {saved.step} of 100000" in out
+    assert steps(tmp_path) == list(range(1, saved.step + 1))
 
 
 def test_torchrun_starts_ranks_too(tmp_path) -> None:
@@ -59,7 +73,6 @@ def test_torchrun_starts_ranks_too(tmp_path) -> None:
     [
         ("raises", 1, "rank 1 of 2 failed, and ended the run:\nTraceback (most recent call last):"),
         ("killed", 1, "rank 1 of 2 failed, and ended the run:\nit was killed by signal 9 (SIGKILL)"),
-        ("mendable", 2, "error: rank 1 wants other problems"),
     ],
 )
 def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said) -> None:
@@ -74,3 +87,12 @@ def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said)
     assert "step 1" not in out
     assert time.monotonic() - start < 60  # and not the minutes of a timeout
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
+
+
+def test_of_several_errors_the_first_is_shown_and_one_that_a_user_can_mend_as_such(tmp_path) -> None:
+    for rank, when in ((0, 3.0), (1, 2.0), (2, 4.0)):
+        Failure(rank, f"rank {rank} says so", rank == 1, when).write(tmp_path)
+    first = Failure.first(tmp_path)
+    assert first is not None
+    with pytest.raises(UserError, match="rank 1 says so"):
+        show(first, 3, print)

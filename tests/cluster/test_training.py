@@ -11,7 +11,7 @@ from ebbtide.config.tree import Config
 from test_loop import EVERYTHING
 from toy import MODES
 
-BASE = {"train.steps": 3, "checkpoint": None, "advantage.drop_flat_groups": False, "report.samples_every": 0, "optimizer.weight_decay": 0.1}
+BASE = {"train.steps": 2, "checkpoint": None, "advantage.drop_flat_groups": False, "report.samples_every": 0, "optimizer.weight_decay": 0.1}
 WORLDS = {
     "one": (1, None),
     "two": (2, {"gpus": 2}),

@@ -16,7 +16,7 @@ from ebbtide.cluster.world import World
 from ebbtide.config.tree import Task as TaskConfig
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress
-from ebbtide.rollout.engine import Completion, Engine, Request, Sampling
+from ebbtide.rollout.engine import Completion, Engine, Preempting, Request, Sampling
 from ebbtide.tasks.scoring import Scored, ScoringPool
 from ebbtide.tasks.task import Problem
 
@@ -81,11 +81,16 @@ class SharedEngine:
 
     def __init__(self, engine: Engine, whole: Whole, world: World) -> None:
         self._engine, self._whole, self._world = engine, whole, world
+        self.preempted = 0
+        """Samples that gave way in the last call, on all ranks."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
         sizes = [len(request.seeds) * (len(request.prompt) + sampling.max_new_tokens) for request in requests]
         with self._whole.there():
-            return self._world.dealt(requests, sizes, lambda mine: self._engine.generate(mine, sampling, progress))
+            done = self._world.dealt(requests, sizes, lambda mine: self._engine.generate(mine, sampling, progress))
+        mine = self._engine.preempted if isinstance(self._engine, Preempting) else 0
+        self.preempted = sum(self._world.gathered(mine))
+        return done
 
 
 class SharedScoring(ScoringPool):

@@ -58,6 +58,10 @@ class World(Alone):
         """Whether it is so on any rank."""
         return mine
 
+    def gathered(self, mine: T) -> list[T]:
+        """What each rank has."""
+        return [mine]
+
     def dealt(self, items: Sequence[T], sizes: Sequence[int], work: Callable[[list[T]], Sequence[R]]) -> list[R]:
         """The results of `work` on all items, in order: every rank does its share, and has all of them."""
         return list(work(list(items)))
@@ -112,13 +116,13 @@ class Ranks(World):
         hands = deal(sizes, self.size)
         mine = [items[index] for index in hands[self.rank]]
         done: dict[int, R] = {}
-        for hand, results in zip(hands, self._gather(list(work(mine)) if mine else []), strict=True):
+        for hand, results in zip(hands, self.gathered(list(work(mine)) if mine else []), strict=True):
             done |= zip(hand, results, strict=True)
         return [done[index] for index in range(len(items))]
 
     def spread(self, found: dict[int, Tensor]) -> dict[int, Tensor]:
         known: dict[int, Tensor] = {}
-        for some in self._gather({index: tensor.cpu() for index, tensor in found.items()}):
+        for some in self.gathered({index: tensor.cpu() for index, tensor in found.items()}):
             known |= some
         return known
 
@@ -164,7 +168,7 @@ class Ranks(World):
         places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
         return all(name in cut or place == 0 for name, place in places)
 
-    def _gather(self, mine: T) -> list[T]:
+    def gathered(self, mine: T) -> list[T]:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self._talk)
         return found

@@ -130,8 +130,8 @@ class Policy:
             batches += [replace(empty, members=[len(mine)])] * missing
         return mine, batches
 
-    def place_activations(self, residency: Residency, needs: dict[str, int]) -> list[str]:
-        """Carries out `memory.activations` from here on; gives what a person should know of it. `needs` is the host memory of everything else."""
+    def place_activations(self, residency: Residency, needs: dict[str, int], processes: int = 1) -> list[str]:
+        """Carries out `memory.activations` from here on; gives what a person should know of it. `needs` is the host memory of everything else, in each of so many processes."""
         config, tokens = self.config.memory.activations, self.config.train.microbatch_tokens
         if config == ActivationsConfig():
             return []
@@ -140,7 +140,8 @@ class Policy:
         choice, notes = choose(config, blocks[0], figures, lambda some: measure(blocks, some, self._probe))
         reserved = capacity(config, blocks, choice, self._probe, tokens)
         if reserved:
-            check_host_budget({**needs, "activations": reserved}, self.config.memory.host_budget_gib, taken=residency.host_bytes)
+            wanted = {name: size * processes for name, size in {**needs, "activations": reserved}.items()}
+            check_host_budget(wanted, self.config.memory.host_budget_gib, taken=residency.host_bytes * processes)
             (memory,) = residency.host("activations", [reserved], pinned=True)
             self._parking = Parking(memory, residency.mover)
         self._activations = Activations(blocks, choice, self._parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)

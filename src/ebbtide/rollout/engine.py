@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
@@ -54,6 +54,16 @@ def diverged() -> UserError:
         "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr`, lengthen `optimizer.warmup_steps`, "
         "or set `optimizer.clip_norm`; metrics.jsonl shows when it began"
     )
+
+
+@runtime_checkable
+class Preempting(Protocol):
+    """An engine in which samples give way to others."""
+
+    @property
+    def preempted(self) -> int:
+        """How many did in the last call."""
+        ...
 
 
 class Engine(Protocol):
