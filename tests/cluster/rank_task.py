@@ -32,6 +32,8 @@ class LosesAnActor(Digits):
         due = self.mark is not None and os.environ.get("RANK") == "1" and self.metrics.read_text().count("\n") == 2
         if due and not Path(self.mark).exists():
             Path(self.mark).touch()
-            rank = os.getsid(0)  # a session of its own
-            os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            process = os.getpid()
+            while not Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"ray::RankActor"):
+                process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+            os.kill(process, signal.SIGKILL)
         return super().score(problem, completion)
