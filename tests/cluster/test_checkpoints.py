@@ -18,7 +18,6 @@ STAGES = [
     (2, {"gpus": 2}, {"optimizer.place": "cpu"}),
     (3, {"gpus": 3}, {"optimizer.cpu_fraction": 0.4, "checkpoint.async_save": False}),
     (2, {"gpus": 2, "tensor": 2}, {}),
-    (2, {"data": 2, "replicate": 2}, {"optimizer.place": "streamed", "optimizer.cpu_fraction": 0.7}),
     (4, {"data": 2, "tensor": 2}, {"optimizer.place": "cpu"}),
     (1, None, {}),
 ]

@@ -182,5 +182,10 @@ def join(config: Config) -> World:
     from ebbtide.policy.model import pick_device
 
     if torch.cuda.is_available() and config.device != "cpu":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        mine, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if mine >= there:
+            raise UserError(
+                f"rank {mine} of this machine has no GPU of its own: torch sees {there}. Start no more ranks here (`cluster.gpus`), or set `device: cpu`"
+            )
+        torch.cuda.set_device(mine)
     return Ranks(config, pick_device(config.device))
