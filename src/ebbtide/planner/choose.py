@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -100,13 +100,17 @@ class Chooser:
             quickest = min(one.prediction.seconds for one in fitting)
             best = min((one for one in fitting if one.prediction.seconds <= (1 + SAME) * quickest), key=lambda one: one.changed)
             return Chosen(best, reasons=self._reasons(config, best))
-        nearest = self.nearest(config)
-        least = None if nearest is not None else self._least(config)
+        everything = list(self._tried(config, tuple(GROUPS)))
+        nearest = self._nearest(everything)
+        least = None if nearest is not None else self._least(everything)
         return Chosen(as_it_is, lacks, (), nearest, least, keys_by_hand(config))
 
     def nearest(self, config: Config) -> Tried | None:
         """What fits with the fewest changes, of anything; of those, the fastest."""
-        fitting = (one for one in self._tried(config, tuple(GROUPS)) if one.changes and self.lacks(one) is None)
+        return self._nearest(self._tried(config, tuple(GROUPS)))
+
+    def _nearest(self, tried: Iterable[Tried]) -> Tried | None:
+        fitting = (one for one in tried if one.changes and self.lacks(one) is None)
         return min(fitting, key=lambda one: (one.changed, one.prediction.seconds), default=None)
 
     def lacks(self, tried: Tried) -> Lacks | None:
@@ -119,9 +123,9 @@ class Chooser:
         pinned = HOST_SHARE * self._host if limit is None else min(limit * GIB, self._host)
         return "host" if prediction.host > pinned else None
 
-    def _least(self, config: Config) -> float | None:
-        """GiB of the smallest budget that anything fits into: what it takes outside of generate, or in generate with a cache for one sample."""
-        needs = [one.prediction.least_peak for one in self._tried(config, tuple(GROUPS)) if self.lacks(one) != "host"]
+    def _least(self, tried: Iterable[Tried]) -> float | None:
+        """GiB of the smallest budget that any of them fits into: what it takes outside of generate, or in generate with a cache for one sample."""
+        needs = [one.prediction.least_peak for one in tried if self.lacks(one) != "host"]
         if not needs:
             return None
         filled = min(needs) / GIB
