@@ -41,6 +41,11 @@ def test_without_a_budget_a_cpu_run_is_as_it_is_set(tiny) -> None:
     assert plan_run(tiny(), CPU, None) == (None, [])
 
 
+def test_several_ranks_go_without(tiny) -> None:
+    assert plan_run(tiny(), CPU, None, 2) == (None, [])
+    assert plan_run(tiny({"memory.budget_gib": 1.0}), CPU, None, 2) == (None, ["no plan: as yet it is made for one rank only"])
+
+
 def test_a_budget_below_the_least_is_refused_and_nothing_is_left(tiny, tmp_path) -> None:
     with pytest.raises(UserError, match="No plan does with less than"):
         ran(tiny({"memory.budget_gib": 1e-6}), tmp_path / "run")

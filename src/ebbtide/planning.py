@@ -81,11 +81,13 @@ class RunPlan:
         return ". ".join([*said, f"The nearest plan with less: {changes} ({nearest.prediction.peak / GIB:.3g} GiB)"])
 
 
-def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None) -> tuple[RunPlan | None, list[str]]:
-    """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for other families, for GGUF files."""
+def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None, ranks: int = 1) -> tuple[RunPlan | None, list[str]]:
+    """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for several ranks, other families, GGUF files."""
     on_cpu = device.type != "cuda"
     if on_cpu and config.memory.budget_gib is None:
         return None, []
+    if ranks > 1:
+        return None, ["no plan: as yet it is made for one rank only"]
     try:
         shape = _shape(config)
     except UserError as error:
