@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.config import load
+from ebbtide.config.decided import GROUPS, as_before, free_groups, with_changes
 from ebbtide.config.tree import Config
-from ebbtide.planner.choose import GROUPS, Chooser, Chosen, as_before, free_groups, usable, with_changes
+from ebbtide.planner.choose import Chooser, Chosen, usable
 from ebbtide.planner.choose import settings as as_settings
 from ebbtide.planner.machine import GIB, machine_for
 from ebbtide.planner.predict import Predictor

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from ebbtide.checkpoint.store import Saved, listed, newest_sound
+from ebbtide.config.decided import as_before
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.planner.choose import as_before
 
 FOLDER = "checkpoints"
 # Another value of these is another run.

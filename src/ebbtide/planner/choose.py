@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from ebbtide.config.decided import GROUPS, Change, checked, free_groups, keys_by_hand, with_changes
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOST_SHARE
@@ -24,19 +25,9 @@ MARGIN, SPARE, SPARE_SHARE = (
 )  # of the budget, and GiB beside it, at most a tenth: left for what the allocator cannot use between what it holds
 SAME = 0.005  # two plans whose seconds differ by less are equally fast: the one that changes less is taken
 
-Change = Mapping[str, Any]
-"""Dotted key -> value."""
 Lacks = Literal["device", "cache", "host"]
 
 STATE = ["master", "moments"]
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("optimizer.place", "optimizer.cpu_fraction"),
-    "away": ("memory.preset", "memory.away"),
-    "activations": ("memory.activations",),
-    "micro-batch": ("train.microbatch_tokens",),
-    "head": ("train.head_chunk_tokens",),
-}
-"""What is decided together: set one by hand, and the group is left alone."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +86,14 @@ class Chooser:
         planned = config.memory.plan == "auto"
         if lacks is None and (as_it_is.prediction.roomy or not planned):
             return Chosen(as_it_is)
-        fitting = [one for one in self._tried(config, free_groups(config) if planned else ()) if self.lacks(one) is None]
+        free = free_groups(config) if planned else ()
+        tried = list(self._tried(config, free))
+        fitting = [one for one in tried if self.lacks(one) is None]
         if fitting:
             quickest = min(one.prediction.seconds for one in fitting)
             best = min((one for one in fitting if one.prediction.seconds <= (1 + SAME) * quickest), key=lambda one: one.changed)
             return Chosen(best, reasons=self._reasons(config, best))
-        everything = list(self._tried(config, tuple(GROUPS)))
+        everything = tried if len(free) == len(GROUPS) else list(self._tried(config, tuple(GROUPS)))
         nearest = self._nearest(everything)
         least = None if nearest is not None else self._least(everything)
         return Chosen(as_it_is, lacks, (), nearest, least, keys_by_hand(config))
@@ -142,7 +135,9 @@ class Chooser:
 
     def _tried(self, config: Config, free: Sequence[str]) -> Iterator[Tried]:
         """Every combination, those that change least first."""
-        options: list[list[Change]] = [self._options(config, group) if group in free else [{}] for group in GROUPS]
+        options: list[list[Change]] = [
+            [checked(one) for one in self._options(config, group)] if group in free else [{}] for group in GROUPS
+        ]
         for some in product(*options):
             changes: dict[str, Any] = {}
             for one in some:
@@ -209,39 +204,6 @@ class Chooser:
 def usable(budget_gib: float) -> float:
     """GiB of a budget that a plan may fill."""
     return (1 - MARGIN) * budget_gib - min(SPARE, SPARE_SHARE * budget_gib)
-
-
-def keys_by_hand(config: Config) -> list[str]:
-    """What a plan would decide and is set."""
-    given = {f"{name}.{key}" for name in ("optimizer", "memory", "train") for key in getattr(config, name).model_fields_set}
-    return [key for keys in GROUPS.values() for key in keys if key in given]
-
-
-def free_groups(config: Config) -> tuple[str, ...]:
-    """The groups of which nothing is set by hand."""
-    by_hand = set(keys_by_hand(config))
-    return tuple(group for group, keys in GROUPS.items() if not by_hand & set(keys))
-
-
-def as_before(config: Config, then: Mapping[str, Any]) -> Config:
-    """For a run that goes on: what a plan had chosen for it stays, where nothing else is set by hand. `then`: the config that it ran with, as a tree."""
-    if config.memory.plan != "auto":
-        return config
-    keys = [key for group in free_groups(config) for key in GROUPS[group]]
-    chosen = {key: then[section][name] for key in keys for section, name in [key.split(".")] if name in then.get(section, {})}
-    return with_changes(config, chosen)
-
-
-def with_changes(config: Config, changes: Change) -> Config:
-    """The config with dotted keys set; a section is replaced whole."""
-    sections: dict[str, dict[str, Any]] = {}
-    for dotted, value in changes.items():
-        section, key = dotted.split(".")
-        field = type(getattr(config, section)).model_fields[key].annotation
-        if isinstance(value, dict) and field is not None:
-            value = field.model_validate(value)
-        sections.setdefault(section, {})[key] = value
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()})
 
 
 def settings(before: Config, after: Config) -> list[str]:

@@ -9,23 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from typing import get_args
 
 from ebbtide.config.tree import Activation
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.planner.shape import Shape
 
-DENSE: tuple[Activation, ...] = (
-    "block_input",
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "mlp_fc1",
-    "mlp_act",
-    "mlp_fc2",
-)
-SPARSE: tuple[Activation, ...] = (*DENSE[:6], "expert_fc1", "moe_act", "moe_router")
+_NAMES: tuple[Activation, ...] = get_args(Activation)
+_OF_EXPERTS: frozenset[Activation] = frozenset({"expert_fc1", "moe_act", "moe_router"})
+_OF_DENSE: frozenset[Activation] = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2"})
 ON_THE_WAY = 2  # blocks of which what is offloaded is still on the device
 CARRIED = 0.9  # of what the link carries beside a forward is planned for
 
@@ -46,7 +38,8 @@ class Choice:
 
 @cache
 def names_of(shape: Shape) -> tuple[Activation, ...]:
-    return SPARSE if shape.experts else DENSE
+    absent = _OF_DENSE if shape.experts else _OF_EXPERTS
+    return tuple(name for name in _NAMES if name not in absent)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,11 @@ class Shape:
         """Queries and keys pass a norm of their own."""
         return self.family in ("qwen3", "qwen3_moe")
 
-    @property
+    @cached_property
     def embedding(self) -> int:
         return self.vocabulary * self.hidden
 
-    @property
+    @cached_property
     def attention(self) -> int:
         """Parameters of a block's attention and norms."""
         products = self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
@@ -83,13 +84,13 @@ class Shape:
         """Parameters of a gated MLP."""
         return 3 * self.hidden * width + (2 * width + self.hidden) * self.mlp_bias
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Parameters of one block, with all of its experts."""
         sparse = self.hidden * self.experts + self.experts * 3 * self.hidden * self.mlp
         return self.attention + (sparse if self.experts else self.dense(self.mlp))
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         blocks = (self.layers - self.dense_layers) * self.block + self.dense_layers * (self.attention + self.dense(self.dense_mlp))
         return blocks + self.hidden + self.embedding * (1 if self.tied else 2)
@@ -100,7 +101,7 @@ class Shape:
         biases = 3 * self.qkv_bias + self.out_bias + 3 * self.mlp_bias
         return self.layers * (9 + 2 * self.normed_heads + biases) + 2
 
-    @property
+    @cached_property
     def used_by_a_token(self) -> int:
         """Numbers of a block's matrices that one token is multiplied with."""
         mlp = (

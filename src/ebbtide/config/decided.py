@@ -1,0 +1,61 @@
+"""The settings that a plan may decide: in groups, set by hand or free. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ebbtide.config.tree import Config
+
+Change = Mapping[str, Any]
+"""Dotted key -> value."""
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("optimizer.place", "optimizer.cpu_fraction"),
+    "away": ("memory.preset", "memory.away"),
+    "activations": ("memory.activations",),
+    "micro-batch": ("train.microbatch_tokens",),
+    "head": ("train.head_chunk_tokens",),
+}
+"""What is decided together: set one by hand, and the group is left alone."""
+
+
+def keys_by_hand(config: Config) -> list[str]:
+    """What a plan would decide and is set."""
+    given = {f"{name}.{key}" for name in ("optimizer", "memory", "train") for key in getattr(config, name).model_fields_set}
+    return [key for keys in GROUPS.values() for key in keys if key in given]
+
+
+def free_groups(config: Config) -> tuple[str, ...]:
+    """The groups of which nothing is set by hand."""
+    by_hand = set(keys_by_hand(config))
+    return tuple(group for group, keys in GROUPS.items() if not by_hand & set(keys))
+
+
+def as_before(config: Config, then: Mapping[str, Any]) -> Config:
+    """For a run that goes on: what a plan had chosen for it stays, where nothing else is set by hand. `then`: the config that it ran with, as a tree."""
+    if config.memory.plan != "auto":
+        return config
+    keys = [key for group in free_groups(config) for key in GROUPS[group]]
+    chosen = {key: then[section][name] for key in keys for section, name in [key.split(".")] if name in then.get(section, {})}
+    return with_changes(config, chosen)
+
+
+def checked(changes: Change) -> Change:
+    """With trees as the sections that they stand for."""
+    found = {}
+    for dotted, value in changes.items():
+        section, key = dotted.split(".")
+        field = Config.model_fields[section].annotation
+        inner = field.model_fields[key].annotation if field is not None else None
+        found[dotted] = inner.model_validate(value) if isinstance(value, dict) and inner is not None else value
+    return found
+
+
+def with_changes(config: Config, changes: Change) -> Config:
+    """The config with dotted keys set; a section is replaced whole."""
+    sections: dict[str, dict[str, Any]] = {}
+    for dotted, value in checked(changes).items():
+        section, key = dotted.split(".")
+        sections.setdefault(section, {})[key] = value
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()})
