@@ -8,12 +8,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ebbtide.cluster.shard import shard
 from ebbtide.cluster.world import World
 from ebbtide.config.tree import Task as TaskConfig
+from ebbtide.memory.shards import everywhere, local
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Engine, Preempting, Request, Sampling
@@ -38,29 +40,39 @@ class Whole:
 
 
 class Gathered(Whole):
-    """A second set of modules, with weights while they are needed: those that train are FSDP's, and gather on all ranks at once or never."""
+    """A second set of modules, with weights while they are needed: those that train are FSDP's, and gather on all ranks at once or never.
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, world: World) -> None:
-        """Before the model is shared out."""
-        self._source, self._world = model, world
+    Of what every rank has whole, its weights are the very tensors that are trained: they take no memory, and their addresses stay.
+    """
+
+    def __init__(self, policy: Policy, world: World, mesh: DeviceMesh, device: torch.device) -> None:
+        """Shares the policy's model out."""
+        self._world = world
         twins: dict[int, nn.Parameter] = {}
-        for parameter in model.parameters():
+        for parameter in policy.model.parameters():
             twin = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             twin.untyped_storage().resize_(0)
             twins[id(parameter)] = nn.Parameter(twin, requires_grad=False)
-        super().__init__(copy.deepcopy(model, dict(twins)).to(device))
+        super().__init__(copy.deepcopy(policy.model, dict(twins)).to(device))
+        shard(policy, mesh, device)
+        self._gathered: list[tuple[nn.Parameter, DTensor]] = []
+        for twin, parameter in zip(self._model.parameters(), policy.model.parameters(), strict=True):
+            if everywhere(parameter):
+                twin.data = local(parameter)
+            else:
+                assert isinstance(parameter, DTensor)
+                self._gathered.append((twin, parameter))
 
     @contextmanager
     @torch.no_grad()
     def there(self) -> Iterator[PreTrainedModel]:
-        pairs = list(zip(self._model.parameters(), self._source.parameters(), strict=True))
         try:
-            for twin, parameter in pairs:
+            for twin, parameter in self._gathered:
                 twin.untyped_storage().resize_(twin.numel() * twin.element_size())
-                twin.copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+                twin.copy_(parameter.full_tensor())
             yield self._model
         finally:
-            for twin, _ in pairs:
+            for twin, _ in self._gathered:
                 twin.untyped_storage().resize_(0)
 
     def engine(self, engine: Engine) -> Engine:
@@ -69,11 +81,7 @@ class Gathered(Whole):
 
 def share_out(policy: Policy, world: World, device: torch.device) -> Whole:
     """Gives each rank its part of the policy's model."""
-    if world.mesh is None:
-        return Whole(policy.model)
-    whole = Gathered(policy.model, device, world)
-    shard(policy, world.mesh, device)
-    return whole
+    return Whole(policy.model) if world.mesh is None else Gathered(policy, world, world.mesh, device)
 
 
 class SharedEngine:

@@ -39,6 +39,13 @@ def local(tensor: Tensor) -> Tensor:
     return here.to_local() if isinstance(here, DTensor) else here
 
 
+def everywhere(tensor: Tensor) -> bool:
+    """Whether every rank has the whole of it. The same answer on all of them, whatever the sizes of their parts."""
+    return not isinstance(tensor, DTensor) or all(
+        way.is_replicate() or tensor.device_mesh.size(place) == 1 for place, way in enumerate(tensor.placements)
+    )
+
+
 S = TypeVar("S")
 
 

@@ -1,0 +1,55 @@
+"""The model that a rank generates with: what it has of the weights that train."""
+
+import json
+import os
+
+import pytest
+import torch
+from ranks import together
+
+from conftest import TINY, merged
+from ebbtide.config.tree import Config
+
+
+def twins(rank: int, config: Config) -> tuple[set[str], set[str]]:
+    """Names of weights that are the trained ones themselves, before and after those changed; in between all are the whole ones."""
+    from ebbtide.cluster.whole import Gathered, share_out
+    from ebbtide.cluster.world import join
+    from ebbtide.memory.shards import local
+    from ebbtide.policy.model import load_model
+    from ebbtide.policy.policy import Policy
+
+    os.environ["MASTER_PORT"] = str(json.loads(os.environ["PORTS"])[0])
+    cpu = torch.device("cpu")
+    with join(config) as world:
+        policy = Policy(load_model(config, world.loads_on(cpu)), config, world)
+        whole = share_out(policy, world, cpu)
+        assert isinstance(whole, Gathered)
+
+        def same() -> set[str]:
+            pairs = zip(whole._model.named_parameters(), policy.model.parameters(), strict=True)
+            return {
+                name
+                for (name, twin), weight in pairs
+                if twin.untyped_storage().data_ptr() == local(weight).untyped_storage().data_ptr() != 0
+            }
+
+        before = same()
+        for change in (1.0, 0.0):
+            with whole.there() as model:
+                policy.verify(model)  # FSDP's own first pass
+                for twin, weight in zip(model.parameters(), policy.model.parameters(), strict=True):
+                    assert torch.equal(twin, weight.full_tensor())
+                    local(weight).add_(change)  # as the optimizer writes
+        return before, same()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "all_here"),
+    [({"data": 2, "replicate": 2}, {"embed", "norm", "proj"}), ({"gpus": 2, "tensor": 2}, {"embed", "norm"}), ({"gpus": 2}, set())],
+)
+def test_what_a_rank_has_whole_it_generates_with_as_it_is(cluster, all_here) -> None:
+    config = Config.model_validate(merged(TINY, {"cluster": cluster}))
+    for before, after in together(2, twins, config):
+        assert before == after
+        assert {kind for kind in ("embed", "norm", "proj") if any(kind in name for name in before)} == all_here
