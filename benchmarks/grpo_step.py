@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from common import Row, beginning, kept, save
 
+from ebbtide.cluster.world import World
 from ebbtide.config import load
 from ebbtide.loop import train
 from ebbtide.policy.model import load_model
@@ -31,13 +32,7 @@ PHASES = ("generate", "score", "logprob", "train", "step")
 
 
 def ours(label: str, options: list[str]) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = load(
-            CONFIG, [f"train.steps={STEPS}", f"run.folder={folder}/run", "report.samples_every=0", "checkpoint=null", *VARIED, *options]
-        )
-        with Report(config, "benchmark") as report:
-            train(config, report)
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = steps(options)
     timed = [line for line in lines if line["step"] > 1]  # the first compiles and captures
 
     def middle(name: str) -> float:
@@ -51,6 +46,17 @@ def ours(label: str, options: list[str]) -> list[Row]:
         Row(label, "log-probs off the trainer's, mean", middle("mismatch"), "nats"),
         Row(label, "first step", lines[0]["seconds"], "s"),
     ]
+
+
+def steps(options: list[str], world: World | None = None) -> list[dict[str, float]]:
+    """A run's lines of metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(
+            CONFIG, [f"train.steps={STEPS}", f"run.folder={folder}/run", "report.samples_every=0", "checkpoint=null", *VARIED, *options]
+        )
+        with Report(config, "benchmark") as report:
+            train(config, report, world=world)
+        return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def trl() -> list[Row]:

@@ -80,8 +80,6 @@ FIT: list[Case] = [
     ("4B", "half cpu, balanced", (8, 16, 94, 200), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced"]),
     ("MoE", "device, keep", (8, 8, 62, 192), ["train.microbatch_tokens=12288"]),
     ("MoE", "streamed, offload", (16, 8, 94, 200), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
-]  # fmt: skip
-TEST: list[Case] = [
     ("0.6B", "device, keep", (24, 4, 94, 224), ["train.microbatch_tokens=10240", "train.minibatches=2"]),
     ("0.6B", "streamed, offload", (16, 12, 62, 288), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
     ("0.6B", "cpu, recompute, long", (4, 6, 126, 2400), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=20480"]),
@@ -96,6 +94,22 @@ TEST: list[Case] = [
     ("4B", "device, balanced", (8, 12, 126, 180), ["memory.activations.preset=balanced", "train.microbatch_tokens=8192"]),
     ("MoE", "device, keep", (10, 8, 94, 160), ["train.microbatch_tokens=10240"]),
     ("MoE", "streamed, offload", (12, 8, 62, 180), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
+]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, keep", (20, 5, 110, 208), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
+    ("0.6B", "streamed, balanced", (16, 10, 78, 272), ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
+    ("0.6B", "cpu, offload, long", (4, 7, 94, 2000), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=22528"]),
+    ("0.6B", "device, recompute, KL", (28, 8, 62, 210), ["memory.activations.preset=recompute", "train.microbatch_tokens=28672", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, keep, KL", (10, 8, 94, 280), ["train.microbatch_tokens=9216", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device away in generate, balanced", (18, 8, 62, 240), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=20480"]),
+    ("1.7B", "streamed, recompute", (14, 10, 110, 190), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("1.7B", "cpu, keep", (12, 8, 126, 210), ["optimizer.place=cpu", "train.microbatch_tokens=12288"]),
+    ("1.7B", "half cpu, offload, long", (4, 5, 158, 1800), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.microbatch_tokens=18432"]),
+    ("4B", "device, offload", (10, 8, 78, 240), ["memory.activations.preset=offload"]),
+    ("4B", "streamed, balanced", (8, 8, 94, 170), ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.microbatch_tokens=10240"]),
+    ("4B", "cpu, recompute", (8, 8, 126, 150), ["optimizer.place=cpu", "memory.activations.preset=recompute"]),
+    ("MoE", "device, recompute", (12, 6, 94, 190), ["memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("MoE", "streamed, keep", (8, 12, 78, 150), ["optimizer.place=streamed", "train.microbatch_tokens=12288"]),
 ]  # fmt: skip
 
 

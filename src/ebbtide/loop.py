@@ -92,7 +92,7 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
             notes += policy.place_activations(residency, needs, world.here)
             optimizer.discard()  # gradients of what was tried
         with whole.there() as model:
-            engine = whole.engine(build_engine(replace(loaded, model=model), config))
+            engine = whole.engine(build_engine(replace(loaded, model=model), config, residency.make_room))
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:

@@ -8,6 +8,7 @@ import torch
 from conftest import TINY, merged
 from ebbtide.config.tree import Config, Memory
 from ebbtide.loop import train
+from ebbtide.memory.limit import limited
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.report.report import Report
@@ -59,6 +60,23 @@ def test_evicted_memory_is_given_back_and_other_addresses_stay() -> None:
     assert torch.cuda.memory_allocated() == before
     assert weights[0].data_ptr() == address
     assert residency.arena._slabs[0].is_pinned()
+    residency.__exit__()
+
+
+def test_room_that_is_still_being_copied_away_is_waited_for_and_counted() -> None:
+    residency = lean()
+    with limited(residency.device, 3.0):
+        residency.hold("moments", [torch.ones(2**31, dtype=torch.uint8, device="cuda")])
+        residency.pin()
+        residency.enter("generate")
+        residency.make_room(2**29)  # is there
+        assert residency.mover.take().exposed == 0
+        before = torch.cuda.memory_stats()["num_alloc_retries"]
+        residency.make_room(2**31)
+        assert residency.mover.take().exposed > 0
+        taken = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == before
+        del taken
     residency.__exit__()
 
 

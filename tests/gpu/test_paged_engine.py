@@ -79,6 +79,17 @@ def test_logprobs_in_16_bits_are_those_of_a_full_forward(tiny) -> None:
     assert torch.cat(differences).abs().mean() < 0.02
 
 
+def test_experts_in_16_bits_are_captured_and_sample_what_they_do_without(tiny) -> None:
+    loaded = loaded_model(tiny, "bfloat16", {**family("qwen3_moe"), "model.scratch.hidden": 128})
+    sampling, found = Sampling(20, 1.0, ignore_end=True), []
+    for captured in (True, False):
+        engine = PagedEngine(loaded, 16)
+        assert engine._runner._captures == (torch.cuda.get_device_capability()[0] in (9, 10))
+        engine._runner._captures = captured and engine._runner._captures
+        found.append([(one.tokens, one.logprobs) for group in engine.generate(ASKED, sampling, quiet) for one in group])
+    assert found[0] == found[1]
+
+
 def test_graphs_survive_another_cache_and_notice_weights_that_moved(tiny) -> None:
     loaded = loaded_model(tiny, "float32", {})
     engine = PagedEngine(loaded, 16)

@@ -18,7 +18,7 @@ def test_without_vllm_the_error_names_the_extra(tiny, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     config = tiny({"rollout.engine": "vllm"})
     with pytest.raises(UserError, match=r"`rollout.engine: vllm`.*pip install 'ebbtide\[vllm\]'"):
-        build_engine(load_model(config), config)
+        build_engine(load_model(config), config, lambda size: None)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ def shard(policy: Policy, mesh: DeviceMesh, device: torch.device) -> None:
     data = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     # Also over one data-parallel rank: then it gathers nothing, and adds up the gradients of what tensor parallelism left whole.
     # The module from tokens to log-probs is the root, not the model: it uses the head's matrix as well, outside of any forward of the model's own.
+    reduce = torch.float32 if data.size() > 1 else None  # over one rank nothing is added up
     for module in (*(layers if isinstance(layers, nn.ModuleList) else ()), policy.module):
-        fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
         assert isinstance(module, FSDPModule)
         # The loss's weights are of the whole step, so gradients are summed over ranks, not averaged.
         module.set_gradient_divide_factor(1.0)

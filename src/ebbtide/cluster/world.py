@@ -105,7 +105,7 @@ class Ranks(World):
         return self.mesh.size(1) * self.mesh.size(2)
 
     def loads_on(self, device: torch.device) -> torch.device:
-        return torch.device("cpu")
+        return torch.device("cpu") if self.held > 1 else device
 
     # Work
 

@@ -27,6 +27,13 @@ def limited(device: torch.device, budget_gib: float | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
+def unused_bytes(device: torch.device) -> int:
+    """That a GPU's allocator has at once, within the limit: not what was freed and is still being copied away."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = min(free + torch.cuda.memory_reserved(device), torch.cuda.get_per_process_memory_fraction(device) * total)
+    return int(limit - torch.cuda.memory_stats(device)["active_bytes.all.current"])
+
+
 def free_bytes(device: torch.device) -> int:
     """That can still be allocated on a GPU, within the limit."""
     free, total = torch.cuda.mem_get_info(device)

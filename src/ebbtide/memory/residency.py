@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.memory.arena import Arena, Block
+from ebbtide.memory.limit import unused_bytes
 from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.mover import Move, Mover
 from ebbtide.memory.plan import HOLDINGS, Name, Phase, Plan
@@ -233,6 +234,13 @@ class Residency:
         if holding.last is not None:
             self.mover.compute_waits(holding.last)
             holding.last = None
+
+    def make_room(self, size: int) -> None:
+        """Before so many bytes are allocated at once: where they have to wait for what is leaving, that is waited for here, and counted."""
+        if self.device.type == "cuda" and size > unused_bytes(self.device):
+            for holding in self._holdings.values():
+                if holding.away:
+                    self.mover.host_waits(holding.last)
 
     def dropped(self, name: Name) -> None:
         """Its owner let go of a holding that comes and goes, wherever it was."""

@@ -14,7 +14,7 @@ from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOST_SHARE
 from ebbtide.planner.machine import GIB
-from ebbtide.planner.predict import Prediction, Predictor
+from ebbtide.planner.predict import CYCLE, Prediction, Predictor
 from ebbtide.planner.saved import local_names
 from ebbtide.planner.work import Work
 
@@ -197,8 +197,14 @@ class Chooser:
                 "host": "without it the host's memory would not do",
                 None: "it is faster with it",
             }[lacks]
-            found.append(Reason(settings(without.config, best.config), why, best.prediction.seconds - without.prediction.seconds))
+            found.append(Reason(settings(without.config, best.config), why, _cost(best.prediction, without.prediction, fits=lacks is None)))
         return found
+
+
+def _cost(mine: Prediction, other: Prediction, *, fits: bool) -> float:
+    """Seconds of a step that one takes more than the other. Of one that does not fit, generation is left out: it would have next to no cache."""
+    compared = [phase for phase in CYCLE if fits or phase != "generate"]
+    return sum(mine.phases[phase].seconds - other.phases[phase].seconds for phase in compared)
 
 
 def usable(budget_gib: float) -> float:

@@ -43,6 +43,11 @@ class Machine:
     timed: bool = True
     """Whether seconds can be foretold: not of a CPU, whose small kernels follow no rate."""
 
+    @property
+    def groups(self) -> bool:
+        """Whether torch multiplies by many experts at once there, without asking the host: so that decoding with experts is captured as a graph."""
+        return _key(self.name) in GROUPS_EXPERTS
+
 
 # Measured on an H200: benchmarks/plan.py. Of the others, memory, products and copies are what their data sheets say, scaled as the H200's measured figures are to its
 # own sheet (matmul 0.79, copy 0.87), and the link is that of their bus. Hosts differ more than GPUs: 1.7 to 4.7 billion parameters a second were seen beside one kind of GPU, so that a
@@ -70,6 +75,7 @@ KNOWN: Mapping[str, tuple[float, Rates]] = {
 }
 """Name -> (GiB that a process can have, rates)."""
 
+GROUPS_EXPERTS = {"h100", "h200", "b200"}
 USUAL_HOST_GIB = 128.0
 TAKEN_FOR = "3090"  # a GPU of which nothing is known
 

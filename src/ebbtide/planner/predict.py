@@ -50,7 +50,9 @@ class Generation:
     """Blocks without which not even one sample can be finished."""
     roomy: bool
     at_once: int
-    """Sequences that decode at once."""
+    """Sequences that decode at once, each as long as it may be."""
+    rows: float
+    """That decode at once on average: few are at their longest at the same time."""
     least_peak: float
 
 
@@ -120,7 +122,7 @@ class Predictor:
         self._kind = "cpu" if on_cpu else "cuda"
         self.chunk = CHUNKS[self._kind]
         """Tokens that generation reads in one go."""
-        self._speed = Speed(shape, machine.rates, each)
+        self._speed = Speed(shape, machine.rates, each, groups=machine.groups)
         self._bases: dict[tuple[object, ...], _Base] = {}
 
     def of(self, config: Config, work: Work, budget: int, rehearsal: Rehearsal | None = None) -> Prediction:
@@ -141,12 +143,10 @@ class Predictor:
             self._train(config, work, choice, phases["train"])
             phases["step"].device["workspace"] = ring_bytes(config.optimizer, self.shape.parameters, self.each)
         generation = self._generate(config, work, phases["generate"], budget)
-        phases["generate"].seconds = self._speed.generate(work, max(1, generation.at_once))
+        phases["generate"].seconds = self._speed.generate(work, generation.rows)
         if config.evaluate is not None:
             tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
-            phases["evaluate"].seconds = self._speed.generate(
-                tests, max(1, self._generate(config, tests, phases["evaluate"], budget).at_once)
-            )
+            phases["evaluate"].seconds = self._speed.generate(tests, self._generate(config, tests, phases["evaluate"], budget).rows)
         else:
             del phases["evaluate"]
         if config.checkpoint is None:
@@ -156,6 +156,7 @@ class Predictor:
         self._time(config, work, choice, phases, rehearsal)
         for name, path in base.paths.items():
             self._moves(name, path, base.sizes[name], phases)
+        self._makes_room(base, phases["generate"], budget)
         return Prediction(phases, generation, choice)
 
     def _base(self, config: Config, rehearsal: Rehearsal | None) -> _Base:
@@ -265,14 +266,16 @@ class Predictor:
         least = blocks_for(prompt, block) + blocks_for(work.most_new, block)
         each_block = block * room.bytes(self.each)
         blocks: int | None = None
-        roomy, floor = True, 0.0
+        roomy, floor, mean = True, 0.0, float(rows)
         if config.rollout.engine == "paged":
             begun = work.prompts + config.rollout.ahead
             useful = useful_blocks([(prompt, work.samples)] * begun, work.most_new, batch, block)
             blocks = min(useful, room.blocks(self.each, block, self.chunk, batch, max(0, budget - phase.peak)))
             roomy, floor = blocks == useful, phase.peak + ((least + 1) * each_block + room.workspace(self.each, self.chunk, batch)) / SHARE
             if not roomy:
-                rows = min(rows, int(blocks // (blocks_for(work.most_new, block) + 1 + blocks_for(prompt, block) / work.samples)))
+                own, shared = blocks_for(work.most_new, block), blocks_for(prompt, block) / work.samples
+                rows = min(rows, int(blocks // (own + 1 + shared)))
+                mean = max(1.0, min(mean, blocks / ((own + 1) / 2 + shared)))
             phase.device["kv_cache"] = blocks * each_block
         elif config.rollout.engine == "huggingface":
             phase.device["kv_cache"] = rows * (prompt + work.most_new) * room.bytes(self.each)
@@ -283,7 +286,7 @@ class Predictor:
             numbers = 2 * self.shape.vocabulary + 4 * self.shape.hidden + 3 * wide
             decoding = self.each * size * numbers + 4 * splits * size * self.shape.queries
             phase.device["workspace"] = max(reading, decoding) + decoding
-        return Generation(blocks, block, least, roomy, rows, floor)
+        return Generation(blocks, block, least, roomy, rows, mean, floor)
 
     # Seconds
 
@@ -323,6 +326,13 @@ class Predictor:
                 late = taken if name in NEEDS[phase] else max(0.0, taken - phases[phase].seconds)
                 phases[phase].exposed += late
                 phases[phase].seconds += late
+
+    def _makes_room(self, base: _Base, generate: Foretold, budget: int) -> None:
+        """What leaves for generate does so behind it, unless its memory is wanted at once."""
+        leaving = sum(base.sizes[name] for name, on in base.paths.items() if on["step"] and not on["generate"] and name != "reference")
+        if generate.peak + leaving > budget:
+            generate.exposed += leaving / self.machine.rates.link_out
+            generate.seconds += leaving / self.machine.rates.link_out
 
 
 def shape_width(shape: Shape) -> int:

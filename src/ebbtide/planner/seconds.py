@@ -24,17 +24,20 @@ OPS = {
 }  # that the host does for a block: a forward alone; with its backward, by what is made again
 # A decoding pass, in units of what each rate alone would give.
 DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 54e-6, 0.64, 0.95, 1.35
+DECODE_EXPERTS = 110e-6  # seconds more a block, for sorting tokens by expert and back
 DEVICE_ADAM = 22.0  # bytes a parameter, read and written
 DEVICE_TENSOR, CPU_TENSOR = 9.7, 19.0  # operations of the host that a step takes for each tensor, whatever its size
-GATHERED = 3.0e9  # parameters a second: gradients of a later micro-batch that the CPU adds to those it has
+GATHERED = 1.2  # times the rate of a short step: gradients of a later micro-batch that the CPU adds to those it has
 CPU_ADAM = 1.3  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
 
 
 class Speed:
-    def __init__(self, shape: Shape, rates: Rates, each: int) -> None:
+    def __init__(self, shape: Shape, rates: Rates, each: int, *, groups: bool) -> None:
+        """`groups`: the device multiplies by many experts at once (`Machine.groups`)."""
         self._shape, self._rates, self._each = shape, rates, each
+        self._captures = not shape.experts or (groups and each == 2)
 
     def forward(self, tokens: float, length: float) -> float:
         """Of all blocks, without a head."""
@@ -101,20 +104,19 @@ class Speed:
 
     def gathering(self, config: OptimizerConfig, micro_batches: int) -> float:
         """Seconds more that the forwards and backwards of an update take where gradients add up on the host."""
-        return (micro_batches - 1) * config.on_cpu * self._shape.parameters / GATHERED
+        return (micro_batches - 1) * config.on_cpu * self._shape.parameters / (GATHERED * self._rates.cpu_adam)
 
-    def generate(self, work: Work, at_once: int) -> float:
-        """All samples of a step, `at_once` in the batch; prompts read once a group."""
+    def generate(self, work: Work, rows: float) -> float:
+        """All samples of a step, `rows` of them in the batch on average; prompts read once a group."""
         shape, rates = self._shape, self._rates
-        turns = -(-work.sequences // at_once)
-        rows = work.sequences / turns
         kept = shape.kept_by_a_token * self._each
         cache = rows * kept * (work.new / 2 + work.prompt / work.samples) / rates.copy
         used = shape.layers * shape.used_by_a_token + shape.embedding
         read = self._each * (shape.parameters - (0 if shape.tied else shape.embedding)) / rates.copy
         products = 2 * used * rows / rates.matmul
-        decoding = shape.layers * DECODE_LAYER + DECODE_WEIGHTS * read + DECODE_CACHE * cache + DECODE_PRODUCTS * products
-        if shape.experts:  # no graphs: the host starts every kernel
+        starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
+        decoding = starts + DECODE_WEIGHTS * read + DECODE_CACHE * cache + DECODE_PRODUCTS * products
+        if not self._captures:  # no graphs: the host starts every kernel
             decoding = max(decoding, self._host("forward"))
         prompts = self.forward(work.prompts * work.prompt, work.prompt)
-        return turns * work.new * decoding + prompts
+        return work.sequences / rows * work.new * decoding + prompts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ebbtide.config.tree import Config
 from ebbtide.policy.model import Loaded
 from ebbtide.rollout.engine import Engine
@@ -9,12 +11,15 @@ from ebbtide.rollout.huggingface import HuggingFaceEngine
 from ebbtide.rollout.paged.engine import PagedEngine
 
 
-def build_engine(loaded: Loaded, config: Config) -> Engine:
+def build_engine(loaded: Loaded, config: Config, make_room: Callable[[int], None]) -> Engine:
+    """`make_room` is told of the bytes of a cache before it is made."""
     rollout = config.rollout
     if rollout.engine == "vllm":
         from ebbtide.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(loaded, config)
     if rollout.engine == "paged":
-        return PagedEngine(loaded, rollout.batch, longest=(rollout.max_prompt_tokens, rollout.max_new_tokens))
+        engine = PagedEngine(loaded, rollout.batch, longest=(rollout.max_prompt_tokens, rollout.max_new_tokens))
+        engine.beforehand = make_room
+        return engine
     return HuggingFaceEngine(loaded, rollout.batch)

@@ -45,12 +45,12 @@ class DeviceRunner:
         self._widths = (0, 0)
         self._cache: Cache | None = None
         self._open = ExitStack()
-        self._captures = not _asks_host(model)
         self._lean: LeanModel | None = None
         if lean_shape(model):
             self._lean = LeanModel(model)
             if not self._lean_is_right():
                 self._lean = None
+        self._captures = not _asks_host(model, known=self._lean is not None)
 
     @property
     def fused(self) -> bool:
@@ -364,10 +364,17 @@ class _Ticket:
         return found
 
 
-def _asks_host(model: PreTrainedModel) -> bool:
-    """Whether a pass waits for the device in its middle, as routing to experts does, and a rope that follows the longest sequence."""
+def _asks_host(model: PreTrainedModel, *, known: bool) -> bool:
+    """Whether a pass waits for the device in its middle, as routing to experts may, and a rope that follows the longest sequence. `known`: its blocks are of a kind that was tried."""
     rope = repr(getattr(model.config.get_text_config(), "rope_parameters", None))
-    return any("experts" in name for name, _ in model.named_parameters()) or "dynamic" in rope or "longrope" in rope
+    sparse = any("experts" in name for name, _ in model.named_parameters())
+    return (sparse and not (known and _groups_experts(model))) or "dynamic" in rope or "longrope" in rope
+
+
+def _groups_experts(model: PreTrainedModel) -> bool:
+    """Whether all experts are one product whose sizes are read on the device: torch's for bfloat16 on these GPUs, and a loop of the host's on others."""
+    way = getattr(model.config.get_text_config(), "_experts_implementation", None)
+    return way == "grouped_mm" and model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
 
 
 @contextmanager

@@ -82,6 +82,8 @@ class PagedEngine:
         """Samples that gave way in the last call."""
         self.afterwards: Callable[[], None] = lambda: None
         """Called when its own samples are done."""
+        self.beforehand: Callable[[int], None] = lambda size: None
+        """Called before a cache of so many bytes is made."""
 
     @property
     def block(self) -> int:
@@ -156,6 +158,7 @@ class PagedEngine:
 
     def _tensors(self, blocks: int) -> list[Tensor]:
         """Of a cache: keys and values of each layer in turn."""
+        self.beforehand(sum(self.sizes(blocks)))
         weight = next(self._model.parameters())
         shape = (blocks * self._block, self._room.heads, self._room.channels)
         return [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._room.layers)]
@@ -163,6 +166,7 @@ class PagedEngine:
     def _exchanged(self, tensors: list[Tensor], used: Sequence[int], blocks: int) -> list[Tensor]:
         """Those of a cache of so many blocks that begins with the `used` ones of another, which is emptied tensor by tensor: never are two whole ones in memory."""
         made = []
+        self.beforehand(max(0, sum(self.sizes(blocks)) - sum(tensor.nbytes for tensor in tensors)))
         while tensors:
             old = tensors.pop(0)
             new = old.new_empty((blocks * self._block, *old.shape[1:]))

@@ -1,0 +1,56 @@
+"""What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under FSDP2, in turns.
+
+python benchmarks/cluster.py
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from pathlib import Path
+
+import torch
+from common import Row, save
+from grpo_step import CONFIG, PHASES, steps
+
+from ebbtide.cluster.launch import free_port
+from ebbtide.cluster.world import Ranks
+from ebbtide.config import load
+
+TURNS = 2
+ALONE, SHARDED = "one process", "one rank under FSDP2"
+
+
+def main() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {**alone, "MASTER_PORT": str(free_port())}
+    found: dict[str, list[dict[str, float]]] = {ALONE: [], SHARDED: []}
+    with Ranks(load(CONFIG), torch.device("cuda")) as ranks:
+        for _ in range(TURNS):
+            for case, world in ((ALONE, None), (SHARDED, ranks)):
+                gc.collect()
+                torch.cuda.empty_cache()  # of the run before: each is to be as if alone
+                found[case] += steps([], world)[1:]  # the first compiles and captures
+    rows = [row for case, lines in found.items() for row in _rows(case, lines)]
+    figures = {(row.case, row.metric): row.value for row in rows}
+    for metric in ("whole step", "peak"):
+        more = 100 * (figures[SHARDED, metric] / figures[ALONE, metric] - 1)
+        rows.append(Row(SHARDED, f"{metric}, more", more, "%"))
+    save(Path(__file__).stem, rows)
+
+
+def _rows(case: str, lines: list[dict[str, float]]) -> list[Row]:
+    def middle(name: str) -> float:
+        return statistics.median(line[name] for line in lines)
+
+    return [
+        Row(case, "whole step", middle("seconds"), "s"),
+        *(Row(case, phase, middle(f"seconds/{phase}"), "s") for phase in PHASES),
+        Row(case, "peak", max(line["peak_gib"] for line in lines), "GiB"),
+        Row(case, "steps", len(lines), ""),
+    ]
+
+
+if __name__ == "__main__":
+    main()
