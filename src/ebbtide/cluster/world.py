@@ -169,6 +169,8 @@ class Ranks(World):
         return all(name in cut or place == 0 for name, place in places)
 
     def gathered(self, mine: T) -> list[T]:
+        if self.size == 1:
+            return [mine]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self._talk)
         return found
