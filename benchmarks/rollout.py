@@ -1,10 +1,10 @@
 """Generation with the policy's own weights: tokens a second of the paged engine, beside transformers' `generate` and `generate_batch`.
 
-    python benchmarks/rollout.py [start] [grpo] [lengths] [generate] [generate_batch]
+    python benchmarks/rollout.py [start] [grpo] [lengths] [experts] [generate] [generate_batch]
 
 start: from a loaded model to the first token, graphs captured, in a process that has compiled nothing. grpo: 16 and 64 prompts x 8 samples of 126 + 256 tokens with log-probs, on the Qwen3-1.7B
 shape, with prompts shared and not, and how far the log-probs of the engine, of the trainer and of the same weights in fp32 lie apart. lengths: 256 prompts of 100 to 1,024 tokens with as many new ones (nano-vllm's benchmark), on the Qwen3-0.6B and
-1.7B shapes. generate, generate_batch: transformers on the first of the GRPO workloads. Weights are random and end tokens ignored, so that the work is the same for all. The bound of a workload is the
+1.7B shapes. experts: 16 prompts x 8 samples of a mixture of experts, captured and not. generate, generate_batch: transformers on the first of the GRPO workloads. Weights are random and end tokens ignored, so that the work is the same for all. The bound of a workload is the
 time to read weights and keys and values at 4.8 TB/s and to multiply the prompts at 989 TFLOP/s, and nothing else.
 """
 
@@ -33,6 +33,7 @@ from ebbtide.rollout.paged.attention import room_of
 from ebbtide.rollout.paged.engine import PagedEngine
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+EXPERTS = ["architecture=qwen3_moe", "layers=12", "experts=32", "experts_per_token=4", "mlp=768"]
 SMALL = ["model.scratch.hidden=1024", "model.scratch.mlp=3072", "model.scratch.tied=true"]
 BANDWIDTH, COMPUTE = 4.8e12, 989e12
 
@@ -151,6 +152,16 @@ def lengths() -> list[Row]:
     return rows
 
 
+def experts() -> list[Row]:
+    loaded = load_model(load(CONFIG, [f"model.scratch.{option}" for option in EXPERTS]))
+    rows = []
+    for label, captures in (("captured", True), ("not captured", False)):
+        engine = PagedEngine(loaded, 128)
+        engine._runner._captures = captures and engine._runner._captures  # type: ignore[attr-defined]
+        rows += measured(f"experts, 16 x 8, {label}", loaded, engine, grpo_work(16, Sampling(256, ignore_end=True)), repeats=2)
+    return rows
+
+
 def peer(name: str) -> list[Row]:
     from transformers import GenerationConfig
 
@@ -158,17 +169,19 @@ def peer(name: str) -> list[Row]:
     model: Any = loaded.model
     prompts = [request.prompt for request, _ in grpo_work(16, Sampling(256)) for _ in request.seeds]
     ids = torch.tensor(prompts, device="cuda")
-    settings = GenerationConfig(do_sample=True, max_new_tokens=256, eos_token_id=-1, pad_token_id=0)
-    with attention(loaded.model, loaded.generate_attention), torch.no_grad():
-        if name == "generate":  # warm up
-            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, max_new_tokens=8)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
+
+    def run(new: int) -> None:
+        settings = GenerationConfig(do_sample=True, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
         if name == "generate":
             model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         else:
             model.generate_batch(prompts, generation_config=settings, progress_bar=False)
         torch.cuda.synchronize()
+
+    with attention(loaded.model, loaded.generate_attention), torch.no_grad():
+        run(8)  # warms up
+        begun = time.perf_counter()
+        run(256)
         taken = time.perf_counter() - begun
     return [Row(f"transformers {name}, GRPO 16 x 8", "tokens a second", 128 * 256 / taken, "tok/s")]
 
@@ -177,6 +190,7 @@ STAGES: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "start": ("start", start),
     "grpo": ("GRPO", grpo),
     "lengths": ("lengths", lengths),
+    "experts": ("experts", experts),
     "generate": ("transformers generate,", partial(peer, "generate")),
     "generate_batch": ("transformers generate_batch", partial(peer, "generate_batch")),
 }
