@@ -64,7 +64,8 @@ def train(config: Config, report: Report, rehearsal: Rehearsal | None = None, wo
     if plan is not None:
         config = plan.config
     report.planned(config, plan)
-    with limited(device, config.memory.budget_gib), Residency(build_plan(config.memory, config.optimizer), device) as residency:
+    places = build_plan(config.memory, config.optimizer, config.gathering(world.held))
+    with limited(device, config.memory.budget_gib), Residency(places, device) as residency:
         if plan is not None:
             residency.foresees(plan.view)
         residency.history_to(report.folder.history)
@@ -80,7 +81,7 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
     with report.working("loading the model"), residency.starting():
         loaded = load_model(config, world.loads_on(residency.device))
         policy = Policy(loaded, config, world)
-        whole = share_out(policy, world, residency.device)
+        whole = share_out(policy, world, residency.device, residency.plan.place("generate", "weights"))
         with whole.there() as model:
             policy.verify(model)
         residency.hold("weights", [local(parameter) for parameter in policy.model.parameters()])

@@ -23,7 +23,7 @@ def twins(rank: int, config: Config) -> tuple[set[str], set[str]]:
     cpu = torch.device("cpu")
     with join(config) as world:
         policy = Policy(load_model(config, world.loads_on(cpu)), config, world)
-        whole = share_out(policy, world, cpu)
+        whole = share_out(policy, world, cpu, "whole")
         assert isinstance(whole, Gathered)
 
         def same() -> set[str]:

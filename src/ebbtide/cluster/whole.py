@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -12,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ebbtide.cluster.by_layer import Layers, Pair
 from ebbtide.cluster.shard import shard
 from ebbtide.cluster.world import World
 from ebbtide.config.tree import Task as TaskConfig
+from ebbtide.memory.plan import Place
 from ebbtide.memory.shards import everywhere, local
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress
@@ -43,9 +46,10 @@ class Gathered(Whole):
     """A second set of modules, with weights while they are needed: those that train are FSDP's, and gather on all ranks at once or never.
 
     Of what every rank has whole, its weights are the very tensors that are trained: they take no memory, and their addresses stay.
+    The others are gathered for as long as they are there; or, those of layers, in every pass.
     """
 
-    def __init__(self, policy: Policy, world: World, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, policy: Policy, world: World, mesh: DeviceMesh, device: torch.device, *, by_layer: bool) -> None:
         """Shares the policy's model out."""
         self._world = world
         twins: dict[int, nn.Parameter] = {}
@@ -55,13 +59,18 @@ class Gathered(Whole):
             twins[id(parameter)] = nn.Parameter(twin, requires_grad=False)
         super().__init__(copy.deepcopy(policy.model, dict(twins)).to(device))
         shard(policy, mesh, device)
-        self._gathered: list[tuple[nn.Parameter, DTensor]] = []
+        self._gathered: list[Pair] = []
         for twin, parameter in zip(self._model.parameters(), policy.model.parameters(), strict=True):
             if everywhere(parameter):
                 twin.data = local(parameter)
             else:
                 assert isinstance(parameter, DTensor)
                 self._gathered.append((twin, parameter))
+        self._layers: Layers | None = None
+        if by_layer:
+            timeout = timedelta(minutes=policy.config.run.distributed_timeout_minutes)
+            self._layers = Layers(self._model, self._gathered, world, mesh, timeout)
+            self._gathered = self._layers.rest
 
     @contextmanager
     @torch.no_grad()
@@ -70,32 +79,46 @@ class Gathered(Whole):
             for twin, parameter in self._gathered:
                 twin.untyped_storage().resize_(twin.numel() * twin.element_size())
                 twin.copy_(parameter.full_tensor())
-            yield self._model
+            with self._layers.there() if self._layers is not None else nullcontext():
+                yield self._model
         finally:
             for twin, _ in self._gathered:
                 twin.untyped_storage().resize_(0)
+
+    def until_all_are_done(self) -> None:
+        """When this rank has no pass to make any more: others may need it for theirs."""
+        if self._layers is not None:
+            self._layers.until_all_are_done()
 
     def engine(self, engine: Engine) -> Engine:
         return SharedEngine(engine, self, self._world)
 
 
-def share_out(policy: Policy, world: World, device: torch.device) -> Whole:
-    """Gives each rank its part of the policy's model."""
-    return Whole(policy.model) if world.mesh is None else Gathered(policy, world, world.mesh, device)
+def share_out(policy: Policy, world: World, device: torch.device, weights: Place) -> Whole:
+    """Gives each rank its part of the policy's model; `weights`: what the plan says of them in generation."""
+    if world.mesh is None:
+        return Whole(policy.model)
+    return Gathered(policy, world, world.mesh, device, by_layer=weights == "by layer")
 
 
 class SharedEngine:
     """Every rank generates for its share of the prompts. A sample's randomness is its own, so that it does not matter where it is sampled."""
 
-    def __init__(self, engine: Engine, whole: Whole, world: World) -> None:
+    def __init__(self, engine: Engine, whole: Gathered, world: World) -> None:
         self._engine, self._whole, self._world = engine, whole, world
         self.preempted = 0
         """Samples that gave way in the last call, on all ranks."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
         sizes = [len(request.seeds) * (len(request.prompt) + sampling.max_new_tokens) for request in requests]
+
+        def share(mine: Sequence[Request]) -> list[list[Completion]]:
+            found = self._engine.generate(mine, sampling, progress)
+            self._whole.until_all_are_done()
+            return found
+
         with self._whole.there():
-            done = self._world.dealt(requests, sizes, lambda mine: self._engine.generate(mine, sampling, progress))
+            done = self._world.dealt(requests, sizes, share)
         mine = self._engine.preempted if isinstance(self._engine, Preempting) else 0
         self.preempted = sum(self._world.gathered(mine))
         return done

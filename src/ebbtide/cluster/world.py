@@ -63,7 +63,7 @@ class World(Alone):
         return [mine]
 
     def dealt(self, items: Sequence[T], sizes: Sequence[int], work: Callable[[list[T]], Sequence[R]]) -> list[R]:
-        """The results of `work` on all items, in order: every rank does its share, and has all of them."""
+        """The results of `work` on all items, in order: every rank does its share, which may be nothing, and has all of them."""
         return list(work(list(items)))
 
     def total(self, norms: Norms, weights: Sequence[nn.Parameter]) -> Norms:
@@ -116,7 +116,7 @@ class Ranks(World):
         hands = deal(sizes, self.size)
         mine = [items[index] for index in hands[self.rank]]
         done: dict[int, R] = {}
-        for hand, results in zip(hands, self.gathered(list(work(mine)) if mine else []), strict=True):
+        for hand, results in zip(hands, self.gathered(list(work(mine))), strict=True):
             done |= zip(hand, results, strict=True)
         return [done[index] for index in range(len(items))]
 

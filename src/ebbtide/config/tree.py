@@ -620,6 +620,9 @@ class Memory(Section):
     """Most host memory to pin, checked before the model loads; `null` is 80% of what is free."""
 
 
+Gathering = Literal["whole", "layers"]
+
+
 class Cluster(Section):
     """Several processes (ranks), one for each GPU, that train one policy. On a CPU a rank is a process as well."""
 
@@ -634,6 +637,9 @@ class Cluster(Section):
 
     replicate: Count = 1
     """Copies of the weights: each is shared out among `data / replicate` ranks. More than 1 spares traffic between nodes, and costs memory."""
+
+    generate: Gathering | None = None
+    """How each rank gathers the weights to generate and to evaluate: `whole`, once for the phase, where there is room for all of them; or `layers`, each layer anew in every pass, just before it computes: in the room of three layers, without CUDA graphs, and slower the slower the link between ranks. `null` is `whole`."""
 
     ray: str | None = None
     """Present: ranks are placed by Ray (package `ray`) over the nodes of its cluster: `auto` is the one that runs on this machine, or one that is started for the run; or the ADDRESS of one. All nodes need the run folder at the same path."""
@@ -855,6 +861,12 @@ class Config(Section):
                 f"`evaluate.problems: {self.evaluate.problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside: lower it, or raise those"
             )
         return self
+
+    def gathering(self, parts: int) -> Gathering | None:
+        """How weights of which each rank has one part in so many come together to generate; None where there is nothing to gather. What `cluster.generate` leaves open is decided here."""
+        if parts == 1:
+            return None
+        return self.cluster.generate if self.cluster is not None and self.cluster.generate is not None else "whole"
 
     @property
     def tempered(self) -> bool:

@@ -6,15 +6,17 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ebbtide.config.tree import Gathering, Movable
 from ebbtide.config.tree import Memory as MemoryConfig
-from ebbtide.config.tree import Movable
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.errors import UserError
 
 Phase = Literal["generate", "score", "logprob", "train", "step", "save", "evaluate"]
 Name = Literal["weights", "grads", "master", "moments", "reference", "kv_cache", "activations"]
-Place = Literal["device", "away", "stays", "host"]
-"""In a plan: must be on the device; must not be; stays where it is; or lives on the host in every phase."""
+Place = Literal["device", "away", "stays", "host", "whole", "by layer"]
+"""In a plan: must be on the device; must not be; stays where it is; or lives on the host in every phase.
+
+Of weights that ranks share out: each has its part on the device, and gathers them all for the phase, or layer by layer in every pass."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 HOLDINGS: tuple[Name, ...] = tuple(name for name in get_args(Name) if name != "activations")
@@ -31,6 +33,9 @@ NEEDS: Mapping[Phase, frozenset[Name]] = {
     "evaluate": frozenset({"weights"}),
 }
 """What each phase uses on the device. A save takes what is away from where it is."""
+
+GENERATES: tuple[Phase, ...] = ("generate", "evaluate")
+"""Phases in which every rank samples on its own, and so needs all the weights."""
 
 HOST_SHARE = 0.8  # of the host's free memory may be taken, where no budget for it is set
 
@@ -78,6 +83,11 @@ class Plan:
     def moves(self) -> bool:
         return any(self.ever_away(holding) for holding in HOLDINGS)
 
+    @property
+    def gathers(self) -> bool:
+        """Ranks share out the weights."""
+        return self.table["generate"]["weights"] != "device"
+
     def rows(self, held: Container[Name] = HOLDINGS) -> list[list[str]]:
         """The table of what there is as text: a heading, then one row per phase."""
         shown = [holding for holding in HOLDINGS if holding in held]
@@ -87,8 +97,8 @@ class Plan:
         return lines
 
 
-def build_plan(config: MemoryConfig, optimizer: OptimizerConfig | None = None) -> Plan:
-    """The preset's table with the config's own rows in it, checked: what a phase needs cannot be away in it."""
+def build_plan(config: MemoryConfig, optimizer: OptimizerConfig | None = None, gathering: Gathering | None = None) -> Plan:
+    """The preset's table with the config's own rows in it, checked: what a phase needs cannot be away in it. `gathering`: of weights that ranks share out."""
     optimizer = optimizer or OptimizerConfig()
     on_host: frozenset[Name] = frozenset({"master", "moments"}) if optimizer.state_on_host else frozenset()
     table: dict[Phase, dict[Name, Place]] = {}
@@ -117,6 +127,8 @@ def build_plan(config: MemoryConfig, optimizer: OptimizerConfig | None = None) -
                 places[holding] = "device"
             else:
                 places[holding] = "away" if holding in away else "stays"
+        if gathering is not None and phase in GENERATES:
+            places["weights"] = "by layer" if gathering == "layers" else "whole"
         table[phase] = places
     return Plan(table)
 

@@ -98,7 +98,7 @@ class Report:
             )
         for note in notes:
             self.terminal.say(note)
-        if residency.plan.moves or any(size.host for size in residency.holdings().values()):
+        if residency.plan.moves or residency.plan.gathers or any(size.host for size in residency.holdings().values()):
             self.terminal.say(f"\nwhat lives where in each phase, with {residency.host_bytes / GIB:.2f} GiB of host memory taken:")
             self.terminal.table(residency.plan.rows(residency.holdings()))
 

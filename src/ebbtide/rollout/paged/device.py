@@ -50,7 +50,7 @@ class DeviceRunner:
             self._lean = LeanModel(model)
             if not self._lean_is_right():
                 self._lean = None
-        self._captures = not _asks_host(model, known=self._lean is not None)
+        self._captures = not _needs_host(model, known=self._lean is not None)
 
     @property
     def fused(self) -> bool:
@@ -364,8 +364,12 @@ class _Ticket:
         return found
 
 
-def _asks_host(model: PreTrainedModel, *, known: bool) -> bool:
-    """Whether a pass waits for the device in its middle, as routing to experts may, and a rope that follows the longest sequence. `known`: its blocks are of a kind that was tried."""
+def _needs_host(model: PreTrainedModel, *, known: bool) -> bool:
+    """Whether a pass waits for the device in its middle, as routing to experts may, and a rope that follows the longest sequence; or gathers a block's weights from other ranks
+    before it, which is a hook's work. `known`: its blocks are of a kind that was tried."""
+    blocks: Any = getattr(decoder(model), "layers", ())
+    if any(block._forward_pre_hooks for block in blocks):
+        return True
     rope = repr(getattr(model.config.get_text_config(), "rope_parameters", None))
     sparse = any("experts" in name for name, _ in model.named_parameters())
     return (sparse and not (known and _groups_experts(model))) or "dynamic" in rope or "longrope" in rope
