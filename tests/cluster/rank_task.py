@@ -8,6 +8,10 @@ from ebbtide.tasks.builtin import Digits
 from ebbtide.tasks.task import Problem, Problems, Score
 
 
+def _has_had_enough(*_: object) -> None:
+    raise RuntimeError("rank 1 has had enough")
+
+
 class Ends(Digits):
     def __init__(self, how: str) -> None:
         super().__init__(size=8, held_out=0, seed=0, reverse=False, digits=3)
@@ -17,6 +21,11 @@ class Ends(Digits):
         if os.environ.get("RANK") == "1":
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises in a pass":
+                from ebbtide.rollout.paged.engine import Session
+
+                Session._take = _has_had_enough
+                return super().problems()
             raise RuntimeError("rank 1 has had enough")
         return super().problems()
 

@@ -1,61 +1,102 @@
-"""Weights gathered layer by layer give what weights gathered whole give, bit for bit, however much the ranks' shares differ."""
+"""Weights gathered layer by layer give what weights gathered whole give, bit for bit, in the room of three layers, however much the ranks' shares differ."""
 
 import json
+import os
+from dataclasses import replace
+from functools import partial
 
 import numpy
 import pytest
+import torch
 from ranks import runs, together
 from test_training import BASE
 
-from conftest import TINY, merged
+from conftest import TINY, family, merged
 from ebbtide.config.tree import Config
+from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.rollout.huggingface import HuggingFaceEngine
+from ebbtide.rollout.paged.engine import PagedEngine
 
+ENGINES = {
+    "paged": partial(PagedEngine, batch=100, block=2, chunk=4, blocks=14),  # prompts in pieces, samples that give way
+    "paged, ahead": partial(PagedEngine, batch=3, ahead=True),
+    "huggingface": partial(HuggingFaceEngine, batch=2),
+}
+ASKED = [Request([3, 4, 5], [1, 2, 3, 4, 5]), Request([6], [6]), Request([7, 8, 9, 10, 11, 3, 4], [7, 8]), Request([4, 4], [9])]
 ODD = {"model.scratch.head_dim": 4, "model.scratch.layers": 3}  # four channels of a norm are 2, 2 and none of three ranks
-PAGED = {"rollout.engine": "paged", "rollout.batch": 2}
-CASES = {
-    "paged": {**PAGED, **ODD, "evaluate": {"every": 1, "problems": 3}},
-    "huggingface": {"rollout.engine": "huggingface", "rollout.batch": 3, **ODD},
-    "a rank without prompts": {**PAGED, "rollout.prompts": 1, "evaluate": {"every": 2, "problems": 1}},
-    "bfloat16, one layer, tied": {
-        **PAGED,
-        "model.dtype": "bfloat16",
-        "model.scratch.layers": 1,
-        "model.scratch.tied": True,
-        "train.steps": 1,
-    },
-    "experts": {
-        **PAGED,
-        "model.scratch.architecture": "qwen3_moe",
-        "model.scratch.experts": 4,
-        "model.scratch.experts_per_token": 2,
-        "train.steps": 1,
-    },
-}
-WORLDS = {
-    "three": (3, {"gpus": 3}, ("paged", "huggingface", "experts")),
-    "tensor": (2, {"gpus": 2, "tensor": 2}, ("paged", "a rank without prompts")),
-    "both": (4, {"data": 2, "tensor": 2}, ("paged",)),
-    "copies": (4, {"data": 4, "replicate": 2}, ("huggingface", "a rank without prompts", "bfloat16, one layer, tied")),
-}
+OTHER = {**family("qwen3_moe"), "model.scratch.tied": True, "model.scratch.layers": 1, "model.dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_layer_by_layer_is_whole_to_the_bit(tmp_path, world) -> None:
-    count, cluster, names = WORLDS[world]
+def sampled(rank: int, config: Config) -> dict[str, list]:
+    """What either way gives: all completions of all engines, for all, one and none of the prompts; how many gave way; bytes of whole weights meanwhile, and of gathered ones after."""
+    from ebbtide.cluster.whole import Gathered, share_out
+    from ebbtide.cluster.world import join
+    from ebbtide.policy.model import load_model
+    from ebbtide.policy.policy import Policy
 
-    def config(name, generate):
-        changes = {**BASE, **CASES[name], "cluster": {**cluster, "generate": generate}, "run.folder": str(tmp_path / name / generate)}
-        return Config.model_validate(merged(TINY, changes))
+    os.environ["MASTER_PORT"] = str(json.loads(os.environ["PORTS"])[0])
+    cpu = torch.device("cpu")
+    found: dict[str, list] = {}
+    with join(config) as world:
+        for place in ("whole", "by layer"):
+            loaded = load_model(config, world.loads_on(cpu))
+            policy = Policy(loaded, config, world)
+            whole = share_out(policy, world, cpu, place)
+            assert isinstance(whole, Gathered)
+            with whole.there() as model:
+                policy.verify(model)
+                held = {twin.untyped_storage()._cdata: twin.untyped_storage().nbytes() for twin in model.parameters()}
+                layers = [{twin.untyped_storage()._cdata for twin in block.mlp.parameters()} for block in model.model.layers]
+                built = {name: whole.engine(engine(replace(loaded, model=model))) for name, engine in ENGINES.items()}
+            assert all(layers[n] == layers[n % 2] for n in range(len(layers))) == (place == "by layer" or len(layers) < 3)
+            memory = whole._layers._memory if whole._layers is not None else []
+            gone = sum(tensor.untyped_storage().nbytes() for tensor in (*memory, *(twin for twin, _ in whole._gathered)))
+            groups, preempted = [], {}
+            for name, engine in built.items():
+                for prompts in (ASKED, ASKED[:1], []):
+                    groups.append(engine.generate(prompts, Sampling(6, ignore_end=True), lambda *_: None))
+                    preempted[name] = preempted.get(name, 0) + engine.preempted
+            found[place] = [groups, preempted, sum(held.values()), gone]
+    return found
 
-    ways = ("whole", "layers")
-    everyone = together(count, runs, [config(name, generate) for name in names for generate in ways])
+
+@pytest.mark.parametrize(
+    ("count", "cluster", "changes"),
+    [
+        (3, {"gpus": 3}, ODD),
+        (2, {"gpus": 2, "tensor": 2}, ODD),
+        (4, {"data": 2, "tensor": 2}, {**ODD, "model.scratch.mlp": 54}),
+        (4, {"data": 4, "replicate": 2}, OTHER),
+    ],
+    ids=["three", "tensor", "both", "copies"],
+)
+def test_samples_are_those_of_whole_weights_to_the_bit(count, cluster, changes) -> None:
+    config = Config.model_validate(merged(TINY, {"cluster": cluster, **changes}))
+    everyone = together(count, sampled, config)
+    wanted = everyone[0]["whole"][0]
+    assert [len(groups) for groups in wanted] == [4, 1, 0] * len(ENGINES)
     for rank in everyone:
-        for place, name in enumerate(names):
-            whole, layers = rank[2 * place : 2 * place + 2]
-            assert json.loads(whole["rollouts"].splitlines()[0])["logprobs"]
-            assert whole["rollouts"] == layers["rollouts"], name  # tokens and log-probs
-            for line, other in zip(whole["metrics"], layers["metrics"], strict=True):
-                for key in ("loss", "reward", "grad_norm", "evaluate/reward", "mismatch_max"):
-                    assert line.get(key) == other.get(key), (name, key)
-            for key, weight in whole["weights"].items():
-                numpy.testing.assert_array_equal(weight, layers["weights"][key], err_msg=f"{name}: {key}")
+        assert rank["whole"][0] == rank["by layer"][0] == wanted
+        assert rank["whole"][1] == rank["by layer"][1]
+        assert rank["by layer"][1]["paged"] > 0
+        if config.model.scratch.layers > 2:
+            assert rank["by layer"][2] < rank["whole"][2]
+        assert rank["whole"][3] == rank["by layer"][3] == 0
+
+
+def test_a_run_is_the_same_either_way(tmp_path) -> None:
+    """Also with evaluation, and with one prompt for three ranks."""
+
+    def config(generate):
+        more = {"rollout.prompts": 1, "evaluate": {"every": 1, "problems": 4}, "cluster": {"gpus": 3, "generate": generate}}
+        return Config.model_validate(merged(TINY, {**BASE, **ODD, **more, "run.folder": str(tmp_path / generate)}))
+
+    everyone = together(3, runs, [config("whole"), config("layers")])
+    for whole, layers in everyone:
+        assert json.loads(whole["rollouts"].splitlines()[0])["logprobs"]
+        assert whole["rollouts"] == layers["rollouts"]
+        for line, other in zip(whole["metrics"], layers["metrics"], strict=True):
+            for key in ("loss", "reward", "grad_norm", "evaluate/reward", "mismatch_max"):
+                assert line.get(key) == other.get(key), key
+        for name, weight in whole["weights"].items():
+            numpy.testing.assert_array_equal(weight, layers["weights"][name], err_msg=name)

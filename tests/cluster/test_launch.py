@@ -72,18 +72,20 @@ def test_torchrun_starts_ranks_too(tmp_path) -> None:
     ("how", "code", "said"),
     [
         ("raises", 1, "rank 1 of 2 failed, and ended the run:\nTraceback (most recent call last):"),
+        ("raises in a pass", 1, "rank 1 of 2 failed, and ended the run:\nTraceback (most recent call last):"),
         ("killed", 1, "rank 1 of 2 failed, and ended the run:\nit was killed by signal 9 (SIGKILL)"),
     ],
 )
 def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said) -> None:
-    changes = {"cluster": {"gpus": 2}, "task": {"python": {"object": "rank_task:Ends", "options": {"how": how}}}}
+    changes = {"cluster": {"gpus": 2, "generate": "layers"}, "task": {"python": {"object": "rank_task:Ends", "options": {"how": how}}}}
     start = time.monotonic()
     with command(tmp_path, changes) as process:
         out, err = process.communicate(timeout=100)
     assert process.returncode == code, err
     assert said in err
-    assert err.count("Traceback") == (how == "raises")
-    assert ("rank 1 has had enough" in err) == (how == "raises")
+    assert err.count("Traceback") == (how != "killed")
+    assert ("rank 1 has had enough" in err) == (how != "killed")
+    assert ("by layer" in out) == (how == "raises in a pass")  # the table is shown as the first phase begins
     assert "step 1" not in out
     assert time.monotonic() - start < 60  # and not the minutes of a timeout
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from ebbtide.config.tree import Memory, Optimizer
+from conftest import TINY, merged
+from ebbtide.config.tree import Config, Memory, Optimizer
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOLDINGS, MOVABLE, NEEDS, PHASES, build_plan
 
@@ -73,6 +74,24 @@ def test_the_table_shows_every_cell() -> None:
     assert lines[1] == ["generate", "device", "away", "away", "away", "away", "device"]
     assert plan(preset="lean").moves
     assert not plan().moves
+
+
+def test_how_ranks_gather_weights_is_a_cell_of_both_phases_that_sample() -> None:
+    for gathering, place in ((None, "device"), ("whole", "whole"), ("layers", "by layer")):
+        made = build_plan(Memory(), gathering=gathering)
+        assert {phase: made.place(phase, "weights") for phase in ("generate", "evaluate", "train")} == {
+            "generate": place,
+            "evaluate": place,
+            "train": "device",
+        }
+        assert made.gathers == (gathering is not None)
+
+    def gathering(cluster, parts):
+        return Config.model_validate(merged(TINY, {"cluster": cluster})).gathering(parts)
+
+    assert gathering({"gpus": 2}, 2) == gathering(None, 2) == "whole"  # also of ranks that torchrun started
+    assert gathering({"gpus": 2, "generate": "layers"}, 2) == "layers"
+    assert gathering({"data": 2, "replicate": 2, "generate": "layers"}, 1) is None  # each rank has all of them
 
 
 def test_the_plan_imports_no_torch() -> None:
