@@ -60,6 +60,7 @@ def test_layers_that_come_behind_compute_are_whole_when_they_are_used(tiny, mesh
     assert engine._runner.fused == wanted._runner.fused == (name == "qwen3")
     assert not engine._runner._captures
     assert wanted._runner._captures
+    wanted._runner._captures = False  # the same kernels on both sides
     for sampling in (Sampling(40, ignore_end=True), Sampling(30, 0.7, top_p=0.9)):
         with layers.there():
             found = engine.generate(ASKED, sampling, lambda *_: None)

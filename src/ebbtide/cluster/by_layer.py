@@ -7,7 +7,7 @@ takes part in theirs, without computing, until none has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +26,10 @@ from ebbtide.errors import UserError
 from ebbtide.memory.shards import Region, local, region
 from ebbtide.policy.model import decoder
 
-ALIGNED = 16  # bytes: from there on numbers of any type can be read
+ALIGNED = 512  # bytes, as torch aligns what it allocates: by less a library might choose another kernel, and so other bits, than for weights gathered whole
+
+# Later ones than torch 2.11 have it under another name, and warn of the old one.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Pair = tuple[nn.Parameter, DTensor]
 """A weight as it is generated with, and as ranks share it out."""
@@ -165,7 +168,7 @@ class Layers:
         with torch.cuda.stream(self._side):
             if layer.parts:
                 torch._foreach_copy_(layer.packed, layer.parts)
-            dist.all_gather_into_tensor(layer.received, layer.sent, group=self._group)
+            _all_gather(layer.received, layer.sent, group=self._group)
             if used:
                 torch._foreach_copy_(layer.places, layer.pieces)
 
