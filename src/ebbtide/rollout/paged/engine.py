@@ -100,6 +100,7 @@ class PagedEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
         seeds = sum(len(request.seeds) for request in requests)
         if not seeds:
+            self.preempted = 0
             return [[] for _ in requests]
         prompts = [(len(request.prompt), len(request.seeds)) for request in requests]
         ended = 0

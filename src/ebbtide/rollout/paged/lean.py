@@ -49,9 +49,7 @@ class _LeanBlock:
     def __call__(self, layer: int, hidden: Tensor, more: Tensor | None, cos: Tensor, sin: Tensor, one: DevicePass) -> tuple[Tensor, Tensor]:
         """The stream of the block's input (`hidden` and what is to be added to it), and so of its output."""
         block, attention, mlp = self._block, self._attention, self._mlp
-        for hook in (
-            block._forward_pre_hooks.values()
-        ):  # the block itself is not called: what must happen before it, such as gathering its weights, does
+        for hook in block._forward_pre_hooks.values():  # such as gathering its weights: the block itself is not called
             hook(block, ())
         norm = block.input_layernorm
         hidden, normed = block_kernels.add_norm(hidden, more, norm.weight, norm.variance_epsilon)
