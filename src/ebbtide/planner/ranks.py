@@ -1,0 +1,179 @@
+"""How ranks share out a model and its work, what they gather of it, and the seconds that they talk: all-gathers, reduce-scatters and all-reduces, hidden behind compute or not.
+
+Counts of collectives are those of FSDP2 and of tensor parallelism as a run has them (tests hold them against it); their seconds are computed, not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from ebbtide.config.tree import Cluster, Config
+from ebbtide.errors import UserError
+from ebbtide.planner.machine import Links
+from ebbtide.planner.shape import Shape
+from ebbtide.planner.work import Work
+
+# Seconds that a ring of NCCL takes beside its bytes, by NCCL's own table (src/graph/tuning.cc, ring, Simple): once, and for each step to a rank by NVLink, by the bus, by the network.
+ONCE, NVLINK, BUS, NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
+REDUCED = 4  # bytes of a gradient while ranks add it up: in float32 (cluster/shard.py)
+JOINED, JOINED_BACK = 2, 5  # all-reduces of a block by tensor parallelism: after attention and MLP; for queries, keys, values, gate and up
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Ranks as `cluster` has them: a mesh of replicate x shard x tensor, the last on neighbours."""
+
+    data: int = 1
+    tensor: int = 1
+    replicate: int = 1
+    here: int = 1
+    """Ranks of a node."""
+
+    @property
+    def size(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share out each row of a tensor."""
+        return self.data // self.replicate
+
+    def generated(self, work: Work) -> Work:
+        """What one rank generates: the most that any has."""
+        return work if self.size == 1 else replace(work, prompts=-(-work.prompts // self.size))
+
+    def words(self) -> str:
+        held = self.shards * self.tensor
+        parts = f"each with one part in {held} of the model" if held > 1 else "each with the whole model"
+        return f"{self.size} ranks, {parts}, {self.here} on a node: data {self.data}, tensor {self.tensor}, replicate {self.replicate}"
+
+
+def sharing(cluster: Cluster | None, size: int | None, node: int) -> Sharing:
+    """Of a `cluster` section: with `size` ranks, where they were started already, and at most `node` of them on a node."""
+    cluster = cluster or Cluster(gpus=1)
+    size = size or cluster.ranks
+    if size is None:
+        raise UserError("`cluster` does not say how many ranks there are: set `cluster.gpus`")
+    if size == 1:
+        return Sharing()
+    return Sharing(size // cluster.tensor, cluster.tensor, cluster.replicate, min(size, node))
+
+
+Way = Literal["whole", "layers"]
+"""How a rank generates with weights of which it has a part: all gathered for the phase, or block after block in every pass."""
+
+
+def way(config: Config) -> Way:
+    """The one place that says so."""
+    return "whole"
+
+
+class Talk(NamedTuple):
+    """Seconds of collectives."""
+
+    seconds: float
+    exposed: float
+    """Of those, compute waits for."""
+
+
+class Group(NamedTuple):
+    """Ranks of one collective."""
+
+    size: int
+    near: int
+    """Of them, on a node."""
+
+
+class Gathers:
+    """One model shared out among ranks: bytes of what is gathered, and seconds. `part` is what tensor parallelism leaves of the model for a rank."""
+
+    def __init__(self, shape: Shape, part: Shape, shared: Sharing, links: Links, each: int) -> None:
+        self._shape, self._part, self._shared, self._links, self._each = shape, part, shared, links, each
+        shards = shared.shards
+        # Every rank's part is as large as the first's when it travels, so that some of what is gathered may be padding.
+        self.block, self.root = shards * each * part.block_held(shards), shards * each * part.root_held(shards)
+        self.reduced_block, self.reduced_root = REDUCED * self.block // each, REDUCED * self.root // each
+        self.next = self.block if shards > 1 else 0
+        """The block after the one in use: on its way."""
+        self._block_in, self._root_in = self._gather(self._rows, self.block), self._gather(self._rows, self.root)
+        self._block_out, self._root_out = self._sum(self.reduced_block), self._sum(self.reduced_root)
+
+    # Groups of ranks
+
+    def _group(self, size: int, stride: int) -> Group:
+        """Ranks that are `stride` apart."""
+        return Group(size, max(1, min(size, self._shared.here // stride)))
+
+    @cached_property
+    def _tensor(self) -> Group:
+        return self._group(self._shared.tensor, 1)
+
+    @cached_property
+    def _rows(self) -> Group:
+        return self._group(self._shared.shards, self._shared.tensor)
+
+    @cached_property
+    def _copies(self) -> Group:
+        return self._group(self._shared.replicate, self._shared.tensor * self._shared.shards)
+
+    # Seconds of one collective: rings, as NCCL has them
+
+    def _gather(self, group: Group, size: float) -> float:
+        """An all-gather to, or a reduce-scatter from, so many bytes."""
+        if group.size == 1:
+            return 0.0
+        nodes, links = -(-group.size // group.near), self._links
+        # All ranks of a node use its network at once, each for its own group: a group has the share of its members.
+        rate = links.near if nodes == 1 else min(links.near, group.near * links.far)
+        steps = (group.size - nodes) * (NVLINK if links.bridged else BUS) + (nodes - 1) * NETWORK
+        return ONCE + steps + (group.size - 1) / group.size * size / rate
+
+    def _sum(self, size: float) -> float:
+        """Gradients of so many bytes: each rank gets the sum of its rows, over all copies."""
+        return self._gather(self._rows, size) + 2 * self._gather(self._copies, size / self._shared.shards)
+
+    # Of passes
+
+    def joined(self, tokens: float, *, backward: bool, again: bool = False) -> float:
+        """Seconds of tensor parallelism's sums in a pass over so many tokens; compute waits for each. `again`: the blocks' forwards run twice."""
+        if self._shared.tensor == 1:
+            return 0.0
+        once = 2 * self._gather(self._tensor, self._each * self._shape.hidden * tokens)
+        return self._shape.layers * (JOINED * (1 + again) + JOINED_BACK * backward) * once
+
+    def forward(self, passes: int, compute: float) -> Talk:
+        """Of so many passes without a backward, each `compute` seconds in its blocks: what is in no block is gathered for the first, and stays for the others."""
+        if not passes:
+            return Talk(0.0, 0.0)
+        blocks, each = self._shape.layers, self._block_in
+        late = each + (blocks - 1) * max(0.0, each - compute / blocks)
+        return Talk(passes * blocks * each + self._root_in, passes * late + self._root_in)
+
+    def update(self, forward: float, backward: float) -> Talk:
+        """Of a forward and a backward with so many seconds of compute in their blocks: blocks are gathered for both, and their gradients summed behind the next block's backward."""
+        blocks, into, out = self._shape.layers, self._block_in, self._block_out
+        late = into + (blocks - 1) * max(0.0, into - forward / blocks)
+        late += (blocks - 1) * max(0.0, into + out - backward / blocks) + out  # the first of them comes behind the head's backward
+        ends = self._root_in + self._root_out
+        return Talk(blocks * (2 * into + out) + ends, late + ends)
+
+    # Of generation
+
+    def kept(self, way: Way) -> int:
+        """Bytes that a rank has beside its own part while it generates."""
+        if way == "whole":
+            return self._each * self._shape.parameters
+        return self._each * (self._shape.root_held() + 2 * self._shape.block)
+
+    def generate(self, way: Way, passes: float, compute: float, copy: float) -> Talk:
+        """Of a phase of so many passes and seconds. Whole weights come tensor by tensor before the first, and are copied once more, at `copy` bytes a second."""
+        if way == "whole":
+            shape, shared = self._shape, self._shared
+            size, mean = self._each * shape.parameters, self._each * shape.parameters / shape.tensors
+            seconds = shape.tensors * (self._gather(self._rows, mean / shared.tensor) + self._gather(self._tensor, mean)) + 2 * size / copy
+            return Talk(seconds, seconds)
+        blocks = self._shape.layers * (self._block_in + self._gather(self._tensor, self._each * self._shape.block))
+        first = self._block_in + self._root_in
+        return Talk(passes * blocks + self._root_in, first + max(0.0, passes * blocks - compute))
