@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import log2
 from typing import Literal, NamedTuple
 
 from ebbtide.config.tree import Cluster, Config
@@ -15,7 +16,7 @@ from ebbtide.planner.machine import Links
 from ebbtide.planner.shape import Shape
 from ebbtide.planner.work import Work
 
-# Seconds that a ring of NCCL takes beside its bytes, by NCCL's own table (src/graph/tuning.cc, ring, Simple): once, and for each step to a rank by NVLink, by the bus, by the network.
+# Seconds that a collective of NCCL takes beside its bytes, by NCCL's own table (src/graph/tuning.cc: ring, Simple): once, and for each step to a rank by NVLink, by the bus, by the network.
 ONCE, NVLINK, BUS, NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
 REDUCED = 4  # bytes of a gradient while ranks add it up: in float32 (cluster/shard.py)
 JOINED, JOINED_BACK = 2, 5  # all-reduces of a block by tensor parallelism: after attention and MLP; for queries, keys, values, gate and up
@@ -91,7 +92,7 @@ class Gathers:
 
     def __init__(self, shape: Shape, part: Shape, shared: Sharing, links: Links, each: int) -> None:
         self._shape, self._part, self._shared, self._links, self._each = shape, part, shared, links, each
-        shards = shared.shards
+        shards, self._step = shared.shards, NVLINK if links.bridged else BUS
         # Every rank's part is as large as the first's when it travels, so that some of what is gathered may be padding.
         self.block, self.root = shards * each * part.block_held(shards), shards * each * part.root_held(shards)
         self.reduced_block, self.reduced_root = REDUCED * self.block // each, REDUCED * self.root // each
@@ -118,21 +119,32 @@ class Gathers:
     def _copies(self) -> Group:
         return self._group(self._shared.replicate, self._shared.tensor * self._shared.shards)
 
-    # Seconds of one collective: rings, as NCCL has them
+    # Seconds of one collective, as NCCL has them: rings; all-reduces by trees where those are shorter
+
+    def _rate(self, group: Group) -> float:
+        """All ranks of a node use its network at once, each for its own group: a group has the share of its members."""
+        near, far = self._links.near, group.near * self._links.far
+        return near if group.size == group.near else min(near, far)
 
     def _gather(self, group: Group, size: float) -> float:
         """An all-gather to, or a reduce-scatter from, so many bytes."""
         if group.size == 1:
             return 0.0
-        nodes, links = -(-group.size // group.near), self._links
-        # All ranks of a node use its network at once, each for its own group: a group has the share of its members.
-        rate = links.near if nodes == 1 else min(links.near, group.near * links.far)
-        steps = (group.size - nodes) * (NVLINK if links.bridged else BUS) + (nodes - 1) * NETWORK
-        return ONCE + steps + (group.size - 1) / group.size * size / rate
+        nodes = -(-group.size // group.near)
+        steps = (group.size - nodes) * self._step + (nodes - 1) * NETWORK
+        return ONCE + steps + (group.size - 1) / group.size * size / self._rate(group)
+
+    def _reduce(self, group: Group, size: float) -> float:
+        """An all-reduce of so many bytes."""
+        if group.size == 1:
+            return 0.0
+        nodes = -(-group.size // group.near)
+        tree = ONCE + 2 * ((group.near - 1) * self._step + log2(nodes) * NETWORK) + 2 * size / self._rate(group)
+        return min(2 * self._gather(group, size), tree)
 
     def _sum(self, size: float) -> float:
         """Gradients of so many bytes: each rank gets the sum of its rows, over all copies."""
-        return self._gather(self._rows, size) + 2 * self._gather(self._copies, size / self._shared.shards)
+        return self._gather(self._rows, size) + self._reduce(self._copies, size / self._shared.shards)
 
     # Of passes
 
@@ -140,7 +152,7 @@ class Gathers:
         """Seconds of tensor parallelism's sums in a pass over so many tokens; compute waits for each. `again`: the blocks' forwards run twice."""
         if self._shared.tensor == 1:
             return 0.0
-        once = 2 * self._gather(self._tensor, self._each * self._shape.hidden * tokens)
+        once = self._reduce(self._tensor, self._each * self._shape.hidden * tokens)
         return self._shape.layers * (JOINED * (1 + again) + JOINED_BACK * backward) * once
 
     def forward(self, passes: int, compute: float) -> Talk:
