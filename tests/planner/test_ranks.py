@@ -112,8 +112,8 @@ def test_generate_has_the_whole_weights_and_training_two_blocks() -> None:
 def test_layers_take_less_room_and_more_talk_than_whole_weights() -> None:
     gathers = Gathers(DENSE, DENSE, Sharing(8, here=8), links_for("h200"), 2)
     assert gathers.kept("layers") < 0.4 * gathers.kept("whole") == 0.4 * 2 * DENSE.parameters
-    whole, layers = (gathers.generate(way, 256, 0.6, 4e12) for way in ("whole", "layers"))  # type: ignore[arg-type]
-    assert layers.seconds > 50 * whole.seconds
+    whole, layers = (gathers.generate(way, 256, 0.6, KNOWN["h200"][1]) for way in ("whole", "layers"))  # type: ignore[arg-type]
+    assert layers.seconds > 10 * whole.seconds
     assert whole.exposed == whole.seconds
     assert layers.exposed == pytest.approx(layers.seconds - 0.6, rel=0.01)
 

@@ -282,12 +282,14 @@ class Predictor:
         if self._gathers is None:
             grads = (before, early, early, max(early, in_first), late)
             return [(grad, *rest, 0) for grad, rest in zip(grads, taken, strict=True)]
-        # Gradients are this rank's part as soon as a block's are summed: until then they are whole, the head's to the end.
+        # Gradients are this rank's part as soon as a block's are summed: until then they are whole, the head's to the end. Where all blocks' activations are still there, a block's
+        # gradients come to no more than what its backward has freed by then (benchmarks/rank_memory.py).
         gathers = self._gathers
         mine = 2 * grad * shape.block_held(self.sharing.shards) if leaving else whole
         headed = gathers.root + each * shape.embedding
-        block = gathers.block + gathers.next + each * shape.block + gathers.reduced_block
-        gathered = (gathers.root + gathers.next, headed + gathers.next, headed + block, headed + block, headed + gathers.reduced_block)
+        last = headed + gathers.block + gathers.next + gathers.summed_block
+        first = last + each * shape.block + gathers.reduced_block
+        gathered = (gathers.root + gathers.next, headed + gathers.next, last, first, headed + gathers.reduced_block)
         grads = (before, before, before, mine, mine)
         found = [(grad, *rest, more) for grad, rest, more in zip(grads, taken, gathered, strict=True)]
         return [*found, (mine, 0, 0, each * shape.root_held() + gathers.reduced_root)]
@@ -302,12 +304,14 @@ class Predictor:
         chunk = config.train.head_chunk_tokens
         logits = each * min(chunk, part.predicted) * shape.vocabulary * (2 if part.predicted > chunk else 1)
         head = each * shape.hidden * (part.tokens + part.predicted)
-        if block > head + logits:
+        root, inside = (self._gathers.root + self._gathers.next, self._gathers.block) if self._gathers is not None else (0, 0)
+        if block + inside > head + logits:
             phase.device["activations"] = round(block)
         else:
             phase.device |= {"activations": round(head), "logits": round(logits)}
-        if self._gathers is not None:
-            phase.device["gathered"] = self._gathers.root + self._gathers.block + self._gathers.next
+            inside = 0
+        if root:
+            phase.device["gathered"] = root + inside
 
     def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> Generation:
         """Sets what the phase takes, and its seconds. `work` is this rank's."""
@@ -343,7 +347,7 @@ class Predictor:
         seconds, talk = self._whole_speed.generate(work, mean), Talk(0.0, 0.0)
         if self._gathers is not None:
             passes = work.sequences / mean * work.new + 1
-            talk = self._gathers.generate(way(config), passes, seconds, self.machine.rates.copy)
+            talk = self._gathers.generate(way(config), passes, seconds, self.machine.rates)
         phase.takes(1, Spent(seconds + talk.exposed, 0.0, talk.seconds, talk.exposed))
         return Generation(blocks, block, least, roomy, rows, mean, floor)
 

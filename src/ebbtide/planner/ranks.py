@@ -12,12 +12,14 @@ from typing import Literal, NamedTuple
 
 from ebbtide.config.tree import Cluster, Config
 from ebbtide.errors import UserError
-from ebbtide.planner.machine import Links
+from ebbtide.planner.machine import Links, Rates
 from ebbtide.planner.shape import Shape
 from ebbtide.planner.work import Work
 
 # Seconds that a collective of NCCL takes beside its bytes, by NCCL's own table (src/graph/tuning.cc: ring, Simple): once, and for each step to a rank by NVLink, by the bus, by the network.
 ONCE, NVLINK, BUS, NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
+# Operations of the host for each tensor that is gathered whole, and more for each rank: measured among 4, 8 and 64 ranks that were not there (benchmarks/rank_memory.py).
+GATHER_OPS, GATHER_OPS_RANK = 32.0, 1.26
 REDUCED = 4  # bytes of a gradient while ranks add it up: in float32 (cluster/shard.py)
 JOINED, JOINED_BACK = 2, 5  # all-reduces of a block by tensor parallelism: after attention and MLP; for queries, keys, values, gate and up
 
@@ -96,6 +98,8 @@ class Gathers:
         # Every rank's part is as large as the first's when it travels, so that some of what is gathered may be padding.
         self.block, self.root = shards * each * part.block_held(shards), shards * each * part.root_held(shards)
         self.reduced_block, self.reduced_root = REDUCED * self.block // each, REDUCED * self.root // each
+        self.summed_block = self.reduced_block // shards if shared.replicate > 1 else 0
+        """Of this rank's rows, while copies add up."""
         self.next = self.block if shards > 1 else 0
         """The block after the one in use: on its way."""
         self._block_in, self._root_in = self._gather(self._rows, self.block), self._gather(self._rows, self.root)
@@ -179,13 +183,16 @@ class Gathers:
             return self._each * self._shape.parameters
         return self._each * (self._shape.root_held() + 2 * self._shape.block)
 
-    def generate(self, way: Way, passes: float, compute: float, copy: float) -> Talk:
-        """Of a phase of so many passes and seconds. Whole weights come tensor by tensor before the first, and are copied once more, at `copy` bytes a second."""
+    def generate(self, way: Way, passes: float, compute: float, rates: Rates) -> Talk:
+        """Of a phase of so many passes and seconds. Whole weights come tensor by tensor before the first, and are copied once more."""
+        shape, shared = self._shape, self._shared
         if way == "whole":
-            shape, shared = self._shape, self._shared
             size, mean = self._each * shape.parameters, self._each * shape.parameters / shape.tensors
-            seconds = shape.tensors * (self._gather(self._rows, mean / shared.tensor) + self._gather(self._tensor, mean)) + 2 * size / copy
-            return Talk(seconds, seconds)
-        blocks = self._shape.layers * (self._block_in + self._gather(self._tensor, self._each * self._shape.block))
+            sent = (
+                shape.tensors * (self._gather(self._rows, mean / shared.tensor) + self._gather(self._tensor, mean)) + 2 * size / rates.copy
+            )
+            handed = shape.tensors * (GATHER_OPS + GATHER_OPS_RANK * shared.shards) / rates.host_op
+            return Talk(max(sent, handed), max(sent, handed))
+        blocks = shape.layers * (self._block_in + self._gather(self._tensor, self._each * shape.block))
         first = self._block_in + self._root_in
         return Talk(passes * blocks + self._root_in, first + max(0.0, passes * blocks - compute))
