@@ -1,8 +1,8 @@
 """A step from 1 to 1,024 GPUs, as `ebbtide plan` computes it: no figure here was measured on more than one.
 
-    python benchmarks/scale.py [weak] [strong] [ways]
+    python benchmarks/scale.py [weak] [strong] [ways] [few]
 
-weak: 8 prompts for each GPU. strong: 1,024 prompts for all. ways: data, tensor and copies at one size. A prompt of 512 tokens has 8 samples of 1,024; H200s, 8 a node, 128 GiB of host memory for each, `memory.plan: auto`.
+weak: 8 prompts for each GPU. strong: 1,024 prompts for all. ways: data, tensor and copies at one size. few: 2 prompts with samples of 15,872 tokens, for 64 GPUs. Elsewhere a prompt of 512 tokens has 8 samples of 1,024; H200s, 8 a node, 128 GiB of host memory for each, `memory.plan: auto`.
 Stages that are not named keep the figures of an earlier run. docs/scale.md says what is in the model and what is not.
 """
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from common import Row, beginning, kept, save
 
 from ebbtide.config import load
-from ebbtide.config.tree import Config
 from ebbtide.planner.choose import Chooser, Chosen
 from ebbtide.planner.machine import GIB, machine_for
 from ebbtide.planner.predict import Predictor
@@ -32,8 +31,9 @@ SHAPES = {
 }  # fmt: skip
 GPUS = (1, 8, 64, 256, 1024)
 PROMPTS, SAMPLES, PROMPT, NEW = 8, 8, 512, 1024
+FEW_GPUS, FEW_PROMPTS, FEW_NEW = 64, 2, 15872  # 16 long samples for 64 GPUs
 NODE = 8
-PHASES = ("generate", "logprob", "train", "step")
+PHASES = ("generate", "train", "step")
 WAYS: dict[str, list[tuple[int, list[str]]]] = {
     "8B": [
         (64, []),
@@ -57,27 +57,27 @@ WAYS: dict[str, list[tuple[int, list[str]]]] = {
 }
 
 
-def planned(shape: str, gpus: int, prompts: int, options: list[str]) -> tuple[Config, Chosen]:
+def planned(shape: str, gpus: int, prompts: int, new: int, options: list[str]) -> Chosen:
     """What `ebbtide plan` says."""
-    rollout = {"prompts": prompts, "samples": SAMPLES, "max_prompt_tokens": PROMPT, "max_new_tokens": NEW}
+    rollout = {"prompts": prompts, "samples": SAMPLES, "max_prompt_tokens": PROMPT, "max_new_tokens": new}
     settings = [f"model.scratch.{one}" for one in SHAPES[shape]] + [f"rollout.{key}={value}" for key, value in rollout.items()]
     config = load(CONFIG, [*settings, "checkpoint=null", f"cluster.gpus={gpus}", *options])
     shared = sharing(config.cluster, None, NODE)
     machine = machine_for("h200", None, None, None, None, shared.here)
     predictor = Predictor(find_shape(config.model), machine, sharing=shared)
-    return config, Chooser(predictor, most_work(config), machine.device_gib, machine.host_gib).choose(config)
+    return Chooser(predictor, most_work(config), machine.device_gib, machine.host_gib).choose(config)
 
 
-def told(label: str, shape: str, gpus: int, prompts: int, options: list[str]) -> list[Row]:
+def told(label: str, shape: str, gpus: int, prompts: int, options: list[str], new: int = NEW) -> list[Row]:
     """One row of a table, printed as such, and as rows of the file."""
-    _, chosen = planned(shape, gpus, prompts, options)
+    chosen = planned(shape, gpus, prompts, new, options)
     found = chosen.tried.prediction
     if not chosen.fits:
-        print(f"| {label.partition(': ')[2]} | does not fit |", flush=True)
+        print(f"| {label.partition(': ')[2].replace(' 1 GPUs', ' 1 GPU')} | does not fit |", flush=True)
         return [Row(label, "fits", 0.0, "(1 = yes)")]
     seconds = {phase: found.phases[phase].seconds for phase in PHASES}  # type: ignore[index]
     talk, waited = (sum(getattr(phase, name) for phase in found.phases.values()) for name in ("talk", "waited"))
-    tokens = prompts * SAMPLES * (PROMPT + NEW) / found.seconds / gpus
+    tokens = prompts * SAMPLES * (PROMPT + new) / found.seconds / gpus
     held = found.phases["step"].device
     state = sum(held.get(name, 0) for name in ("weights", "grads", "master", "moments"))
     figures = {
@@ -91,7 +91,7 @@ def told(label: str, shape: str, gpus: int, prompts: int, options: list[str]) ->
         "host of a node": (max(found.host, found.loading) / GIB, "GiB"),
     }
     cells = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if unit == "GiB" else f"{value:.2f}" for value, unit in figures.values()]
-    print(f"| {label.partition(': ')[2]} | {' | '.join(cells)} |", flush=True)
+    print(f"| {label.partition(': ')[2].replace(' 1 GPUs', ' 1 GPU')} | {' | '.join(cells)} |", flush=True)
     return [Row(label, f"computed: {name}", value, unit) for name, (value, unit) in figures.items()]
 
 
@@ -119,10 +119,21 @@ def ways() -> Iterator[list[Row]]:
     yield rows
 
 
+def few() -> Iterator[list[Row]]:
+    heading("few")
+    rows: list[Row] = []
+    for shape in ("8B", "32B"):
+        for tensor in (1, 2, 4, 8):
+            label = f"few: {shape}, {FEW_GPUS} GPUs, tensor={tensor}"
+            rows += told(label, shape, FEW_GPUS, FEW_PROMPTS, [f"cluster.tensor={tensor}"], FEW_NEW)
+    yield rows
+
+
 STAGES: dict[str, Callable[[], Iterator[list[Row]]]] = {
     "weak": lambda: scaled("weak", lambda gpus: PROMPTS * gpus),
     "strong": lambda: scaled("strong", lambda gpus: 1024),
     "ways": ways,
+    "few": few,
 }
 
 
