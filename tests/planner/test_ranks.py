@@ -109,6 +109,15 @@ def test_generate_has_the_whole_weights_and_training_two_blocks() -> None:
     assert "gathered" not in found.phases["step"].device
 
 
+def test_what_every_rank_has_whole_is_not_gathered() -> None:
+    copies = foretold({"gpus": 8, "replicate": 8})
+    assert not copies.phases["generate"].device["gathered"]
+    assert not copies.phases["generate"].talk
+    assert not copies.loading
+    matrices = 28 * 2 * (2048 * (2 * 2048 + 2 * 1024) + 3 * 2048 * 6144)
+    assert foretold({"tensor": 2, "data": 1}).phases["generate"].device["gathered"] == matrices
+
+
 def test_layers_take_less_room_and_more_talk_than_whole_weights() -> None:
     gathers = Gathers(DENSE, DENSE, Sharing(8, here=8), links_for("h200"), 2)
     assert gathers.kept("layers") < 0.4 * gathers.kept("whole") == 0.4 * 2 * DENSE.parameters

@@ -85,7 +85,7 @@ class Prediction:
     activations: Choice
     sharing: Sharing
     loading: int
-    """Bytes on the host of a node before the run: where there are several ranks, each loads the whole model there to take its part."""
+    """Bytes on the host of a node before the run: where ranks have parts of the model, each loads the whole there to take its own."""
 
     @property
     def blocks(self) -> int | None:
@@ -192,7 +192,7 @@ class Predictor:
         for name, path in base.paths.items():
             self._moves(name, path, base.sizes[name], phases)
         self._makes_room(base, phases["generate"], budget)
-        loading = self.sharing.here * self.each * self.shape.parameters if self._gathers is not None else 0
+        loading = self.sharing.here * self.each * self.shape.parameters if self.sharing.held > 1 else 0
         return Prediction(phases, generation, choice, self.sharing, loading)
 
     def _base(self, config: Config, rehearsal: Rehearsal | None) -> _Base:

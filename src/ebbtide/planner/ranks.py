@@ -43,13 +43,17 @@ class Sharing:
         """Ranks that share out each row of a tensor."""
         return self.data // self.replicate
 
+    @property
+    def held(self) -> int:
+        """A rank has about one part in so many of the model."""
+        return self.shards * self.tensor
+
     def generated(self, work: Work) -> Work:
         """What one rank generates: the most that any has."""
         return work if self.size == 1 else replace(work, prompts=-(-work.prompts // self.size))
 
     def words(self) -> str:
-        held = self.shards * self.tensor
-        parts = f"each with one part in {held} of the model" if held > 1 else "each with the whole model"
+        parts = f"each with one part in {self.held} of the model" if self.held > 1 else "each with the whole model"
         return f"{self.size} ranks, {parts}, {self.here} on a node: data {self.data}, tensor {self.tensor}, replicate {self.replicate}"
 
 
@@ -97,7 +101,8 @@ class Gathers:
         shards, self._step = shared.shards, NVLINK if links.bridged else BUS
         # Every rank's part is as large as the first's when it travels, so that some of what is gathered may be padding.
         self.block, self.root = shards * each * part.block_held(shards), shards * each * part.root_held(shards)
-        self.reduced_block, self.reduced_root = REDUCED * self.block // each, REDUCED * self.root // each
+        reduced = REDUCED if shared.data > 1 else each
+        self.reduced_block, self.reduced_root = reduced * self.block // each, reduced * self.root // each
         self.summed_block = self.reduced_block // shards if shared.replicate > 1 else 0
         """Of this rank's rows, while copies add up."""
         self.next = self.block if shards > 1 else 0
@@ -177,21 +182,30 @@ class Gathers:
 
     # Of generation
 
+    @cached_property
+    def _cut(self) -> int:
+        """Parameters of which no rank has all: what each has whole is generated with as it is."""
+        shape, ranks = self._shape, self._shared.tensor
+        if self._shared.shards > 1:
+            return shape.parameters
+        # What is here of a block is what is whole and one part of what is cut.
+        return shape.layers * (shape.block - self._part.block) * ranks // (ranks - 1) if ranks > 1 else 0
+
     def kept(self, way: Way) -> int:
         """Bytes that a rank has beside its own part while it generates."""
-        if way == "whole":
-            return self._each * self._shape.parameters
+        if way == "whole" or not self._cut:
+            return self._each * self._cut
         return self._each * (self._shape.root_held() + 2 * self._shape.block)
 
     def generate(self, way: Way, passes: float, compute: float, rates: Rates) -> Talk:
         """Of a phase of so many passes and seconds. Whole weights come tensor by tensor before the first, and are copied once more."""
         shape, shared = self._shape, self._shared
-        if way == "whole":
-            size, mean = self._each * shape.parameters, self._each * shape.parameters / shape.tensors
-            sent = (
-                shape.tensors * (self._gather(self._rows, mean / shared.tensor) + self._gather(self._tensor, mean)) + 2 * size / rates.copy
-            )
-            handed = shape.tensors * (GATHER_OPS + GATHER_OPS_RANK * shared.shards) / rates.host_op
+        if way == "whole" or not self._cut:
+            tensors = shape.tensors * self._cut / shape.parameters
+            mean = self._each * shape.parameters / shape.tensors
+            once = self._gather(self._rows, mean / shared.tensor) + self._gather(self._tensor, mean)
+            sent = tensors * (once + 2 * mean / rates.copy)
+            handed = tensors * (GATHER_OPS + GATHER_OPS_RANK * shared.shards) / rates.host_op
             return Talk(max(sent, handed), max(sent, handed))
         blocks = shape.layers * (self._block_in + self._gather(self._tensor, self._each * shape.block))
         first = self._block_in + self._root_in

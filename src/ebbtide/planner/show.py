@@ -89,9 +89,10 @@ def _of_ranks(prediction: Prediction, machine: Machine) -> list[str]:
     sharing, links = prediction.sharing, machine.links
     if sharing.size == 1:
         return []
+    loading = f", and {prediction.loading / GIB:.3g} before they begin, when each loads the whole model" if prediction.loading else ""
     said = [
         sharing.words(),
-        f"the host of a node: {prediction.host / GIB:.3g} GiB for its ranks, and {prediction.loading / GIB:.3g} before they begin, when each loads the whole model",
+        f"the host of a node: {prediction.host / GIB:.3g} GiB for its ranks{loading}",
     ]
     if machine.timed:
         talk, waited = (sum(getattr(prediction.phases[phase], name) for phase in CYCLE) for name in ("talk", "waited"))
