@@ -62,7 +62,7 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
         with Residency(build_plan(config.memory, config.optimizer), device) as residency:
             loaded = load_model(config, device)
             policy = Policy(loaded, config)
-            whole = share_out(policy, world, device)
+            whole = share_out(policy, world, device, "whole")
             residency.hold("weights", [local(parameter) for parameter in policy.model.parameters()])
             optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
             policy.place_activations(residency, {})

@@ -119,12 +119,11 @@ def test_what_every_rank_has_whole_is_not_gathered() -> None:
 
 
 def test_layers_take_less_room_and_more_talk_than_whole_weights() -> None:
-    gathers = Gathers(DENSE, DENSE, Sharing(8, here=8), links_for("h200"), 2)
-    assert gathers.kept("layers") < 0.4 * gathers.kept("whole") == 0.4 * 2 * DENSE.parameters
-    whole, layers = (gathers.generate(way, 256, 0.6, KNOWN["h200"][1]) for way in ("whole", "layers"))  # type: ignore[arg-type]
-    assert layers.seconds > 10 * whole.seconds
-    assert whole.exposed == whole.seconds
-    assert layers.exposed == pytest.approx(layers.seconds - 0.6, rel=0.01)
+    whole, layers = (foretold({"gpus": 8, "generate": way}).phases["generate"] for way in ("whole", "layers"))
+    assert layers.device["gathered"] == 2 * (DENSE.root_held() + 3 * DENSE.block + DENSE.block // 8)
+    assert layers.device["gathered"] < whole.device["gathered"] / 3
+    assert layers.talk > 5 * whole.talk == 5 * whole.waited
+    assert layers.seconds > 2 * whole.seconds
 
 
 # Links

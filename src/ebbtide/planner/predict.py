@@ -10,7 +10,7 @@ from ebbtide.config.tree import Config, Rehearsal, Vllm
 from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
 from ebbtide.optim.sizes import grad_bytes, ring_bytes, state_bytes
 from ebbtide.planner.machine import GIB, Machine
-from ebbtide.planner.ranks import Gathers, Sharing, Talk, way
+from ebbtide.planner.ranks import Gathers, Sharing, Talk
 from ebbtide.planner.saved import CARRIED, Choice, chosen, held, whole_block
 from ebbtide.planner.seconds import Speed
 from ebbtide.planner.shape import Shape
@@ -316,7 +316,7 @@ class Predictor:
     def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> Generation:
         """Sets what the phase takes, and its seconds. `work` is this rank's."""
         if self._gathers is not None:
-            phase.device["gathered"] = self._gathers.kept(way(config))
+            phase.device["gathered"] = self._gathers.kept(config.gathering(self.sharing.held))
         room, block, batch = room_of(self.shape), BLOCKS[self._kind], config.rollout.batch
         if config.rollout.engine == "paged":
             phase.device.pop("kv_cache", None)  # what was kept becomes a part of the cache that is made now
@@ -344,10 +344,10 @@ class Predictor:
             numbers = 2 * self.shape.vocabulary + 4 * self.shape.hidden + 3 * wide
             decoding = self.each * size * numbers + 4 * splits * size * self.shape.queries
             phase.device["workspace"] = max(reading, decoding) + decoding
-        seconds, talk = self._whole_speed.generate(work, mean), Talk(0.0, 0.0)
+        way, talk = config.gathering(self.sharing.held), Talk(0.0, 0.0)
+        seconds = self._whole_speed.generate(work, mean, captured=way != "layers")
         if self._gathers is not None:
-            passes = work.sequences / mean * work.new + 1
-            talk = self._gathers.generate(way(config), passes, seconds, self.machine.rates)
+            talk = self._gathers.generate(way, work.sequences / mean * work.new + 1, seconds, self.machine.rates)
         phase.takes(1, Spent(seconds + talk.exposed, 0.0, talk.seconds, talk.exposed))
         return Generation(blocks, block, least, roomy, rows, mean, floor)
 

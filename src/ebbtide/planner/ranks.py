@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ebbtide.config.tree import Cluster, Config
+from ebbtide.config.tree import Cluster, Gathering
 from ebbtide.errors import UserError
 from ebbtide.planner.machine import Links, Rates
 from ebbtide.planner.shape import Shape
@@ -66,15 +66,6 @@ def sharing(cluster: Cluster | None, size: int | None, node: int) -> Sharing:
     if size == 1:
         return Sharing()
     return Sharing(size // cluster.tensor, cluster.tensor, cluster.replicate, min(size, node))
-
-
-Way = Literal["whole", "layers"]
-"""How a rank generates with weights of which it has a part: all gathered for the phase, or block after block in every pass."""
-
-
-def way(config: Config) -> Way:
-    """The one place that says so."""
-    return "whole"
 
 
 class Talk(NamedTuple):
@@ -183,30 +174,35 @@ class Gathers:
     # Of generation
 
     @cached_property
-    def _cut(self) -> int:
-        """Parameters of which no rank has all: what each has whole is generated with as it is."""
+    def _cut(self) -> tuple[int, int]:
+        """Parameters of which no rank has all, of a block and of what is in none: what each has whole is generated with as it is."""
         shape, ranks = self._shape, self._shared.tensor
         if self._shared.shards > 1:
-            return shape.parameters
+            return shape.block, shape.root_held()
         # What is here of a block is what is whole and one part of what is cut.
-        return shape.layers * (shape.block - self._part.block) * ranks // (ranks - 1) if ranks > 1 else 0
+        return (shape.block - self._part.block) * ranks // (ranks - 1) if ranks > 1 else 0, 0
 
-    def kept(self, way: Way) -> int:
-        """Bytes that a rank has beside its own part while it generates."""
-        if way == "whole" or not self._cut:
-            return self._each * self._cut
-        return self._each * (self._shape.root_held() + 2 * self._shape.block)
+    def kept(self, way: Gathering | None) -> int:
+        """Bytes that a rank has beside its own part while it generates: all; or three blocks, and one part of one (cluster/by_layer.py)."""
+        block, root = self._cut
+        if way == "layers":
+            return self._each * (root + 3 * block + block // self._shared.held)
+        return self._each * (self._shape.parameters if root else self._shape.layers * block)
 
-    def generate(self, way: Way, passes: float, compute: float, rates: Rates) -> Talk:
-        """Of a phase of so many passes and seconds. Whole weights come tensor by tensor before the first, and are copied once more."""
-        shape, shared = self._shape, self._shared
-        if way == "whole" or not self._cut:
-            tensors = shape.tensors * self._cut / shape.parameters
-            mean = self._each * shape.parameters / shape.tensors
-            once = self._gather(self._rows, mean / shared.tensor) + self._gather(self._tensor, mean)
-            sent = tensors * (once + 2 * mean / rates.copy)
-            handed = tensors * (GATHER_OPS + GATHER_OPS_RANK * shared.shards) / rates.host_op
-            return Talk(max(sent, handed), max(sent, handed))
-        blocks = shape.layers * (self._block_in + self._gather(self._tensor, self._each * shape.block))
-        first = self._block_in + self._root_in
-        return Talk(passes * blocks + self._root_in, first + max(0.0, passes * blocks - compute))
+    def generate(self, way: Gathering | None, passes: float, compute: float, rates: Rates) -> Talk:
+        """Of a phase of so many passes and seconds. What is whole for the phase comes tensor by tensor before the first, and is copied once more."""
+        shape, (block, root) = self._shape, self._cut
+        if way == "layers":
+            once = shape.layers * self._gather(self._group(self._shared.held, 1), self._each * block)
+            before = self._whole(self._each * root, 2 if shape.tied else 3, rates)
+            return Talk(before + passes * once, before + once / shape.layers + max(0.0, passes * once - compute))
+        before = self._whole(self.kept(way), shape.tensors, rates)
+        return Talk(before, before)
+
+    def _whole(self, size: int, tensors: int, rates: Rates) -> float:
+        """Seconds for so many bytes in so many tensors, one after the other: of the link, or of the host that hands them to it."""
+        if not size:
+            return 0.0
+        mean, shared = size / tensors, self._shared
+        sent = self._gather(self._rows, mean / shared.tensor) + self._gather(self._tensor, mean) + 2 * mean / rates.copy
+        return tensors * max(sent, (GATHER_OPS + GATHER_OPS_RANK * shared.shards) / rates.host_op)

@@ -107,8 +107,8 @@ class Speed:
         """Seconds more that the forwards and backwards of an update take where gradients add up on the host."""
         return (micro_batches - 1) * self._here * config.on_cpu * self._stepped / (GATHERED * self._rates.cpu_adam)
 
-    def generate(self, work: Work, rows: float) -> float:
-        """All samples of a step, `rows` of them in the batch on average; prompts read once a group."""
+    def generate(self, work: Work, rows: float, *, captured: bool = True) -> float:
+        """All samples of a step, `rows` of them in the batch on average; prompts read once a group. `captured`: decoding may be, as a graph."""
         shape, rates = self._shape, self._rates
         kept = shape.kept_by_a_token * self._each
         cache = rows * kept * (work.new / 2 + work.prompt / work.samples) / rates.copy
@@ -117,7 +117,7 @@ class Speed:
         products = 2 * used * rows / rates.matmul
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
         decoding = starts + DECODE_WEIGHTS * read + DECODE_CACHE * cache + DECODE_PRODUCTS * products
-        if not self._captures:  # no graphs: the host starts every kernel
+        if not (captured and self._captures):  # no graphs: the host starts every kernel
             decoding = max(decoding, self._host("forward"))
         prompts = self.forward(work.prompts * work.prompt, work.prompt)
         return work.sequences / rows * work.new * decoding + prompts
