@@ -181,6 +181,18 @@ def test_every_rank_of_a_node_loads_the_whole_model() -> None:
     assert planned({"gpus": 8}, 30)[0].fits
 
 
+def test_where_the_whole_weights_have_no_room_layers_are_named() -> None:
+    def said(way: str) -> str:
+        deep = {"scratch": {**BASE["model"]["scratch"], "layers": 200}}
+        config = config_with(model=deep, cluster={"gpus": 64, "generate": way})
+        machine = machine_for("h200", 5, 1000, None, None, 8)
+        predictor = Predictor(find_shape(config.model), machine, sharing=sharing(config.cluster, None, 8))
+        return misfit(Chooser(predictor, most_work(config), 5, 1000).choose(config), config, machine)
+
+    assert "cluster.generate=layers" in said("whole")
+    assert "cluster.generate=layers" not in said("layers")
+
+
 # What users write
 
 

@@ -130,7 +130,17 @@ def misfit(chosen: Chosen, asked: Config, machine: Machine) -> str:
     if chosen.nearest is not None:
         at = f", at {chosen.nearest.prediction.seconds:.1f} s a step" if machine.timed else ""
         return f"{why}{alone}. The nearest that fits: {' '.join(settings(asked, chosen.nearest.config))}{at}"
-    return f"{why}. No plan does with less than {chosen.least:.3g} GiB" if chosen.least is not None else f"{why}, whatever the plan"
+    least = f". No plan does with less than {chosen.least:.3g} GiB" if chosen.least is not None else ", whatever the plan"
+    return f"{why}{least}{_by_layer(chosen, asked)}"
+
+
+def _by_layer(chosen: Chosen, asked: Config) -> str:
+    """What no plan decides, and would help where generation is what does not fit."""
+    prediction = chosen.tried.prediction
+    generates = chosen.lacks == "cache" or (chosen.lacks == "device" and prediction.tightest in ("generate", "evaluate"))
+    if not generates or asked.gathering(prediction.sharing.held) != "whole":
+        return ""
+    return ". `cluster.generate=layers` gathers less of the weights at once to generate with, and is slower"
 
 
 def _here(prediction: Prediction) -> str:
