@@ -41,11 +41,6 @@ def test_without_a_budget_a_cpu_run_is_as_it_is_set(tiny) -> None:
     assert plan_run(tiny(), CPU, None) == (None, [])
 
 
-def test_several_ranks_go_without(tiny) -> None:
-    assert plan_run(tiny(), CPU, None, 2) == (None, [])
-    assert plan_run(tiny({"memory.budget_gib": 1.0}), CPU, None, 2) == (None, ["no plan: as yet it is made for one rank only"])
-
-
 def test_a_budget_below_the_least_is_refused_and_nothing_is_left(tiny, tmp_path) -> None:
     with pytest.raises(UserError, match="No plan does with less than"):
         ran(tiny({"memory.budget_gib": 1e-6}), tmp_path / "run")
@@ -118,9 +113,10 @@ def test_when_memory_runs_out_the_plan_is_asked() -> None:
 PLAN = ["plan", "quickstart", "--gpu", "h200"]
 
 
-def test_plan_imports_no_torch() -> None:
+@pytest.mark.parametrize("more", [[], ["cluster.gpus=16", "memory.budget_gib=1"]], ids=["one", "ranks"])
+def test_plan_imports_no_torch(more: list[str]) -> None:
     code = "import sys; from ebbtide.cli import app; app(sys.argv[1:], standalone_mode=False); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, *PLAN], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, *PLAN, *more], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "fits into" in done.stdout
 

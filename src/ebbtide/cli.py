@@ -26,8 +26,9 @@ from ebbtide.errors import UserError
 from ebbtide.memory.plan import build_plan, check_budget
 from ebbtide.planner import show
 from ebbtide.planner.choose import Chooser
-from ebbtide.planner.machine import KNOWN, keep_rates, machine_for
+from ebbtide.planner.machine import KNOWN, USUAL_NODE, keep_rates, machine_for
 from ebbtide.planner.predict import Predictor
+from ebbtide.planner.ranks import sharing
 from ebbtide.planner.shape import find_shape
 from ebbtide.planner.work import most_work
 from ebbtide.rollout.serve.checks import api_key, check_installed
@@ -103,16 +104,23 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(help=f"The GPU to plan for: {', '.join(KNOWN)}.", show_default=False)] = None,
     device_gib: Annotated[float | None, typer.Option(min=0.1, help="Its memory, if it has another.", show_default=False)] = None,
-    host_gib: Annotated[float | None, typer.Option(min=0.1, help="The host's free memory; 128 without it.", show_default=False)] = None,
+    host_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="The host's free memory; 128 for each GPU without it.", show_default=False)
+    ] = None,
     link: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a pinned copy between the two.", show_default=False)] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="With `cluster`: GPUs of a node.")] = USUAL_NODE,
+    network: Annotated[
+        float | None, typer.Option(min=0.01, help="With `cluster`: GB/s that each GPU has to other nodes.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Say what a run would take, phase by phase, and what would make it fit. Needs no GPU and loads no weights."""
+    """Say what a run would take, phase by phase, and what would make it fit; with `cluster`, each rank of it. Needs no GPU and loads no weights."""
     config = load(source, overrides or [])
     build_plan(config.memory, config.optimizer)
-    machine = machine_for(gpu, device_gib, host_gib, link)
+    shared = sharing(config.cluster, None, gpus_per_node)
+    machine = machine_for(gpu, device_gib, host_gib, link, network, shared.here)
     shape = find_shape(config.model)
-    predictor = Predictor(shape, machine, each=4 if config.model.dtype == "float32" else 2)
+    predictor = Predictor(shape, machine, each=4 if config.model.dtype == "float32" else 2, sharing=shared)
     check_budget(config.memory.budget_gib, machine.device_gib)
     chosen = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib).choose(config)
     if as_json:

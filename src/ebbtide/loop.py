@@ -60,7 +60,7 @@ def train(config: Config, report: Report, rehearsal: Rehearsal | None = None, wo
     seed_everything(config.seed, config.deterministic)
     device = pick_device(config.device)
     near = bind_near(pci_address(device)) if device.type == "cuda" else None
-    plan, notes = plan_run(config, device, rehearsal, world.size)
+    plan, notes = plan_run(config, device, rehearsal, world)
     if plan is not None:
         config = plan.config
     report.planned(config, plan)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ebbtide.batch import Sample
+from ebbtide.cluster.world import World
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, free_host_bytes
@@ -16,6 +17,7 @@ from ebbtide.memory.plan import PHASES, Phase, check_budget
 from ebbtide.planner.choose import Chooser, Chosen, settings
 from ebbtide.planner.machine import Machine, cpu_machine, this_machine
 from ebbtide.planner.predict import Predictor
+from ebbtide.planner.ranks import sharing
 from ebbtide.planner.shape import Shape, from_config, is_gguf
 from ebbtide.planner.show import as_json, compared, misfit, words
 from ebbtide.planner.work import Work, most_work
@@ -81,20 +83,22 @@ class RunPlan:
         return ". ".join([*said, f"The nearest plan with less: {changes} ({nearest.prediction.peak / GIB:.3g} GiB)"])
 
 
-def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None, ranks: int = 1) -> tuple[RunPlan | None, list[str]]:
-    """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for several ranks, other families, GGUF files."""
+def plan_run(
+    config: Config, device: torch.device, rehearsal: Rehearsal | None, world: World | None = None
+) -> tuple[RunPlan | None, list[str]]:
+    """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for other families, GGUF files. All ranks make the same."""
+    world = world or World()
     on_cpu = device.type != "cuda"
     if on_cpu and config.memory.budget_gib is None:
         return None, []
-    if ranks > 1:
-        return None, ["no plan: as yet it is made for one rank only"]
     try:
         shape = _shape(config)
     except UserError as error:
         return None, [f"no plan: {error}"]
-    machine = _machine(device)
+    machine, here = _agreed(_machine(device, world.here), world)
     check_budget(config.memory.budget_gib, machine.device_gib)
-    predictor = Predictor(shape, machine, each=pick_dtype(config.model.dtype, device).itemsize, on_cpu=on_cpu)
+    shared = sharing(config.cluster, world.size, here)
+    predictor = Predictor(shape, machine, each=pick_dtype(config.model.dtype, device).itemsize, on_cpu=on_cpu, sharing=shared)
     chooser = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib, rehearsal)
     chosen = chooser.choose(config)
     if not chosen.fits and config.memory.budget_gib is not None and config.memory.plan == "auto":
@@ -109,8 +113,16 @@ def _shape(config: Config) -> Shape:
     return from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")
 
 
-def _machine(device: torch.device) -> Machine:
+def _machine(device: torch.device, here: int) -> Machine:
     if device.type != "cuda":
-        return cpu_machine(free_host_bytes())
+        return cpu_machine(free_host_bytes(), here)
     total = torch.cuda.get_device_properties(device).total_memory
     return this_machine(torch.cuda.get_device_name(device), total, free_host_bytes())
+
+
+def _agreed(machine: Machine, world: World) -> tuple[Machine, int]:
+    """What all ranks plan for, and so alike: the first one's machine, with the least memory that any has; and the most ranks on a node."""
+    everyone = world.gathered((machine, world.here))
+    first, machines = everyone[0][0], [one for one, _ in everyone]
+    least = {name: min(getattr(one, name) for one in machines) for name in ("device_gib", "host_gib")}
+    return replace(first, **least), max(here for _, here in everyone)

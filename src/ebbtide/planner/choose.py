@@ -25,7 +25,7 @@ MARGIN, SPARE, SPARE_SHARE = (
 )  # of the budget, and GiB beside it, at most a tenth: left for what the allocator cannot use between what it holds
 SAME = 0.005  # two plans whose seconds differ by less are equally fast: the one that changes less is taken
 
-Lacks = Literal["device", "cache", "host"]
+Lacks = Literal["device", "cache", "host", "loading"]
 
 STATE = ["master", "moments"]
 
@@ -114,11 +114,13 @@ class Chooser:
             return "cache"
         limit = tried.config.memory.host_budget_gib
         pinned = HOST_SHARE * self._host if limit is None else min(limit * GIB, self._host)
-        return "host" if prediction.host > pinned else None
+        if prediction.host > pinned:
+            return "host"
+        return "loading" if prediction.loading > self._host else None
 
     def _least(self, tried: Iterable[Tried]) -> float | None:
         """GiB of the smallest budget that any of them fits into: what it takes outside of generate, or in generate with a cache for one sample."""
-        needs = [one.prediction.least_peak for one in tried if self.lacks(one) != "host"]
+        needs = [one.prediction.least_peak for one in tried if self.lacks(one) not in ("host", "loading")]
         if not needs:
             return None
         filled = min(needs) / GIB
@@ -195,6 +197,7 @@ class Chooser:
                 "device": f"without it {tight} would take {over:.3g} GiB of the {self.budget_gib:.3g}",
                 "cache": "without it generate would have no room for the cache of one sample",
                 "host": "without it the host's memory would not do",
+                "loading": "",  # of which no change makes less
                 None: "it is faster with it",
             }[lacks]
             found.append(Reason(settings(without.config, best.config), why, _cost(best.prediction, without.prediction, fits=lacks is None)))

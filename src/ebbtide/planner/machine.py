@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ebbtide.errors import UserError
@@ -33,6 +33,18 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Between GPUs: bytes a second that each sends, as it receives as many."""
+
+    near: float
+    """To those of its node."""
+    far: float
+    """To those of other nodes, while all of its node do so."""
+    bridged: bool
+    """Those of a node have links of their own (NVLink), or only the bus (PCIe)."""
+
+
+@dataclass(frozen=True)
 class Machine:
     name: str
     device_gib: float
@@ -40,6 +52,7 @@ class Machine:
     rates: Rates
     source: str
     """Where the rates come from, in words."""
+    links: Links
     timed: bool = True
     """Whether seconds can be foretold: not of a CPU, whose small kernels follow no rate."""
 
@@ -76,7 +89,23 @@ KNOWN: Mapping[str, tuple[float, Rates]] = {
 """Name -> (GiB that a process can have, rates)."""
 
 GROUPS_EXPERTS = {"h100", "h200", "b200"}
-USUAL_HOST_GIB = 128.0
+
+# Of no link between GPUs is there a measurement: what the sheets say (NVLink 3, 4 and 5, a direction; the bus elsewhere; a network of 200 or 400 Gb/s for each GPU where nodes are
+# sold so, else 100), in a proportion that is assumed.
+REACHED = 0.8
+_BUS = {"5090": 50.0}
+_NVLINK = {"b200": (900.0, 50.0), "h200": (450.0, 50.0), "h100": (450.0, 50.0), "a100": (300.0, 25.0), "a100-40": (300.0, 25.0)}
+
+
+def links_for(name: str) -> Links:
+    """Of the GPU that calls itself so."""
+    key = _key(name) or TAKEN_FOR
+    near, far = _NVLINK.get(key, (_BUS.get(key, 25.0), 12.5))
+    return Links(REACHED * near * 1e9, REACHED * far * 1e9, key in _NVLINK)
+
+
+USUAL_HOST_GIB = 128.0  # for each GPU of a node
+USUAL_NODE = 8  # GPUs
 TAKEN_FOR = "3090"  # a GPU of which nothing is known
 
 
@@ -135,16 +164,20 @@ def _key(name: str) -> str | None:
 def this_machine(name: str, device_bytes: int, host_bytes: int) -> Machine:
     """What a run finds: the GPU's own name, its memory and the host's."""
     rates, source = rates_for(name)
-    return Machine(name, device_bytes / GIB, host_bytes / GIB, rates, source)
+    return Machine(name, device_bytes / GIB, host_bytes / GIB, rates, source, links_for(name))
 
 
-def cpu_machine(free_bytes: int) -> Machine:
-    """A CPU, with host and device as two pools of one memory. Its rates only order the ways there are."""
-    return Machine("CPU", free_bytes / GIB, free_bytes / GIB, KNOWN[TAKEN_FOR][1], "none of a CPU", timed=False)
+def cpu_machine(free_bytes: int, ranks: int = 1) -> Machine:
+    """A CPU, with host and device as two pools of one memory, which so many ranks share. Its rates only order the ways there are."""
+    return Machine(
+        "CPU", free_bytes / ranks / GIB, free_bytes / GIB, KNOWN[TAKEN_FOR][1], "none of a CPU", links_for(TAKEN_FOR), timed=False
+    )
 
 
-def machine_for(gpu: str | None, device_gib: float | None, host_gib: float | None, link: float | None) -> Machine:
-    """What is asked for on the command line: a GPU by name, and figures in place of its own. `link` in GB/s."""
+def machine_for(
+    gpu: str | None, device_gib: float | None, host_gib: float | None, link: float | None, network: float | None = None, node: int = 1
+) -> Machine:
+    """What is asked for on the command line: a GPU by name, and figures in place of its own. `link` and `network` in GB/s; `node`: GPUs of one that are used."""
     measured = _measured()
     if gpu is None and device_gib is None and len(measured) == 1:
         (gpu,) = measured
@@ -155,11 +188,14 @@ def machine_for(gpu: str | None, device_gib: float | None, host_gib: float | Non
     if gpu is not None:
         name, memory = _named(gpu, measured)
     rates, source = rates_for(name)
+    links = links_for(name)
     if gpu is None:
         name, source = "a GPU", f"those known of a {TAKEN_FOR.upper()}, as no GPU is named (`--gpu`)"
     if link is not None:
         rates = Rates(**{**asdict(rates), "link_out": link * 1e9, "link_in": link * 1e9})
-    return Machine(name, device_gib or memory, host_gib or USUAL_HOST_GIB, rates, source)
+    if network is not None:
+        links = replace(links, far=network * 1e9)
+    return Machine(name, device_gib or memory, host_gib or node * USUAL_HOST_GIB, rates, source, links)
 
 
 def _named(gpu: str, measured: Mapping[str, tuple[float, Rates]]) -> tuple[str, float]:

@@ -10,7 +10,8 @@ from ebbtide.config.tree import Config, Rehearsal, Vllm
 from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
 from ebbtide.optim.sizes import grad_bytes, ring_bytes, state_bytes
 from ebbtide.planner.machine import GIB, Machine
-from ebbtide.planner.saved import CARRIED, Choice, chosen, held
+from ebbtide.planner.ranks import Gathers, Sharing, Talk
+from ebbtide.planner.saved import CARRIED, Choice, chosen, held, whole_block
 from ebbtide.planner.seconds import Speed
 from ebbtide.planner.shape import Shape
 from ebbtide.planner.work import Part, Work
@@ -22,20 +23,41 @@ PROBE = 8192  # tokens on which a run holds `memory.activations` against the lin
 LIBRARIES = 96 * 2**20  # device memory that products and rotary tables take, once
 
 
+class Spent(NamedTuple):
+    """Seconds, as those of `Foretold`."""
+
+    seconds: float
+    exposed: float
+    talk: float
+    waited: float
+
+
 @dataclass
 class Foretold:
     """Of one phase. Bytes."""
 
     device: dict[str, int] = field(default_factory=dict)
-    """By holding, and `activations`, `logits`, `workspace`."""
+    """By holding, and `gathered` (of several ranks: what others have of the weights, while it is here, and gradients on their way to them), `activations`, `logits`, `workspace`."""
     host: int = 0
+    """Of one rank."""
     moved: int = 0
     seconds: float = 0.0
     exposed: float = 0.0
+    """Of those, compute waits for moves."""
+    talk: float = 0.0
+    """Seconds of collectives, hidden or not."""
+    waited: float = 0.0
+    """Of those, compute waits for; they are a part of `seconds`, and not of `exposed`."""
 
     @property
     def peak(self) -> int:
         return sum(self.device.values())
+
+    def takes(self, times: int, spent: Spent) -> None:
+        self.seconds += times * spent.seconds
+        self.exposed += times * spent.exposed
+        self.talk += times * spent.talk
+        self.waited += times * spent.waited
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,9 @@ class Prediction:
     phases: Mapping[Phase, Foretold]
     generation: Generation
     activations: Choice
+    sharing: Sharing
+    loading: int
+    """Bytes on the host of a node before the run: where ranks have parts of the model, each loads the whole there to take its own."""
 
     @property
     def blocks(self) -> int | None:
@@ -92,7 +117,8 @@ class Prediction:
 
     @property
     def host(self) -> int:
-        return max(phase.host for phase in self.phases.values())
+        """Of all ranks of a node."""
+        return self.sharing.here * max(phase.host for phase in self.phases.values())
 
     @property
     def seconds(self) -> float:
@@ -115,15 +141,25 @@ class _Base(NamedTuple):
 
 
 class Predictor:
-    """One model on one machine: `of(config, work)` for as many configs as are tried."""
+    """One rank's part of one model, on one machine: `of(config, work)` for as many configs as are tried. Of several ranks it is the first, which has the most."""
 
-    def __init__(self, shape: Shape, machine: Machine, *, each: int = 2, on_cpu: bool = False) -> None:
+    def __init__(self, shape: Shape, machine: Machine, *, each: int = 2, on_cpu: bool = False, sharing: Sharing | None = None) -> None:
         self.shape, self.machine, self.each = shape, machine, each
+        self.sharing = sharing or Sharing()
+        self._part = shape.part(self.sharing.tensor)
+        """What is computed here of a sample that is trained on. Generation has the whole."""
+        self._held = self._part.held(self.sharing.shards)
+        """Parameters that are here."""
+        self._gathers = Gathers(shape, self._part, self.sharing, machine.links, each) if self.sharing.size > 1 else None
         self._kind = "cpu" if on_cpu else "cuda"
         self.chunk = CHUNKS[self._kind]
         """Tokens that generation reads in one go."""
-        self._speed = Speed(shape, machine.rates, each, groups=machine.groups)
+        self._speed = Speed(self._part, machine.rates, each, self._held, self.sharing.here, groups=machine.groups)
+        self._whole_speed = Speed(shape, machine.rates, each, groups=machine.groups)
+        # What configs that are tried have in common.
         self._bases: dict[tuple[object, ...], _Base] = {}
+        self._looked: dict[tuple[int, Work], Spent] = {}
+        self._updated: dict[tuple[int, int, Work, Choice, int], tuple[int, Spent]] = {}
 
     def of(self, config: Config, work: Work, budget: int, rehearsal: Rehearsal | None = None) -> Prediction:
         """`budget`: bytes that the device's allocator may have; what generation leaves of it is the cache's."""
@@ -141,12 +177,11 @@ class Predictor:
             self._forward(config, work, phases["train"])
         else:
             self._train(config, work, choice, phases["train"])
-            phases["step"].device["workspace"] = ring_bytes(config.optimizer, self.shape.parameters, self.each)
-        generation = self._generate(config, work, phases["generate"], budget)
-        phases["generate"].seconds = self._speed.generate(work, generation.rows)
+            phases["step"].device["workspace"] = ring_bytes(config.optimizer, self._held, self.each)
+        generation = self._generate(config, self.sharing.generated(work), phases["generate"], budget)
         if config.evaluate is not None:
             tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
-            phases["evaluate"].seconds = self._speed.generate(tests, self._generate(config, tests, phases["evaluate"], budget).rows)
+            self._generate(config, self.sharing.generated(tests), phases["evaluate"], budget)
         else:
             del phases["evaluate"]
         if config.checkpoint is None:
@@ -157,7 +192,8 @@ class Predictor:
         for name, path in base.paths.items():
             self._moves(name, path, base.sizes[name], phases)
         self._makes_room(base, phases["generate"], budget)
-        return Prediction(phases, generation, choice)
+        loading = self.sharing.here * self.each * self.shape.parameters if self.sharing.held > 1 else 0
+        return Prediction(phases, generation, choice, self.sharing, loading)
 
     def _base(self, config: Config, rehearsal: Rehearsal | None) -> _Base:
         """What does not depend on activations and packing: many configs that are tried have it in common."""
@@ -183,15 +219,15 @@ class Predictor:
         rollout, tokens = config.rollout, min(PROBE, config.train.microbatch_tokens)
         length = min(1024, tokens, rollout.max_prompt_tokens + rollout.max_new_tokens)
         both, _ = self._speed.update(Part(tokens, tokens), length, Choice(), 0)
-        layers = max(1, self.shape.layers - config.memory.activations.keep_last)
+        layers = max(1, self._part.layers - config.memory.activations.keep_last)
         carried = CARRIED * self.machine.rates.link_out * both / 3 / tokens / layers
-        return chosen(config.memory.activations, self.shape, self.each, carried)
+        return chosen(config.memory.activations, self._part, self.each, carried)
 
     # Memory
 
     def _holdings(self, config: Config, *, optimizer: bool) -> tuple[dict[Name, int], dict[str, int]]:
         """(bytes of what is on the device unless it is away, bytes that live on the host)."""
-        parameters = self.shape.parameters
+        parameters = self._held
         moving, resident = state_bytes(config.optimizer, parameters, self.each) if optimizer else ({}, {})
         sizes: dict[Name, int] = {"weights": self.each * parameters, **moving}
         on_device = parameters if not config.optimizer.overlap else parameters - round(config.optimizer.on_cpu * parameters)
@@ -206,23 +242,25 @@ class Predictor:
 
     def _train(self, config: Config, work: Work, choice: Choice, phase: Foretold) -> None:
         """The largest of all moments of all micro-batches: the first has no gradients before it, and a last one may be smaller."""
-        packed = work.packed(config.train.microbatch_tokens, config.train.minibatches)
+        packed = work.packed(config.train.microbatch_tokens, config.train.minibatches, self.sharing.data)
         # Gradients that leave as they are made are there for a moment only.
         leaving = config.optimizer.overlap and config.optimizer.on_cpu == 1.0
         whole = 0 if leaving else phase.device["grads"]
         moments = self._moments(config, packed.full, choice, 0, whole, leaving)
         for later in [packed.full] * (packed.count > 1) + ([packed.last] if packed.last else []):
             moments += self._moments(config, later, choice, whole, whole, leaving)
-        grads, activations, rest = max(moments, key=sum)
+        grads, activations, rest, gathered = max(moments, key=sum)
         phase.device |= {"grads": round(grads), "activations": round(activations), "logits": round(rest)}
-        parked = held(self.shape, self.each, choice, config.memory.activations.keep_last).parked
+        if gathered:
+            phase.device["gathered"] = round(gathered)
+        parked = held(self._part, self.each, choice, config.memory.activations.keep_last).parked
         phase.host += round(1.02 * parked * config.train.microbatch_tokens) if parked else 0
 
     def _moments(
         self, config: Config, part: Part, choice: Choice, before: int, whole: int, leaving: bool
-    ) -> list[tuple[float, float, float]]:
-        """(gradients, activations, the rest) of a micro-batch in the head; in the norm before it; in the last block's backward; in the first's; and at the end, in the embedding."""
-        shape, each, hidden, tokens = self.shape, self.each, self.shape.hidden, part.tokens
+    ) -> list[tuple[float, float, float, float]]:
+        """(gradients, activations, the rest, what is gathered) of a micro-batch in the head; in the norm before it; in the last block's backward; in the first's; and at the end, in the embedding."""
+        shape, each, hidden, tokens = self._part, self.each, self.shape.hidden, part.tokens
         made = held(shape, each, choice, config.memory.activations.keep_last)
         grad = grad_bytes(config.optimizer, each)
         chunk = config.train.head_chunk_tokens
@@ -234,31 +272,51 @@ class Predictor:
         early, late = max(before, min(of_head, whole or of_head)) + passing * (not leaving), max(before, whole, of_head if leaving else 0)
         in_first = late - (grad * shape.block if before == 0 and not leaving else 0)
         norm_saved = (made.normed - (16 + each) * hidden) * tokens
-        return [
-            (before, made.blocks * tokens + norm_saved + 2 * each * hidden * part.predicted, head),
-            (early, (made.blocks + made.normed) * tokens, 0),
-            (early, (made.blocks + made.running + each * hidden) * tokens, 0),
-            (max(early, in_first), (made.one + made.running + each * hidden) * tokens, 0),
-            (late, each * hidden * tokens, each * shape.embedding),
+        taken = [
+            (made.blocks * tokens + norm_saved + 2 * each * hidden * part.predicted, head),
+            ((made.blocks + made.normed) * tokens, 0),
+            ((made.blocks + made.running + each * hidden) * tokens, 0),
+            ((made.one + made.running + each * hidden) * tokens, 0),
+            (each * hidden * tokens, each * shape.embedding),
         ]
+        if self._gathers is None:
+            grads = (before, early, early, max(early, in_first), late)
+            return [(grad, *rest, 0) for grad, rest in zip(grads, taken, strict=True)]
+        # Gradients are this rank's part as soon as a block's are summed: until then they are whole, the head's to the end. Where all blocks' activations are still there, a block's
+        # gradients come to no more than what its backward has freed by then (benchmarks/rank_memory.py).
+        gathers = self._gathers
+        mine = 2 * grad * shape.block_held(self.sharing.shards) if leaving else whole
+        headed = gathers.root + each * shape.embedding
+        last = headed + gathers.block + gathers.next + gathers.summed_block
+        first = last + each * shape.block + gathers.reduced_block
+        gathered = (gathers.root + gathers.next, headed + gathers.next, last, first, headed + gathers.reduced_block)
+        grads = (before, before, before, mine, mine)
+        found = [(grad, *rest, more) for grad, rest, more in zip(grads, taken, gathered, strict=True)]
+        return [*found, (mine, 0, 0, each * shape.root_held() + gathers.reduced_root)]
 
     def _forward(self, config: Config, work: Work, phase: Foretold) -> None:
         """Forwards without gradient: the widest place of a block, or the head."""
-        shape, each = self.shape, self.each
-        part = work.packed(config.train.microbatch_tokens).full
+        shape, each = self._part, self.each
+        part = work.packed(config.train.microbatch_tokens, ranks=self.sharing.data).full
         wide = shape_width(shape)
         gathered = 2 * shape.experts_per_token * shape.hidden
         block = each * (3 * shape.hidden + 3 * wide + gathered) * part.tokens
         chunk = config.train.head_chunk_tokens
         logits = each * min(chunk, part.predicted) * shape.vocabulary * (2 if part.predicted > chunk else 1)
         head = each * shape.hidden * (part.tokens + part.predicted)
-        if block > head + logits:
+        root, inside = (self._gathers.root + self._gathers.next, self._gathers.block) if self._gathers is not None else (0, 0)
+        if block + inside > head + logits:
             phase.device["activations"] = round(block)
         else:
             phase.device |= {"activations": round(head), "logits": round(logits)}
+            inside = 0
+        if root:
+            phase.device["gathered"] = root + inside
 
     def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> Generation:
-        """Sets what the phase takes."""
+        """Sets what the phase takes, and its seconds. `work` is this rank's."""
+        if self._gathers is not None:
+            phase.device["gathered"] = self._gathers.kept(config.gathering(self.sharing.held))
         room, block, batch = room_of(self.shape), BLOCKS[self._kind], config.rollout.batch
         if config.rollout.engine == "paged":
             phase.device.pop("kv_cache", None)  # what was kept becomes a part of the cache that is made now
@@ -286,31 +344,71 @@ class Predictor:
             numbers = 2 * self.shape.vocabulary + 4 * self.shape.hidden + 3 * wide
             decoding = self.each * size * numbers + 4 * splits * size * self.shape.queries
             phase.device["workspace"] = max(reading, decoding) + decoding
+        way, talk = config.gathering(self.sharing.held), Talk(0.0, 0.0)
+        seconds = self._whole_speed.generate(work, mean, captured=way != "layers")
+        if self._gathers is not None:
+            talk = self._gathers.generate(way, work.sequences / mean * work.new + 1, seconds, self.machine.rates)
+        phase.takes(1, Spent(seconds + talk.exposed, 0.0, talk.seconds, talk.exposed))
         return Generation(blocks, block, least, roomy, rows, mean, floor)
 
     # Seconds
 
     def _time(self, config: Config, work: Work, choice: Choice, phases: Mapping[Phase, Foretold], rehearsal: Rehearsal | None) -> None:
-        speed, train = self._speed, config.train
-        updates, length = train.minibatches * train.epochs, work.prompt + work.new
+        train = config.train
+        updates = train.minibatches * train.epochs
         passes = (1 if config.needs_old_logprobs else 0) + (1 if config.loss.kl is not None else 0)
-        forward = sum(count * speed.logprobs(part, length) for part, count in work.packed(train.microbatch_tokens).parts)
-        phases["logprob"].seconds = passes * forward
+        phases["logprob"].takes(passes, self._looking(train.microbatch_tokens, work))
         if rehearsal is not None:
-            phases["train"].seconds = train.epochs * forward
+            phases["train"].takes(train.epochs, self._looking(train.microbatch_tokens, work))
         else:
-            parts = work.packed(train.microbatch_tokens, train.minibatches).parts
-            phases["train"].seconds = updates * speed.gathering(config.optimizer, sum(count for _, count in parts))
-            for part, count in parts:
-                once, exposed = speed.update(part, length, choice, config.memory.activations.keep_last)
-                phases["train"].seconds += updates * count * once
-                phases["train"].exposed += updates * count * exposed
-            stepped, waited = speed.step(config.optimizer)
+            count, update = self._updating(train.microbatch_tokens, train.minibatches, work, choice, config.memory.activations.keep_last)
+            phases["train"].takes(updates, update)
+            phases["train"].seconds += updates * self._speed.gathering(config.optimizer, count)
+            stepped, waited = self._speed.step(config.optimizer)
             phases["step"].seconds, phases["step"].exposed = updates * stepped, updates * waited
         if "save" in phases:
             copied = sum(phases["save"].device.get(name, 0) for name in ("weights", "master", "moments"))
             phases["save"].seconds = phases["save"].exposed = copied / self.machine.rates.link_out
             phases["save"].moved += copied
+
+    def _looking(self, tokens: int, work: Work) -> Spent:
+        """On all samples once, without gradient."""
+        key = tokens, work
+        if (found := self._looked.get(key)) is None:
+            length, packed = work.prompt + work.new, work.packed(tokens, ranks=self.sharing.data)
+            seconds, talk, waited = sum(count * self._speed.logprobs(part, length) for part, count in packed.parts), 0.0, 0.0
+            if self._gathers is not None:
+                joined = sum(count * self._gathers.joined(part.tokens, backward=False) for part, count in packed.parts)
+                blocks = joined + sum(count * self._speed.forward(part.tokens, length) for part, count in packed.parts)
+                gathered = self._gathers.forward(packed.passes, blocks / packed.passes)
+                talk, waited = joined + gathered.seconds, joined + gathered.exposed
+            found = self._looked[key] = Spent(seconds + waited, 0.0, talk, waited)
+        return found
+
+    def _updating(self, tokens: int, minibatches: int, work: Work, choice: Choice, keep_last: int) -> tuple[int, Spent]:
+        """(micro-batches, forwards and backwards) of a minibatch."""
+        key = tokens, minibatches, work, choice, keep_last
+        if (found := self._updated.get(key)) is None:
+            length, packed = work.prompt + work.new, work.packed(tokens, minibatches, self.sharing.data)
+            seconds, exposed, talk, waited = 0.0, 0.0, 0.0, 0.0
+            for part, count in packed.parts:
+                once, late = self._speed.update(part, length, choice, keep_last)
+                said = self._update_talk(part, length, choice, once - late)
+                seconds, exposed = seconds + count * (once + said.exposed), exposed + count * late
+                talk, waited = talk + count * said.seconds, waited + count * said.exposed
+            found = self._updated[key] = packed.passes, Spent(seconds, exposed, talk, waited)
+        return found
+
+    def _update_talk(self, part: Part, length: float, choice: Choice, compute: float) -> Talk:
+        """Of a micro-batch's forward and backward, which take so many seconds by themselves."""
+        if self._gathers is None:
+            return Talk(0.0, 0.0)
+        again = whole_block(self._part, choice)
+        before, whole = (self._gathers.joined(part.tokens, backward=backward, again=backward and again) for backward in (False, True))
+        forward = self._speed.forward(part.tokens, length)
+        backward = max(0.0, compute - forward - self._speed.head(part.predicted, 4))
+        found = self._gathers.update(forward + before, backward + whole - before)
+        return Talk(whole + found.seconds, whole + found.exposed)
 
     def _moves(self, name: Name, on: Mapping[Phase, bool], size: int, phases: Mapping[Phase, Foretold]) -> None:
         """Out when a phase wants it away, behind that phase; in ahead of its use where the phase before lets it, else while compute waits."""

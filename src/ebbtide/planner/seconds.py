@@ -34,9 +34,10 @@ BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
 
 
 class Speed:
-    def __init__(self, shape: Shape, rates: Rates, each: int, *, groups: bool) -> None:
-        """`groups`: the device multiplies by many experts at once (`Machine.groups`)."""
+    def __init__(self, shape: Shape, rates: Rates, each: int, stepped: int | None = None, here: int = 1, *, groups: bool) -> None:
+        """`stepped`: parameters that this rank steps, if not all. `here`: ranks that share the host's cores and its memory. `groups`: the device multiplies by many experts at once (`Machine.groups`)."""
         self._shape, self._rates, self._each = shape, rates, each
+        self._stepped, self._here = stepped or shape.parameters, here
         self._captures = not shape.experts or (groups and each == 2)
 
     def forward(self, tokens: float, length: float) -> float:
@@ -62,7 +63,7 @@ class Speed:
     def _host(self, kind: str) -> float:
         return self._shape.layers * OPS[kind] / self._rates.host_op
 
-    def _head(self, predicted: float, products: int) -> float:
+    def head(self, predicted: float, products: int) -> float:
         """So many products with the output head; each chunk of logits is read and written around it."""
         shape = self._shape
         product = 2 * shape.embedding * predicted / self._rates.matmul
@@ -70,7 +71,7 @@ class Speed:
 
     def logprobs(self, part: Part, length: float) -> float:
         """Of one micro-batch, without gradient."""
-        return self.forward(part.tokens, length) + self._head(part.predicted, 1)
+        return self.forward(part.tokens, length) + self.head(part.predicted, 1)
 
     def update(self, part: Part, length: float, choice: Choice, keep_last: int) -> tuple[float, float]:
         """(seconds of a forward and backward, of which compute waits for the link)."""
@@ -81,14 +82,14 @@ class Speed:
             kind, again = "whole", forward
         elif choice.recompute or choice.offload:
             kind, again = "local", 0.5 * small * len(choice.recompute) / 4
-        device = forward + 2 * products + BACKWARD_BYTES * small + 2 * starts + again + self._head(part.predicted, 4)
+        device = forward + 2 * products + BACKWARD_BYTES * small + 2 * starts + again + self.head(part.predicted, 4)
         parked = held(self._shape, self._each, choice, keep_last).parked * part.tokens / self._rates.link_out
         waits = max(0.0, parked - forward)
         return max(device, self._host(kind)) + waits, waits
 
     def step(self, config: OptimizerConfig) -> tuple[float, float]:
         """(seconds of an optimizer step, of which compute waits for the link)."""
-        rates, parameters, tensors = self._rates, self._shape.parameters, self._shape.tensors
+        rates, parameters, tensors = self._rates, self._stepped, self._shape.tensors
         on_cpu = config.on_cpu * parameters
         elsewhere = parameters - on_cpu
         on_device, waits = elsewhere * DEVICE_ADAM / rates.copy + (1 - config.on_cpu) * tensors * DEVICE_TENSOR / rates.host_op, 0.0
@@ -97,17 +98,17 @@ class Speed:
             streamed = elsewhere * state / (STREAMED * min(rates.link_out, rates.link_in))
             waits = max(0.0, streamed - on_device)
             on_device += waits
-        with_cpu = on_cpu / (CPU_ADAM * rates.cpu_adam) + tensors * CPU_TENSOR / rates.host_op if on_cpu else 0.0
+        with_cpu = self._here * on_cpu / (CPU_ADAM * rates.cpu_adam) + tensors * CPU_TENSOR / rates.host_op if on_cpu else 0.0
         if config.place == "streamed" and on_cpu:  # both read and write the host's memory
             return BOTH * (on_device + with_cpu), BOTH * waits
         return max(on_device, with_cpu), waits
 
     def gathering(self, config: OptimizerConfig, micro_batches: int) -> float:
         """Seconds more that the forwards and backwards of an update take where gradients add up on the host."""
-        return (micro_batches - 1) * config.on_cpu * self._shape.parameters / (GATHERED * self._rates.cpu_adam)
+        return (micro_batches - 1) * self._here * config.on_cpu * self._stepped / (GATHERED * self._rates.cpu_adam)
 
-    def generate(self, work: Work, rows: float) -> float:
-        """All samples of a step, `rows` of them in the batch on average; prompts read once a group."""
+    def generate(self, work: Work, rows: float, *, captured: bool = True) -> float:
+        """All samples of a step, `rows` of them in the batch on average; prompts read once a group. `captured`: decoding may be, as a graph."""
         shape, rates = self._shape, self._rates
         kept = shape.kept_by_a_token * self._each
         cache = rows * kept * (work.new / 2 + work.prompt / work.samples) / rates.copy
@@ -116,7 +117,7 @@ class Speed:
         products = 2 * used * rows / rates.matmul
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
         decoding = starts + DECODE_WEIGHTS * read + DECODE_CACHE * cache + DECODE_PRODUCTS * products
-        if not self._captures:  # no graphs: the host starts every kernel
+        if not (captured and self._captures):  # no graphs: the host starts every kernel
             decoding = max(decoding, self._host("forward"))
         prompts = self.forward(work.prompts * work.prompt, work.prompt)
         return work.sequences / rows * work.new * decoding + prompts

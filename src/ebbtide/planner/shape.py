@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma": {"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},
 }
 """What transformers assumes where a family's config.json is silent."""
+
+Tensor = tuple[int, int]
+"""Rows, and numbers in each."""
 
 SPECIAL_TOKENS, BYTES = 3, 256  # of a from-scratch tokenizer
 
@@ -73,33 +76,56 @@ class Shape:
     def embedding(self) -> int:
         return self.vocabulary * self.hidden
 
-    @cached_property
-    def attention(self) -> int:
-        """Parameters of a block's attention and norms."""
-        products = self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
-        biases = (self.queries + 2 * self.keys) * self.qkv_bias + self.hidden * self.out_bias
-        return products + biases + 2 * self.hidden + 2 * self.head_dim * self.normed_heads
+    def _of_a_block(self, *, sparse: bool) -> list[Tensor]:
+        hidden, queries, keys = self.hidden, self.queries, self.keys
+        found = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (hidden, 1), (hidden, 1)]
+        found += [(self.head_dim, 1)] * (2 * self.normed_heads)
+        found += [(queries, 1), (keys, 1), (keys, 1)] * self.qkv_bias + [(hidden, 1)] * self.out_bias
+        if sparse:
+            return [*found, (self.experts, hidden), (self.experts, 2 * self.mlp * hidden), (self.experts, hidden * self.mlp)]
+        mlp = self.dense_mlp if self.experts else self.mlp
+        return [*found, (mlp, hidden), (mlp, hidden), (hidden, mlp), *([(mlp, 1), (mlp, 1), (hidden, 1)] * self.mlp_bias)]
 
-    def dense(self, width: int) -> int:
-        """Parameters of a gated MLP."""
-        return 3 * self.hidden * width + (2 * width + self.hidden) * self.mlp_bias
+    def block_held(self, ranks: int = 1) -> int:
+        """Parameters of one block, with all of its experts, that the first of so many ranks has: each tensor is shared out by rows, and the first has the most."""
+        return _held(self._of_a_block(sparse=self.experts > 0), ranks)
+
+    def root_held(self, ranks: int = 1) -> int:
+        """The same of what is in no block: embedding, last norm and head."""
+        return _held([(self.vocabulary, self.hidden)] * (1 if self.tied else 2) + [(self.hidden, 1)], ranks)
+
+    def held(self, ranks: int = 1) -> int:
+        """The same of the whole model."""
+        dense = self.dense_layers and self.dense_layers * _held(self._of_a_block(sparse=False), ranks)
+        return (self.layers - self.dense_layers) * self.block_held(ranks) + dense + self.root_held(ranks)
 
     @cached_property
     def block(self) -> int:
-        """Parameters of one block, with all of its experts."""
-        sparse = self.hidden * self.experts + self.experts * 3 * self.hidden * self.mlp
-        return self.attention + (sparse if self.experts else self.dense(self.mlp))
+        return self.block_held()
 
     @cached_property
     def parameters(self) -> int:
-        blocks = (self.layers - self.dense_layers) * self.block + self.dense_layers * (self.attention + self.dense(self.dense_mlp))
-        return blocks + self.hidden + self.embedding * (1 if self.tied else 2)
+        return self.held()
 
-    @property
+    @cached_property
     def tensors(self) -> int:
         """How many the parameters are."""
-        biases = 3 * self.qkv_bias + self.out_bias + 3 * self.mlp_bias
-        return self.layers * (9 + 2 * self.normed_heads + biases) + 2
+        return self.layers * len(self._of_a_block(sparse=self.experts > 0)) + (2 if self.tied else 3)
+
+    def part(self, tensor: int) -> Shape:
+        """What one of so many ranks that share out each matrix (tensor parallelism) has: a part of the heads and of the MLP. Embedding, norms and head are whole on each."""
+        if tensor == 1:
+            return self
+        if self.experts:
+            raise UserError(
+                f"`cluster.tensor: {tensor}` with experts is not supported: set `cluster.tensor: 1` and share the model out with `cluster.data`"
+            )
+        for what, size in (("heads", self.heads), ("heads of keys and values", self.kv_heads), ("numbers in its MLP", self.mlp)):
+            if size % tensor:
+                raise UserError(
+                    f"`cluster.tensor: {tensor}`: the model has {size} {what}, which is not a multiple of it: set a divisor of {size}"
+                )
+        return replace(self, heads=self.heads // tensor, kv_heads=self.kv_heads // tensor, mlp=self.mlp // tensor)
 
     @cached_property
     def used_by_a_token(self) -> int:
@@ -113,6 +139,10 @@ class Shape:
     def kept_by_a_token(self) -> int:
         """Numbers of the cache."""
         return 2 * self.layers * self.keys
+
+
+def _held(tensors: Iterable[Tensor], ranks: int) -> int:
+    return sum(-(-rows // ranks) * row for rows, row in tensors)
 
 
 def from_config(found: Mapping[str, Any], called: str) -> Shape:

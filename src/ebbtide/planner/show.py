@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ebbtide.config.tree import Config
 from ebbtide.memory.plan import HOST_SHARE, Phase
 from ebbtide.planner.choose import Chosen, settings, usable
 from ebbtide.planner.machine import GIB, Machine, Rates
-from ebbtide.planner.predict import Foretold, Prediction
+from ebbtide.planner.predict import CYCLE, Foretold, Prediction
 from ebbtide.planner.shape import Shape
 
-COLUMNS = ("weights", "reference", "master", "moments", "grads", "kv_cache", "activations", "logits", "workspace")
+COLUMNS = ("weights", "reference", "master", "moments", "grads", "gathered", "kv_cache", "activations", "logits", "workspace")
 
 
 def as_json(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def as_json(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> di
     prediction, generation = chosen.tried.prediction, chosen.tried.prediction.generation
     return {
         "machine": {"name": machine.name, "device_gib": machine.device_gib, "host_gib": machine.host_gib, "rates": machine.source},
+        "ranks": asdict(prediction.sharing) if prediction.sharing.size > 1 else None,
         "parameters": shape.parameters,
         "budget_gib": asked.memory.budget_gib,
         "fits": chosen.fits,
@@ -34,6 +36,8 @@ def as_json(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> di
         "kv_blocks": generation.blocks,
         "kv_block_tokens": generation.block,
         "sequences_at_once": generation.at_once,
+        "node_host_gib": prediction.host / GIB,
+        "loading_host_gib": prediction.loading / GIB,
         "phases": {phase: _phase(foretold, machine.timed) for phase, foretold in prediction.phases.items()},
     }
 
@@ -41,6 +45,7 @@ def as_json(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> di
 def _phase(foretold: Foretold, timed: bool) -> dict[str, Any]:
     return {
         **({"seconds": foretold.seconds, "seconds_exposed": foretold.exposed} if timed else {}),
+        **({"seconds_talking": foretold.talk, "seconds_talking_exposed": foretold.waited} if timed and foretold.talk else {}),
         "moved_gib": foretold.moved / GIB,
         "peak_gib": foretold.peak / GIB,
         "host_gib": foretold.host / GIB,
@@ -51,10 +56,12 @@ def _phase(foretold: Foretold, timed: bool) -> dict[str, Any]:
 def rows(prediction: Prediction) -> list[list[str]]:
     """A heading, then a row for each phase; columns in which nothing ever is are left out."""
     shown = [name for name in COLUMNS if any(phase.device.get(name) for phase in prediction.phases.values())]
-    lines = [["phase", "seconds", "exposed", "peak GiB", *shown, "host", "moved"]]
+    talks = prediction.sharing.size > 1
+    lines = [["phase", "seconds", "exposed", *(["talk", "waited"] if talks else []), "peak GiB", *shown, "host", "moved"]]
     for name, phase in prediction.phases.items():
+        seconds = [phase.seconds, phase.exposed, *([phase.talk, phase.waited] if talks else [])]
         sizes = [phase.peak, *(phase.device.get(column, 0) for column in shown), phase.host, phase.moved]
-        lines.append([name, f"{phase.seconds:.2f}", f"{phase.exposed:.2f}", *(f"{size / GIB:.2f}" for size in sizes)])
+        lines.append([name, *(f"{one:.2f}" for one in seconds), *(f"{size / GIB:.2f}" for size in sizes)])
     return lines
 
 
@@ -72,8 +79,28 @@ def words(chosen: Chosen, asked: Config, machine: Machine) -> list[str]:
         said.append(
             f"the cache has {generation.blocks:,} blocks of {generation.block} tokens{'' if generation.roomy else ', fewer than would be of use'}: {generation.at_once} sequences decode at once"
         )
+    said += _of_ranks(prediction, machine)
     if machine.timed:
         said.append(f"rates: {machine.source}")
+    return said
+
+
+def _of_ranks(prediction: Prediction, machine: Machine) -> list[str]:
+    sharing, links = prediction.sharing, machine.links
+    if sharing.size == 1:
+        return []
+    loading = f", and {prediction.loading / GIB:.3g} before they begin, when each loads the whole model" if prediction.loading else ""
+    said = [
+        sharing.words(),
+        f"the host of a node: {prediction.host / GIB:.3g} GiB for its ranks{loading}",
+    ]
+    if machine.timed:
+        talk, waited = (sum(getattr(prediction.phases[phase], name) for phase in CYCLE) for name in ("talk", "waited"))
+        near = f"{links.near / 1e9:.3g} GB/s by {'NVLink' if links.bridged else 'the bus'}"
+        far = f" and {links.far / 1e9:.3g} GB/s to other nodes" if sharing.size > sharing.here else ""
+        said.append(
+            f"ranks talk for {talk:.2f} s a step, {waited:.2f} s of it exposed, at {near}{far} (computed from data sheets: nothing measured them)"
+        )
     return said
 
 
@@ -95,14 +122,29 @@ def misfit(chosen: Chosen, asked: Config, machine: Machine) -> str:
     why = {
         "device": f"does not fit into {of}: {prediction.tightest} takes {peak:.3g} GiB, {peak - can:.3g} more than the {can:.3g} that can be filled",
         "cache": f"does not fit into {of}: generate has no room for the cache of one sample of {asked.rollout.max_prompt_tokens + asked.rollout.max_new_tokens:,} tokens",
-        "host": f"does not fit: {prediction.host / GIB:.3g} GiB of host memory are wanted, more than {_host(asked, machine)}",
+        "host": f"does not fit: {prediction.host / GIB:.3g} GiB of host memory are wanted{_here(prediction)}, more than {_host(asked, machine)}",
+        "loading": f"does not fit: {prediction.loading / GIB:.3g} GiB of host memory are wanted to load the model whole{_here(prediction)}, more than the {machine.host_gib:.3g} that are free",
         None: "",
     }[chosen.lacks]
     alone = f" ({', '.join(chosen.by_hand)} were left alone, as they are set)" if chosen.by_hand and asked.memory.plan == "auto" else ""
     if chosen.nearest is not None:
         at = f", at {chosen.nearest.prediction.seconds:.1f} s a step" if machine.timed else ""
         return f"{why}{alone}. The nearest that fits: {' '.join(settings(asked, chosen.nearest.config))}{at}"
-    return f"{why}. No plan does with less than {chosen.least:.3g} GiB" if chosen.least is not None else f"{why}, whatever the plan"
+    least = f". No plan does with less than {chosen.least:.3g} GiB" if chosen.least is not None else ", whatever the plan"
+    return f"{why}{least}{_by_layer(chosen, asked)}"
+
+
+def _by_layer(chosen: Chosen, asked: Config) -> str:
+    """What no plan decides, and would help where generation is what does not fit."""
+    prediction = chosen.tried.prediction
+    generates = chosen.lacks == "cache" or (chosen.lacks == "device" and prediction.tightest in ("generate", "evaluate"))
+    if not generates or asked.gathering(prediction.sharing.held) != "whole":
+        return ""
+    return ". `cluster.generate=layers` gathers less of the weights at once to generate with, and is slower"
+
+
+def _here(prediction: Prediction) -> str:
+    return f" by the {prediction.sharing.here} ranks of a node" if prediction.sharing.size > 1 else ""
 
 
 def _host(asked: Config, machine: Machine) -> str:
@@ -150,8 +192,9 @@ def plain_table(lines: list[list[str]]) -> str:
 def text(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> str:
     """All of it, for a terminal."""
     rollout = asked.rollout
+    ranks = chosen.tried.prediction.sharing.size
     header = (
-        f"{shape.family}, {shape.parameters:,} parameters, on {machine.name} with {machine.device_gib:.1f} GiB; "
+        f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with {machine.device_gib:.1f} GiB; "
         f"{rollout.prompts} x {rollout.samples} samples of at most {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens"
     )
     lines = [header, "", plain_table(rows(chosen.tried.prediction)), "", *words(chosen, asked, machine)]

@@ -26,6 +26,10 @@ class Packed:
     last: Part | None
 
     @property
+    def passes(self) -> int:
+        return self.count + (self.last is not None)
+
+    @property
     def parts(self) -> list[tuple[Part, int]]:
         """Each kind, and how many there are of it."""
         return [(self.full, self.count), *([(self.last, 1)] if self.last else [])]
@@ -48,10 +52,11 @@ class Work:
     def sequences(self) -> int:
         return self.prompts * self.samples
 
-    def packed(self, budget: int, minibatches: int = 1) -> Packed:
-        """Of the largest minibatch."""
+    def packed(self, budget: int, minibatches: int = 1, ranks: int = 1) -> Packed:
+        """Of the largest minibatch, what the one of so many ranks has that has most of it."""
         length = max(1.0, self.prompt + self.new - 1)
         sequences = max(1, -(-(self.sequences if self.trained is None else self.trained) // minibatches))
+        sequences = -(-sequences // ranks)
         at_once = max(1, min(sequences, int(budget // length)))
         left = sequences % at_once
         last = Part(left * length, left * self.new) if left else None

@@ -4,7 +4,7 @@
 
 const HOLDING_COLOURS = {
   weights: "#4e79a7", grads: "#f28e2b", master: "#59a14f", moments: "#86c5bd", reference: "#b07aa1",
-  kv_cache: "#edc948", activations: "#e15759", logits: "#ff9da7", workspace: "#9c755f", other: "#a9b1bb",
+  kv_cache: "#edc948", activations: "#e15759", logits: "#ff9da7", workspace: "#9c755f", gathered: "#7b6888", other: "#a9b1bb",
 };
 const PHASE_COLOURS = {
   generate: "#4477aa", score: "#66ccee", logprob: "#228833", train: "#c9a227", step: "#aa3377", save: "#8c6d5a", evaluate: "#9aa3ad",

@@ -1,0 +1,217 @@
+"""Plans of several ranks: what each holds and gathers, what they say to each other, and what a node's host must have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ebbtide.cli import app
+from ebbtide.config.tree import Cluster
+from ebbtide.errors import UserError
+from ebbtide.planner.choose import Chooser, Chosen
+from ebbtide.planner.machine import GIB, KNOWN, links_for, machine_for
+from ebbtide.planner.predict import Prediction, Predictor
+from ebbtide.planner.ranks import Gathers, Group, Sharing, sharing
+from ebbtide.planner.shape import Shape, find_shape
+from ebbtide.planner.show import misfit
+from ebbtide.planner.work import most_work
+from planner.test_choose import BASE, config_with
+
+DENSE = Shape("qwen3", 28, 2048, 16, 8, 128, 6144, 151936, tied=True)
+SPARSE = Shape("qwen3_moe", 48, 2048, 32, 4, 128, 768, 151936, tied=False, experts=128, experts_per_token=8)
+HOLDINGS = ("weights", "grads", "master", "moments", "reference")
+
+
+def foretold(cluster: dict[str, Any] | None, node: int = 8, network: float | None = None, **sections: Any) -> Prediction:
+    config = config_with(cluster=cluster, **sections)
+    shared = sharing(config.cluster, None, node)
+    machine = machine_for("h200", None, 2000, None, network, shared.here)
+    return Predictor(find_shape(config.model), machine, sharing=shared).of(config, most_work(config), int(130 * GIB))
+
+
+def test_a_cluster_of_one_is_none() -> None:
+    assert foretold({"gpus": 1}) == foretold(None)
+    assert foretold({"data": 1}, loss={"kl": {}}) == foretold(None, loss={"kl": {}})
+
+
+@given(fewer=st.integers(1, 1024), more=st.integers(1, 1024), shape=st.sampled_from([DENSE, SPARSE]))
+def test_more_ranks_never_hold_more_each_and_together_hold_all(fewer: int, more: int, shape: Shape) -> None:
+    fewer, more = sorted((fewer, more))
+    assert shape.held(more) <= shape.held(fewer)
+    assert more * shape.held(more) >= shape.parameters == shape.held(1)
+
+
+def test_experts_are_rows_and_no_row_is_cut() -> None:
+    assert SPARSE.block_held(256) == pytest.approx(SPARSE.block_held(128), rel=0.05)
+    assert SPARSE.block_held(1024) > 7 * SPARSE.block / 1024
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    data=st.sampled_from([1, 2, 3, 8, 16, 64, 256]),
+    tensor=st.sampled_from([1, 2, 4]),
+    copies=st.sampled_from([1, 2, 4]),
+    node=st.sampled_from([1, 4, 8]),
+    kl=st.booleans(),
+    place=st.sampled_from(["device", "streamed", "cpu"]),
+)
+def test_whatever_the_ranks_a_rank_holds_no_more_than_one_alone(
+    data: int, tensor: int, copies: int, node: int, kl: bool, place: str
+) -> None:
+    if data % copies:
+        copies = 1
+    sections = {"loss": {"kl": {} if kl else None}, "optimizer": {"place": place}}
+    alone, one = foretold(None, **sections), foretold({"data": data, "tensor": tensor, "replicate": copies}, node, **sections)
+    for phase, mine in one.phases.items():
+        for name in HOLDINGS:
+            assert mine.device.get(name, 0) <= alone.phases[phase].device.get(name, 0)
+        assert mine.host <= alone.phases[phase].host
+        assert 0 <= mine.waited <= mine.talk
+        assert mine.waited + mine.exposed <= mine.seconds + 1e-9
+    assert (one.phases["train"].talk > 0) == (data * tensor > 1)
+
+
+def test_copies_cost_memory_and_spare_talk_between_nodes() -> None:
+    shared, copied = foretold({"gpus": 1024}), foretold({"gpus": 1024, "replicate": 128})
+    assert copied.phases["step"].device["weights"] == pytest.approx(128 * shared.phases["step"].device["weights"], rel=0.01)
+    assert copied.phases["train"].talk < shared.phases["train"].talk / 2
+    assert copied.phases["generate"].talk < shared.phases["generate"].talk / 10
+
+
+def test_work_is_dealt_out() -> None:
+    one, eight, many = (foretold({"gpus": gpus}, rollout={**BASE["rollout"], "prompts": 64}) for gpus in (1, 8, 1024))
+    assert eight.generation.at_once == 8 * 8
+    assert many.generation.at_once == 8  # no rank has less than a prompt
+    assert eight.phases["train"].seconds < one.phases["train"].seconds / 6
+    compute = [found.phases["generate"].seconds - found.phases["generate"].waited for found in (one, eight, many)]
+    assert compute[0] > compute[1] > compute[2]
+
+
+def test_the_optimizer_on_the_cpu_shares_the_cpu() -> None:
+    cpu = {"optimizer": {"place": "cpu"}}
+    alone, eight, apart = (foretold(cluster, node, **cpu) for cluster, node in ((None, 8), ({"gpus": 8}, 8), ({"gpus": 8}, 1)))
+    assert eight.phases["step"].seconds > 0.9 * alone.phases["step"].seconds
+    assert apart.phases["step"].seconds < 0.3 * alone.phases["step"].seconds
+
+
+def test_generate_has_the_whole_weights_and_training_two_blocks() -> None:
+    found = foretold({"gpus": 8}, evaluate={"every": 1})
+    for phase in ("generate", "evaluate"):
+        assert found.phases[phase].device["gathered"] == 2 * DENSE.parameters  # type: ignore[index]
+    assert found.phases["train"].device["gathered"] < 2 * DENSE.root_held() * 3 + 2 * 8 * DENSE.block
+    assert "gathered" not in found.phases["step"].device
+
+
+def test_what_every_rank_has_whole_is_not_gathered() -> None:
+    copies = foretold({"gpus": 8, "replicate": 8})
+    assert not copies.phases["generate"].device["gathered"]
+    assert not copies.phases["generate"].talk
+    assert not copies.loading
+    matrices = 28 * 2 * (2048 * (2 * 2048 + 2 * 1024) + 3 * 2048 * 6144)
+    assert foretold({"tensor": 2, "data": 1}).phases["generate"].device["gathered"] == matrices
+
+
+def test_layers_take_less_room_and_more_talk_than_whole_weights() -> None:
+    whole, layers = (foretold({"gpus": 8, "generate": way}).phases["generate"] for way in ("whole", "layers"))
+    assert layers.device["gathered"] == 2 * (DENSE.root_held() + 3 * DENSE.block + DENSE.block // 8)
+    assert layers.device["gathered"] < whole.device["gathered"] / 3
+    assert layers.talk > 5 * whole.talk == 5 * whole.waited
+    assert layers.seconds > 2 * whole.seconds
+
+
+# Links
+
+
+def test_a_ring_takes_its_bytes_over_its_slowest_link() -> None:
+    gathers = Gathers(DENSE, DENSE, Sharing(64, here=8), replace(links_for("h200"), near=400e9, far=40e9), 2)
+    much = 1e12
+    assert gathers._gather(Group(1, 1), much) == 0
+    assert gathers._gather(Group(8, 8), much) == pytest.approx(7 / 8 * much / 400e9, rel=1e-3)
+    assert gathers._gather(Group(64, 8), much) == pytest.approx(63 / 64 * much / (8 * 40e9), rel=1e-3)
+    assert gathers._gather(Group(8, 1), much) == pytest.approx(7 / 8 * much / 40e9, rel=1e-3)
+    steps = [gathers._gather(Group(size, min(size, 8)), 0.0) for size in (2, 8, 64, 1024)]
+    assert all(later > sooner for sooner, later in pairwise(steps))
+
+
+def test_a_faster_network_is_never_slower_and_of_no_use_in_one_node() -> None:
+    seconds = [foretold({"gpus": 64}, network=network).seconds for network in (1, 10, 50, 400)]
+    assert all(later <= sooner for sooner, later in pairwise(seconds))
+    assert seconds[0] > 1.5 * seconds[-1]
+    assert foretold({"gpus": 8}, network=1) == foretold({"gpus": 8}, network=400)
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "Some Other GPU"])
+def test_every_gpu_has_links(name: str) -> None:
+    links = links_for(name)
+    assert links.near > links.far > 0
+    assert links.bridged == (links.near > 200e9)
+
+
+# The host of a node
+
+
+def planned(cluster: dict[str, Any], host: float, **sections: Any) -> tuple[Chosen, str]:
+    config = config_with(cluster=cluster, **sections)
+    shared = sharing(config.cluster, None, 8)
+    machine = machine_for("h200", None, host, None, None, shared.here)
+    chosen = Chooser(Predictor(find_shape(config.model), machine, sharing=shared), most_work(config), 130, host).choose(config)
+    return chosen, misfit(chosen, config, machine)
+
+
+def test_ranks_of_a_node_pin_its_memory_together() -> None:
+    cpu = {"optimizer": {"place": "cpu"}}
+    one, eight = foretold(None, **cpu), foretold({"gpus": 8, "replicate": 8}, **cpu)
+    assert eight.host == 8 * one.host
+    chosen, said = planned({"gpus": 8, "replicate": 8}, 100, **cpu)
+    assert chosen.lacks == "host"
+    assert "by the 8 ranks of a node" in said
+
+
+def test_every_rank_of_a_node_loads_the_whole_model() -> None:
+    chosen, said = planned({"gpus": 8}, 20)
+    assert chosen.lacks == "loading"
+    assert "25.6 GiB of host memory are wanted to load the model whole by the 8 ranks of a node, more than the 20" in said
+    assert planned({"gpus": 8}, 30)[0].fits
+
+
+def test_where_the_whole_weights_have_no_room_layers_are_named() -> None:
+    def said(way: str) -> str:
+        deep = {"scratch": {**BASE["model"]["scratch"], "layers": 200}}
+        config = config_with(model=deep, cluster={"gpus": 64, "generate": way})
+        machine = machine_for("h200", 5, 1000, None, None, 8)
+        predictor = Predictor(find_shape(config.model), machine, sharing=sharing(config.cluster, None, 8))
+        return misfit(Chooser(predictor, most_work(config), 5, 1000).choose(config), config, machine)
+
+    assert "cluster.generate=layers" in said("whole")
+    assert "cluster.generate=layers" not in said("layers")
+
+
+# What users write
+
+
+def test_what_cannot_be_shared_out_says_so() -> None:
+    with pytest.raises(UserError, match=r"set `cluster\.gpus`"):
+        sharing(Cluster(tensor=2), None, 8)
+    with pytest.raises(UserError, match=r"`cluster\.tensor: 3`: the model has 16 heads"):
+        DENSE.part(3)
+    with pytest.raises(UserError, match="with experts"):
+        SPARSE.part(2)
+
+
+def test_the_command_plans_for_ranks() -> None:
+    command = ["plan", "quickstart", "--gpu", "h100", "cluster.gpus=16", "cluster.tensor=2"]
+    found = json.loads(CliRunner().invoke(app, [*command, "--gpus-per-node", "4", "--json"]).stdout)
+    assert found["ranks"] == {"data": 8, "tensor": 2, "replicate": 1, "here": 4}
+    assert found["machine"]["host_gib"] == 4 * 128
+    train = found["phases"]["train"]
+    assert 0 < train["seconds_talking_exposed"] <= train["seconds_talking"]
+    said = CliRunner().invoke(app, [*command, "--network", "7"]).stdout
+    assert "16 ranks, each with one part in 16 of the model, 8 on a node: data 8, tensor 2, replicate 1" in said
+    assert "7 GB/s to other nodes (computed from data sheets" in said
