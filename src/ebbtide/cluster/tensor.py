@@ -14,12 +14,13 @@ STYLES: dict[str, type[ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": SequenceParallel,
 }
+WHOLE = {"embedding_rowwise"}  # of an embedding: the head reads the same matrix where they are tied, and its kernels want all of it
 HEADS = 2  # of a tensor [batch, tokens, heads, channels]: norms of queries and keys see a part of the heads
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """In place: what the plan names becomes DTensors over the mesh; the rest is the same on all of its ranks."""
-    plan = getattr(model.config, "base_model_tp_plan", None)
+    plan = {path: way for path, way in (getattr(model.config, "base_model_tp_plan", None) or {}).items() if way not in WHOLE}
     name = type(model).__name__
     if not plan:
         raise UserError(f"`cluster.tensor: {mesh.size()}`: the config of {name} declares no `base_model_tp_plan`: set `cluster.tensor: 1`")
