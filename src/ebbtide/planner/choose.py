@@ -136,18 +136,29 @@ class Chooser:
         return with_changes(config, {"memory.activations": now.model_copy(update={"preset": "keep", "gate": "ignore", **lists})})
 
     def _tried(self, config: Config, free: Sequence[str]) -> Iterator[Tried]:
-        """Every combination, those that change least first."""
+        """Every combination that could be the answer, those that change least first."""
         options: list[list[Change]] = [
             [checked(one) for one in self._options(config, group)] if group in free else [{}] for group in GROUPS
         ]
-        for some in product(*options):
+        *ways, micro_batches, chunks = options
+        sizes = [{**micro_batch, **chunk} for micro_batch in micro_batches for chunk in chunks]
+        for some in product(*ways):
             changes: dict[str, Any] = {}
             for one in some:
                 changes |= one
             try:
-                yield self._foretold(config, changes)
+                yield from self._sized(config, changes, sizes)
             except UserError:  # such as a row of `memory.away` that names what lives on the host
                 continue
+
+    def _sized(self, config: Config, changes: Change, sizes: Sequence[Change]) -> Iterator[Tried]:
+        """One way, with sizes that take less memory and more time one after the other: where the first fits the others are no better, and where the last does not, none does."""
+        yield (first := self._foretold(config, {**changes, **sizes[0]}))
+        if len(sizes) == 1 or self.lacks(first) is None:
+            return
+        yield (last := self._foretold(config, {**changes, **sizes[-1]}))
+        if self.lacks(last) is None:
+            yield from (self._foretold(config, {**changes, **size}) for size in sizes[1:-1])
 
     def _foretold(self, config: Config, changes: Change) -> Tried:
         changed = with_changes(config, changes)
