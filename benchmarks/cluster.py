@@ -6,27 +6,25 @@ python benchmarks/cluster.py
 from __future__ import annotations
 
 import gc
-import os
 import statistics
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from common import Row, save
-from grpo_step import CONFIG, PHASES, steps
+from grpo_step import PHASES, steps
+from torch.distributed import HashStore
 
-from ebbtide.cluster.launch import free_port
 from ebbtide.cluster.world import Ranks
-from ebbtide.config import load
+from ebbtide.config.tree import Cluster
 
 TURNS = 2
 ALONE, SHARDED = "one process", "one rank under FSDP2"
 
 
 def main() -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {**alone, "MASTER_PORT": str(free_port())}
     found: dict[str, list[dict[str, float]]] = {ALONE: [], SHARDED: []}
-    with Ranks(load(CONFIG), torch.device("cuda")) as ranks:
+    with Ranks(Cluster(), torch.device("cuda"), HashStore(), rank=0, size=1, timeout=timedelta(minutes=10)) as ranks:
         for _ in range(TURNS):
             for case, world in ((ALONE, None), (SHARDED, ranks)):
                 gc.collect()

@@ -22,7 +22,7 @@ from ebbtide.cluster.on_ray import launch_on_ray
 from ebbtide.config import load, load_serve, recipes
 from ebbtide.config.document import explained
 from ebbtide.config.tree import Config, Rehearsal
-from ebbtide.errors import UserError
+from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.plan import build_plan, check_budget
 from ebbtide.planner import show
 from ebbtide.planner.choose import Chooser
@@ -174,7 +174,7 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
         say("starting (torch and transformers take a few seconds to load)", style="dim")
     if (count := to_start(config)) > 0:
         raise typer.Exit(launch_on_ray(job, count, say) if config.cluster and config.cluster.ray else launch(job, count, say))
-    from ebbtide.rank import Stopped, run_rank
+    from ebbtide.rank import run_rank
 
     try:
         run_rank(job)
@@ -186,7 +186,7 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
 def rank(folder: Path) -> None:
     """One of the ranks that `ebbtide train` starts."""
     with told(folder) as job:
-        from ebbtide.rank import Stopped, run_rank
+        from ebbtide.rank import run_rank
 
         try:
             run_rank(job)

@@ -92,8 +92,10 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
         if optimizer is not None and rehearsal is None:
             notes += policy.place_activations(residency, needs, world.here)
             optimizer.discard()  # gradients of what was tried
-        with whole.there() as model:
-            engine = whole.engine(build_engine(replace(loaded, model=model), config, residency.make_room))
+        engine = whole.engine(
+            lambda model: build_engine(replace(loaded, model=model), config, residency.make_room),
+            lambda: optimizer.steps if optimizer is not None else {},
+        )
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:

@@ -7,16 +7,14 @@ import sys
 
 from ebbtide.checkpoint.resume import going_on
 from ebbtide.checkpoint.store import Saved
+from ebbtide.cluster.apart import serve
 from ebbtide.cluster.leash import Job
 from ebbtide.cluster.world import World, join
 from ebbtide.config.tree import Config, Rehearsal
-from ebbtide.loop import train
+from ebbtide.errors import Stopped
+from ebbtide.loop import seed_everything, train
 from ebbtide.report.report import Report
 from ebbtide.report.silent import Silent
-
-
-class Stopped(Exception):  # noqa: N818 (nothing went wrong)
-    """By Ctrl-C or SIGTERM, after what was to be said and saved."""
 
 
 def run_rank(job: Job) -> None:
@@ -24,6 +22,10 @@ def run_rank(job: Job) -> None:
         sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     rehearsal = job.rehearsal
     with join(job.config) as world:
+        if world.link is not None and world.link.generates:
+            seed_everything(job.config.seed, job.config.deterministic)
+            serve(job.config, world.link)
+            return
         resumed = world.same(job.resumed)
         config = job.config if resumed is None else going_on(job.config, resumed)
         _run(config, rehearsal, world, _report(config, job.source, resumed, world))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ranks", "ebbtide.loop", "ebbtide.report.silent", "ebbtide.cluster.world"])
+CONTEXT.set_forkserver_preload(["ranks", "ebbtide.loop", "ebbtide.report.silent", "ebbtide.cluster.world", "ebbtide.rank"])
 LIMIT = 100  # seconds: a rank that waits for ever must end its test
 
 
@@ -67,6 +67,12 @@ def _rank(end: Any, rank: int, count: int, ports: list[int], work: Any, args: An
         end.send((traceback.format_exc(), None))
 
 
+def next_port() -> None:
+    """Before each process group that a rank makes."""
+    port, *rest = json.loads(os.environ["PORTS"])
+    os.environ |= {"MASTER_PORT": str(port), "PORTS": json.dumps(rest)}
+
+
 def runs(rank: int, configs: list[Any]) -> list[dict[str, Any]]:
     """One run after the other."""
     return [run(rank, config) for config in configs]
@@ -75,17 +81,20 @@ def runs(rank: int, configs: list[Any]) -> list[dict[str, Any]]:
 def run(rank: int, config: Any, resume: str | None = None) -> dict[str, Any]:
     """One run: its metrics, its whole weights, and the shapes of what this rank has of them."""
     from ebbtide.checkpoint.store import listed
+    from ebbtide.cluster.apart import serve
     from ebbtide.cluster.world import join
     from ebbtide.loop import train
     from ebbtide.memory.shards import local
     from ebbtide.report.report import Report
     from ebbtide.report.silent import Silent
 
-    port, *rest = json.loads(os.environ["PORTS"])
-    os.environ |= {"MASTER_PORT": str(port), "PORTS": json.dumps(rest)}
+    next_port()
     folder = Path(config.run.folder)
     resumed = listed(Path(resume) / "checkpoints")[-1] if resume else None
     with join(config) as world:
+        if world.link is not None and world.link.generates:
+            serve(config, world.link)
+            return {}
         with Report(config, "test", resumed=resumed) if world.first else Silent(config, folder, resumed) as report:
             policy = train(config, report, world=world)
         weights = {}

@@ -47,7 +47,10 @@ def sampled(rank: int, config: Config) -> dict[str, list]:
                 policy.verify(model)
                 held = {twin.untyped_storage()._cdata: twin.untyped_storage().nbytes() for twin in model.parameters()}
                 layers = [{twin.untyped_storage()._cdata for twin in block.mlp.parameters()} for block in model.model.layers]
-                built = {name: whole.engine(engine(replace(loaded, model=model))) for name, engine in ENGINES.items()}
+            built = {
+                name: whole.engine(lambda model, engine=engine, loaded=loaded: engine(replace(loaded, model=model)), dict)
+                for name, engine in ENGINES.items()
+            }
             assert all(layers[n] == layers[n % 2] for n in range(len(layers))) == (place == "by layer" or len(layers) < 3)
             memory = whole._layers._memory if whole._layers is not None else []
             gone = sum(tensor.untyped_storage().nbytes() for tensor in (*memory, *(twin for twin, _ in whole._gathered)))

@@ -14,7 +14,7 @@ import yaml
 from conftest import TINY, merged
 from ebbtide.checkpoint.store import listed
 from ebbtide.cluster.launch import show
-from ebbtide.cluster.leash import Failure
+from ebbtide.cluster.leash import Failure, Job
 from ebbtide.errors import UserError
 
 HERE = Path(__file__).parent
@@ -98,3 +98,17 @@ def test_of_several_errors_the_first_is_shown_and_one_that_a_user_can_mend_as_su
     assert first is not None
     with pytest.raises(UserError, match="rank 1 says so"):
         show(first, 3, print)
+
+
+def test_a_rank_hears_signals_that_its_starter_had_blocked(tmp_path, tiny) -> None:
+    """As threads of Ray's have: what they start inherits it."""
+    Job("test", tiny(), None).write(tmp_path)
+    script = (
+        "import os, signal, sys; from pathlib import Path; from ebbtide.cluster.leash import LEASH, told\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))\n"
+        "os.environ |= {LEASH: str(os.pipe()[0]), 'RANK': '0'}\n"
+        "with told(Path(sys.argv[1])): print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -15,6 +15,7 @@ from ebbtide.errors import UserError
         ({"cluster": {"gpus": 6, "data": 2, "tensor": 2}}, "`cluster.gpus: 6` is not `cluster.data: 2` x `cluster.tensor: 2`: set it to 4"),
         ({"cluster": {"gpus": 3, "tensor": 2}}, "`cluster.gpus: 3` is not a multiple of `cluster.tensor: 2`"),
         ({"cluster": {"data": 4, "replicate": 3}}, "`cluster.replicate: 3` copies cannot be shared out among 4 data-parallel ranks"),
+        ({"cluster": {"gpus": 2, "generate": "layers", "rollout_gpus": 1}}, "with `cluster.rollout_gpus: 1` others generate: remove one"),
         ({"cluster": {"gpus": 2}, "rollout.ahead": 2}, "`cluster` and `rollout.ahead` do not go together yet"),
         ({"cluster": {"gpus": 2}, "rollout.serve_port": 0}, "`cluster` and `rollout.serve_port` do not go together yet"),
         ({"cluster": {"gpus": 2}, "rollout.engine": "vllm"}, "`cluster` and `rollout.engine: vllm` do not go together yet"),
@@ -43,10 +44,12 @@ def test_models_that_cannot_be_cut(tmp_path) -> None:
         {"cluster": {"gpus": 2, "tensor": 2}, "model.scratch.kv_heads": 1},
         {"cluster": {"gpus": 2}, "model.dtype": "bfloat16", "optimizer.grad_dtype": "float32"},
         {"cluster": {"gpus": 4}},
+        {"cluster": {"gpus": 2, "rollout_gpus": 1}},
     ]
     configs = [Config.model_validate(merged(TINY, {**some, "run.folder": str(tmp_path / str(n))})) for n, some in enumerate(changes)]
-    for experts, heads, kind, count in together(2, refused, configs):
+    for experts, heads, kind, count, beside in together(2, refused, configs):
         assert "Qwen3MoeForCausalLM wants some modules cut as `moe_tp_experts`, `packed_colwise`" in experts
         assert "num_key_value_heads = 1, which is not a multiple of it" in heads
         assert "`optimizer.grad_dtype: float32` with `cluster` and weights in bfloat16" in kind
-        assert "2 ranks were started, and `cluster` is for 4" in count
+        assert "2 ranks were started, and `cluster` is for 4: start as many" in count
+        assert "2 ranks were started, and `cluster` is for 2 that train and 1 that only generate: start as many" in beside

@@ -12,7 +12,7 @@ import yaml
 
 from ebbtide.checkpoint.store import Saved, listed, newest_sound
 from ebbtide.config.decided import as_before
-from ebbtide.config.tree import Config
+from ebbtide.config.tree import Cluster, Config
 from ebbtide.errors import UserError
 
 FOLDER = "checkpoints"
@@ -83,7 +83,10 @@ def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
 
 
 def _ranks(config: Config) -> int:
-    return int(os.environ.get("WORLD_SIZE", (config.cluster.ranks if config.cluster is not None else None) or 1))
+    """Those that train."""
+    cluster = config.cluster or Cluster()
+    started = os.environ.get("WORLD_SIZE")
+    return int(started) - cluster.rollout_gpus if started is not None else cluster.ranks or 1
 
 
 def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:

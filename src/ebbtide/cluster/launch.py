@@ -30,7 +30,8 @@ def to_start(config: Config) -> int:
     """Ranks that this process is to start: none where it is one, or the only one."""
     if config.cluster is None or "WORLD_SIZE" in os.environ:
         return 0
-    return config.cluster.ranks if config.cluster.ranks != 1 and config.cluster.ranks is not None else 0
+    count = (config.cluster.ranks or 1) + config.cluster.rollout_gpus
+    return count if count > 1 else 0
 
 
 def launch(job: Job, count: int, say: Callable[[str], None]) -> int:

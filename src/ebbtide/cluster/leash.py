@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -68,6 +69,7 @@ class Failure:
 @contextmanager
 def told(folder: Path) -> Iterator[Job]:
     """What this rank is to do. What goes wrong is written down and not shown: of all ranks' errors, only the first is the cause."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # a thread of Ray's that starts a rank has them blocked
     threading.Thread(target=_end_with, args=(int(os.environ[LEASH]),), daemon=True).start()
     rank = int(os.environ["RANK"])
     try:

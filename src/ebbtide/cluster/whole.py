@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ebbtide.cluster.apart import ApartEngine
 from ebbtide.cluster.by_layer import Layers, Pair
+from ebbtide.cluster.deal import sizes
+from ebbtide.cluster.link import Link
 from ebbtide.cluster.shard import shard
 from ebbtide.cluster.world import World
 from ebbtide.config.tree import Task as TaskConfig
@@ -37,9 +40,10 @@ class Whole:
         """All ranks come here together."""
         yield self._model
 
-    def engine(self, engine: Engine) -> Engine:
-        """One that generates with it."""
-        return engine
+    def engine(self, build: Callable[[PreTrainedModel], Engine], steps: Callable[[], dict[str, int]]) -> Engine:
+        """One that generates with it. `steps` of the optimizer: where they are as they were, so are the weights."""
+        with self.there() as model:
+            return build(model)
 
 
 class Gathered(Whole):
@@ -90,12 +94,28 @@ class Gathered(Whole):
         if self._layers is not None:
             self._layers.until_all_are_done()
 
-    def engine(self, engine: Engine) -> Engine:
-        return SharedEngine(engine, self, self._world)
+    def engine(self, build: Callable[[PreTrainedModel], Engine], steps: Callable[[], dict[str, int]]) -> Engine:
+        return SharedEngine(super().engine(build, steps), self, self._world)
+
+
+class Apart(Whole):
+    """The model that trains, where others generate: no second set of modules, and never all weights at once."""
+
+    def __init__(self, policy: Policy, link: Link, mesh: DeviceMesh | None, device: torch.device) -> None:
+        """Shares the policy's model out, where there are several to share it."""
+        super().__init__(policy.model)
+        self._link = link
+        if mesh is not None:
+            shard(policy, mesh, device)
+
+    def engine(self, build: Callable[[PreTrainedModel], Engine], steps: Callable[[], dict[str, int]]) -> Engine:
+        return ApartEngine(self._model, self._link, steps)
 
 
 def share_out(policy: Policy, world: World, device: torch.device, weights: Place) -> Whole:
     """Gives each rank its part of the policy's model; `weights`: what the plan says of them in generation."""
+    if world.link is not None:
+        return Apart(policy, world.link, world.mesh, device)
     if world.mesh is None:
         return Whole(policy.model)
     return Gathered(policy, world, world.mesh, device, by_layer=weights == "by layer")
@@ -110,15 +130,13 @@ class SharedEngine:
         """Samples that gave way in the last call, on all ranks."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
-        sizes = [len(request.seeds) * (len(request.prompt) + sampling.max_new_tokens) for request in requests]
-
         def share(mine: Sequence[Request]) -> list[list[Completion]]:
             found = self._engine.generate(mine, sampling, progress)
             self._whole.until_all_are_done()
             return found
 
         with self._whole.there():
-            done = self._world.dealt(requests, sizes, share)
+            done = self._world.dealt(requests, sizes(requests, sampling), share)
         mine = self._engine.preempted if isinstance(self._engine, Preempting) else 0
         self.preempted = sum(self._world.gathered(mine))
         return done

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from ebbtide.cluster.deal import deal
+from ebbtide.cluster.link import Link
 from ebbtide.config.tree import Cluster, Config
-from ebbtide.errors import UserError
+from ebbtide.errors import Stopped, UserError
 from ebbtide.optim.adamw import Norms
 from ebbtide.policy.together import Alone
 
@@ -31,6 +34,8 @@ class World(Alone):
     here = 1
     """Ranks on this machine."""
     mesh: DeviceMesh | None = None
+    link: Link | None = None
+    """Where ranks beside these only generate: the way to them."""
     about: Sequence[str] = ()
     """What a person should know of it before the run."""
 
@@ -38,7 +43,8 @@ class World(Alone):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        pass
+        if self.link is not None and (kind is None or issubclass(kind, Stopped)):
+            self.link.end(stopped=kind is not None)
 
     @property
     def first(self) -> bool:
@@ -74,17 +80,11 @@ class World(Alone):
 class Ranks(World):
     """Processes of a torch process group: a mesh of `replicate` x `shard` x `tensor`."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        cluster = config.cluster or Cluster()
-        timeout = timedelta(minutes=config.run.distributed_timeout_minutes)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        if cluster.ranks not in (None, self.size) or self.size % (cluster.tensor * cluster.replicate):
-            dist.destroy_process_group()
-            raise UserError(
-                f"{self.size} ranks were started, and `cluster` is for {cluster.ranks or f'a multiple of {cluster.tensor * cluster.replicate}'}: start as many, or change it"
-            )
+    def __init__(self, cluster: Cluster, device: torch.device, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=PrefixStore("train", store), rank=rank, world_size=size, timeout=timeout)
+        self.rank, self.size = rank, size
+        self.here = min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))  # which counts those that only generate as well
         self.data = self.size // cluster.tensor
         shape = (cluster.replicate, self.data // cluster.replicate, cluster.tensor)
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
@@ -95,6 +95,7 @@ class Ranks(World):
         self._talk = dist.new_group(backend="gloo", timeout=timeout)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        super().__exit__(kind)
         if kind is None:
             dist.barrier(self._talk)  # none goes while another still talks to it
             dist.destroy_process_group()
@@ -177,9 +178,11 @@ class Ranks(World):
 
 
 def join(config: Config) -> World:
-    """The world that this process was started in: by `torchrun`, by Ebbtide itself, or alone."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1 and (config.cluster is None or config.cluster.ranks in (None, 1)):
+    """The world that this process was started in: by `torchrun`, by Ebbtide itself, or alone. Ranks that only generate have one each, and the way to those that train."""
+    cluster = config.cluster or Cluster()
+    count, beside = int(os.environ.get("WORLD_SIZE", "1")), cluster.rollout_gpus
+    _check(cluster, count)
+    if count == 1:
         return World()
     from ebbtide.policy.model import pick_device
 
@@ -187,7 +190,24 @@ def join(config: Config) -> World:
         mine, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if mine >= there:
             raise UserError(
-                f"rank {mine} of this machine has no GPU of its own: torch sees {there}. Start no more ranks here (`cluster.gpus`), or set `device: cpu`"
+                f"rank {mine} of this machine has no GPU of its own: torch sees {there}. Start no more ranks here (`cluster.gpus`, `cluster.rollout_gpus`), or set `device: cpu`"
             )
         torch.cuda.set_device(mine)
-    return Ranks(config, pick_device(config.device))
+    device, timeout = pick_device(config.device), timedelta(minutes=config.run.distributed_timeout_minutes)
+    store, rank, _ = next(rendezvous("env://", timeout=timeout))
+    training = count - beside
+    world = Ranks(cluster, device, store, rank, training, timeout) if training > 1 and rank < training else World()
+    if beside:
+        world.link = Link(store, rank, training, beside, device, timeout)
+        world.about = [*world.about, f"{beside} {'ranks' if beside > 1 else 'rank'} beside, only to generate, each with the whole model"]
+    return world
+
+
+def _check(cluster: Cluster, count: int) -> None:
+    """That so many ranks are what the config is for."""
+    training, unit = count - cluster.rollout_gpus, cluster.tensor * cluster.replicate
+    if training > 0 and cluster.ranks in (None, training) and training % unit == 0:
+        return
+    beside = f" that train and {cluster.rollout_gpus} that only generate" if cluster.rollout_gpus else ""
+    wanted = f"{cluster.ranks or f'a multiple of {unit}'}{beside}"
+    raise UserError(f"{count} ranks were started, and `cluster` is for {wanted}: start as many, or change it")

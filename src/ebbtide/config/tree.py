@@ -627,7 +627,7 @@ class Cluster(Section):
     """Several processes (ranks), one for each GPU, that train one policy. On a CPU a rank is a process as well."""
 
     gpus: Count | None = None
-    """Ranks: so many are started on this machine, or over nodes with `cluster.ray`. `null` is `data` x `tensor`; under `torchrun`, which starts them itself, its number."""
+    """Ranks that train: so many are started on this machine, or over nodes with `cluster.ray`. `null` is `data` x `tensor`; under `torchrun`, which starts them itself, its number, less `rollout_gpus`."""
 
     data: Count | None = None
     """Ranks that share out the samples, and the weights, gradients and optimizer state among them (FSDP2). `null` is all that `tensor` leaves."""
@@ -641,6 +641,9 @@ class Cluster(Section):
     generate: Gathering | None = None
     """How each rank gathers the weights to generate and to evaluate: `whole`, once for the phase, where there is room for all of them; or `layers`, each layer anew in every pass, just before it computes: in the room of three layers, without CUDA graphs, and slower the slower the link between ranks. `null` is `whole`."""
 
+    rollout_gpus: Natural = 0
+    """Ranks beside those of `gpus`, `data` and `tensor` that only generate, each with the whole model: weights are sent to them when they have changed, and those that train have no second set of them and no cache. 0 is none: those that train generate as well. `torchrun` starts them all."""
+
     ray: str | None = None
     """Present: ranks are placed by Ray (package `ray`) over the nodes of its cluster: `auto` is the one that runs on this machine, or one that is started for the run; or the ADDRESS of one. All nodes need the run folder at the same path."""
 
@@ -652,6 +655,10 @@ class Cluster(Section):
         if self.gpus is not None and self.data is not None and self.gpus != self.data * self.tensor:
             raise ValueError(
                 f"`cluster.gpus: {self.gpus}` is not `cluster.data: {self.data}` x `cluster.tensor: {self.tensor}`: set it to {self.data * self.tensor}, or leave one of them out"
+            )
+        if self.generate is not None and self.rollout_gpus:
+            raise ValueError(
+                f"`cluster.generate: {self.generate}` is for ranks that train and generate, and with `cluster.rollout_gpus: {self.rollout_gpus}` others generate: remove one of the two"
             )
         if self.ray is not None and self.ranks is None:
             raise ValueError(f"`cluster.ray: {self.ray}` places ranks and is not told how many: set `cluster.gpus`")
@@ -665,7 +672,7 @@ class Cluster(Section):
 
     @property
     def ranks(self) -> int | None:
-        """How many there are; None where whoever starts them says so."""
+        """How many train; None where whoever starts them says so."""
         if self.gpus is not None or self.data is None:
             return self.gpus
         return self.data * self.tensor
@@ -864,7 +871,7 @@ class Config(Section):
 
     def gathering(self, parts: int) -> Gathering | None:
         """How weights of which each rank has one part in so many come together to generate; None where there is nothing to gather. What `cluster.generate` leaves open is decided here."""
-        if parts == 1:
+        if parts == 1 or (self.cluster is not None and self.cluster.rollout_gpus):
             return None
         return self.cluster.generate if self.cluster is not None and self.cluster.generate is not None else "whole"
 

@@ -22,6 +22,7 @@ from ebbtide.memory.activations import Parking
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.meter import GIB
 from ebbtide.memory.residency import Residency
+from ebbtide.memory.shards import unsharded
 from ebbtide.policy.activation_plan import capacity, choose, described, figures_for, measure, tried
 from ebbtide.policy.activations import Activations
 from ebbtide.policy.attention import PACKED, attention
@@ -233,7 +234,7 @@ class Policy:
 
     @torch.no_grad()
     def verify(self, whole: PreTrainedModel | None = None) -> None:
-        """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model: `whole`, where ranks share the policy's out."""
+        """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model: `whole`, where ranks share the policy's out and have another."""
         rows = torch.arange(12) * 7919 % (len(self.tokenizer) - 1)  # tokens spread over the vocabulary
         probes = [Trajectory([1], rows[:7].tolist(), []), Trajectory([2, 1], rows[7:].tolist(), [])]
         (batch,) = pack(probes, budget=64, device=self.device)
@@ -244,7 +245,8 @@ class Policy:
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.model).__name__} cannot be trained on packed sequences: {error}") from None
         own = []
-        with attention(own_model, self._generate_attention):
+        # Its blocks gather their weights as they are called, where FSDP has shared them out; what is outside of them has to be there.
+        with unsharded(self.module) if own_model is self.model else nullcontext(), attention(own_model, self._generate_attention):
             for probe in (probes[member] for member in batch.members):
                 ids = torch.tensor([probe.prompt + probe.completion], device=self.device)
                 logits = own_model(ids, use_cache=False).logits[0, len(probe.prompt) - 1 : -1].float()

@@ -1,0 +1,170 @@
+"""Ranks that only generate: the run is the one that those that train would have had alone, to the bit."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy
+import torch
+from ranks import next_port, run, runs, together
+from test_launch import command
+from test_training import BASE, agree
+
+from conftest import TINY, merged
+from ebbtide.checkpoint.store import listed
+from ebbtide.cluster.leash import Job
+from ebbtide.cluster.link import Link, buckets
+from ebbtide.config.tree import Config
+from ebbtide.errors import Stopped
+from test_loop import EVERYTHING, MEASURED
+
+
+def config(folder, cluster, changes=None):
+    return Config.model_validate(merged(TINY, {**BASE, **(changes or {}), "cluster": cluster, "run.folder": str(folder)}))
+
+
+def same(mine, theirs) -> None:
+    """Figures, completions and weights."""
+    agree(mine, theirs)
+    for line, other in zip(mine["metrics"], theirs["metrics"], strict=True):
+        assert {key: value for key, value in line.items() if not key.startswith(MEASURED)} == {
+            key: value for key, value in other.items() if not key.startswith(MEASURED)
+        }
+    for name, weight in mine["weights"].items():
+        numpy.testing.assert_array_equal(weight, theirs["weights"][name], err_msg=name)
+
+
+def test_the_run_is_the_same_to_the_bit(tmp_path) -> None:
+    """As many generate as train, so that each has the requests that one would have had alone; and one for two, where a larger batch may round otherwise."""
+    alone = config(tmp_path / "one", None, EVERYTHING)
+    one_and_one = config(tmp_path / "one and one", {"gpus": 1, "rollout_gpus": 1}, EVERYTHING)
+    two = config(tmp_path / "two", {"gpus": 2}, EVERYTHING)
+    two_and_two = config(tmp_path / "two and two", {"gpus": 2, "rollout_gpus": 2}, EVERYTHING)
+    short = {**EVERYTHING, "train.steps": 1}
+    tensor = config(tmp_path / "tensor", {"tensor": 2, "gpus": 2}, short)
+    tensor_and_one = config(tmp_path / "tensor and one", {"tensor": 2, "gpus": 2, "rollout_gpus": 1}, short)
+
+    of_two = together(2, runs, [one_and_one, two, tensor])[0]
+    same(of_two[0], together(1, run, alone)[0])
+    for rank in together(4, run, two_and_two)[:2]:
+        same(rank, of_two[1])
+    agree(together(3, run, tensor_and_one)[0], of_two[2])
+
+
+def test_a_checkpoint_is_of_those_that_train(tmp_path) -> None:
+    """With ranks that generate, without, and with them again: as if nothing had been."""
+    stages = [{"gpus": 1, "rollout_gpus": 1}, None, {"gpus": 1, "rollout_gpus": 2}]
+    wanted = together(1, run, config(tmp_path / "alone", None, {"train.steps": 3}))[0]
+    for step, cluster in enumerate(stages, start=1):
+        count = sum(cluster.values()) if cluster else 1
+        some = config(tmp_path / "moving", cluster, {"train.steps": step, "checkpoint": {"every": None}})
+        found = together(count, run, some, str(tmp_path / "moving") if step > 1 else None)[0]
+    same(found, wanted)
+    saved = listed(tmp_path / "moving" / "checkpoints")[-1]
+    assert json.loads((saved.path / "run.json").read_text())["world"] == 1
+
+
+def counted(rank, some):
+    """Orders, how often weights went along, and the addresses they went to."""
+    orders, addresses = [], []
+    ordered, receive = Link.ordered, Link.receive
+    Link.ordered = lambda link, order=None: orders.append(ordered(link, order)) or orders[-1]
+
+    def received(link, weights):
+        weights = list(weights)
+        addresses.append([weight.data_ptr() for weight in weights])
+        receive(link, weights)
+
+    Link.receive = received
+    run(rank, some)
+    return [order if order is None else order.fresh for order in orders], addresses
+
+
+def test_weights_are_sent_when_they_have_changed_and_stay_where_they_are(tmp_path) -> None:
+    """Evaluation, then a step and evaluation, twice: all that follows an update sends."""
+    some = config(tmp_path / "run", {"gpus": 1, "rollout_gpus": 1}, {"evaluate": {"every": 1, "problems": 2}})
+    (orders, _), (heard, addresses) = together(2, counted, some)
+    assert orders == heard == [True, False, True, False, True, None]
+    assert len(addresses) == 3
+    assert all(address == addresses[0] for address in addresses)
+
+
+def linked(rank):
+    """Parameters of many sizes and two types, from one rank to two others in buckets of 40 bytes."""
+    from datetime import timedelta
+
+    from torch.distributed.rendezvous import rendezvous
+
+    next_port()
+    store, _, _ = next(rendezvous("env://"))
+    link = Link(store, rank, 1, 2, torch.device("cpu"), timedelta(seconds=30))
+    shapes = [(3,), (2, 4), (7, 11), (1,), (5,), (2, 2), (9,)]
+    kinds = [torch.float32] * 4 + [torch.bfloat16] * 3
+    weights = [torch.nn.Parameter(torch.zeros(shape, dtype=kind)) for shape, kind in zip(shapes, kinds, strict=True)]
+    sent = [torch.full(shape, number + 0.5, dtype=kind) for number, (shape, kind) in enumerate(zip(shapes, kinds, strict=True))]
+    if rank == 0:
+        link.send([torch.nn.Parameter(tensor) for tensor in sent], bucket=40)
+    else:
+        link.receive(weights, bucket=40)
+    answers = link.answered(f"rank {rank}")
+    link.end(stopped=False) if rank == 0 else link.ordered()
+    return rank == 0 or all(torch.equal(weight, tensor) for weight, tensor in zip(weights, sent, strict=True)), answers
+
+
+def test_the_link(tmp_path) -> None:
+    assert together(3, linked) == [(True, ["rank 1", "rank 2"])] * 3
+
+
+def test_buckets_are_full_and_never_fuller() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 2, 4, 20, 1, 1)]
+    weights.append(torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))
+    assert [[one.numel() for one in some] for some in buckets(weights, 24)] == [[3, 2], [4], [20], [1, 1], [1]]
+
+
+def stopped(rank, some):
+    """A run that all ranks are told to stop after its first step; whether it said so."""
+    from ebbtide.rank import run_rank
+
+    metrics = Path(some.run.folder) / "metrics.jsonl"
+
+    def stop() -> None:
+        while not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    next_port()
+    threading.Thread(target=stop, daemon=True).start()
+    try:
+        run_rank(Job("test", some, None))
+    except Stopped:
+        return True
+    return False
+
+
+def test_a_run_that_is_stopped_is_saved_and_all_end(tmp_path) -> None:
+    some = config(tmp_path / "run", {"gpus": 1, "rollout_gpus": 1}, {"train.steps": 100000, "checkpoint": {"every": None}})
+    assert together(2, stopped, some) == [True, False]
+    (saved,) = listed(tmp_path / "run" / "checkpoints")
+    assert saved.step == (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+
+
+def test_the_command_starts_them_and_one_that_is_lost_ends_all(tmp_path) -> None:
+    changes = {"cluster": {"gpus": 1, "rollout_gpus": 1}, "train.steps": 100000, "report.samples_every": 0}
+    with command(tmp_path, changes) as process:
+        lines = []
+        while not lines or not lines[-1].startswith("step "):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.stderr.read()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (lost,) = [child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
+        start = time.monotonic()
+        os.kill(int(lost), signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert time.monotonic() - start < 20
+    assert "1 rank beside, only to generate, each with the whole model\n" in lines
+    assert "rank 1 of 2 failed, and ended the run:\nit was killed by signal 9 (SIGKILL)" in err
+    assert "Traceback" not in err
