@@ -18,9 +18,9 @@ from ebbtide.errors import UserError
 from ebbtide.planner.choose import Chooser, Chosen
 from ebbtide.planner.machine import GIB, KNOWN, links_for, machine_for
 from ebbtide.planner.predict import Prediction, Predictor
-from ebbtide.planner.ranks import Gathers, Group, Sharing, sharing
+from ebbtide.planner.ranks import SENT, Gathers, Group, Sharing, sharing
 from ebbtide.planner.shape import Shape, find_shape
-from ebbtide.planner.show import misfit
+from ebbtide.planner.show import misfit, words
 from ebbtide.planner.work import most_work
 from planner.test_choose import BASE, config_with
 
@@ -181,16 +181,41 @@ def test_every_rank_of_a_node_loads_the_whole_model() -> None:
     assert planned({"gpus": 8}, 30)[0].fits
 
 
-def test_where_the_whole_weights_have_no_room_layers_are_named() -> None:
-    def said(way: str) -> str:
-        deep = {"scratch": {**BASE["model"]["scratch"], "layers": 200}}
-        config = config_with(model=deep, cluster={"gpus": 64, "generate": way})
-        machine = machine_for("h200", 5, 1000, None, None, 8)
-        predictor = Predictor(find_shape(config.model), machine, sharing=sharing(config.cluster, None, 8))
-        return misfit(Chooser(predictor, most_work(config), 5, 1000).choose(config), config, machine)
+def in_5_gib(cluster: dict[str, Any], layers: int = 200) -> tuple[Chosen, str]:
+    config = config_with(model={"scratch": {**BASE["model"]["scratch"], "layers": layers}}, cluster=cluster)
+    machine = machine_for("h200", 5, 1000, None, None, 8)
+    predictor = Predictor(find_shape(config.model), machine, sharing=sharing(config.cluster, None, 8))
+    chosen = Chooser(predictor, most_work(config), 5, 1000).choose(config)
+    return chosen, " ".join(words(chosen, config, machine))
 
-    assert "cluster.generate=layers" in said("whole")
-    assert "cluster.generate=layers" not in said("layers")
+
+def test_where_the_whole_weights_have_no_room_layers_are_chosen_or_named() -> None:
+    chosen, said = in_5_gib({"gpus": 64})
+    assert chosen.fits
+    assert chosen.tried.config.cluster is not None
+    assert chosen.tried.config.cluster.generate == "layers"
+    assert "`cluster.generate=layers`: without it" in said
+    chosen, said = in_5_gib({"gpus": 64, "generate": "whole"})
+    assert not chosen.fits
+    assert "cluster.generate=layers" in said
+    chosen, _ = in_5_gib({"gpus": 64}, layers=4)
+    assert chosen.tried.config.cluster is not None
+    assert chosen.tried.config.cluster.generate is None  # which is whole
+
+
+def test_ranks_beside_that_only_generate_have_the_cache() -> None:
+    both, apart = foretold({"gpus": 8}), foretold({"gpus": 8, "rollout_gpus": 4})
+    generate = apart.phases["generate"]
+    assert "kv_cache" in both.phases["generate"].device
+    assert "kv_cache" not in generate.device
+    assert generate.device["gathered"] == 2 * SENT < both.phases["generate"].device["gathered"]
+    assert generate.device["weights"] == both.phases["generate"].device["weights"]
+    assert apart.generation.beside > 2 * DENSE.parameters
+    assert apart.generation.at_once == 2 * both.generation.at_once  # half as many ranks generate
+    assert generate.waited > 0
+    assert foretold({"gpus": 1, "rollout_gpus": 1}).phases["train"].device == foretold(None).phases["train"].device
+    _, said = in_5_gib({"gpus": 64, "rollout_gpus": 8}, layers=4)
+    assert "a rank beside that only generates takes" in said
 
 
 # What users write

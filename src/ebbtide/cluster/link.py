@@ -17,10 +17,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
 
 from ebbtide.memory.shards import local
+from ebbtide.planner.ranks import SENT
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Request, Sampling
 
-BUCKET = 256 << 20  # bytes: half a millisecond between GPUs of one machine, so that what each costs to start does not count
+BUCKET = SENT  # half a millisecond between GPUs of one machine, so that what each costs to start does not count
 TICK = 0.005  # seconds between looks at what has come: signals are heard in between
 TOLD = 0.5  # seconds between words on how far a rank is
 FOREVER = timedelta(days=365)  # one side waits while the other works, however long; a rank that ends, ends the wait

@@ -14,6 +14,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer.place", "optimizer.cpu_fraction"),
     "away": ("memory.preset", "memory.away"),
     "activations": ("memory.activations",),
+    "gathering": ("cluster.generate",),
     "micro-batch": ("train.microbatch_tokens",),
     "head": ("train.head_chunk_tokens",),
 }
@@ -22,14 +23,20 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 def keys_by_hand(config: Config) -> list[str]:
     """What a plan would decide and is set."""
-    given = {f"{name}.{key}" for name in ("optimizer", "memory", "train") for key in getattr(config, name).model_fields_set}
+    sections = {name: getattr(config, name) for name in ("optimizer", "memory", "train", "cluster")}
+    given = {f"{name}.{key}" for name, section in sections.items() if section is not None for key in section.model_fields_set}
     return [key for keys in GROUPS.values() for key in keys if key in given]
 
 
+def groups_of(config: Config) -> tuple[str, ...]:
+    """The groups that there is something to decide of."""
+    return tuple(group for group in GROUPS if group != "gathering" or config.cluster is not None)
+
+
 def free_groups(config: Config) -> tuple[str, ...]:
-    """The groups of which nothing is set by hand."""
+    """Of those, the ones of which nothing is set by hand."""
     by_hand = set(keys_by_hand(config))
-    return tuple(group for group, keys in GROUPS.items() if not by_hand & set(keys))
+    return tuple(group for group in groups_of(config) if not by_hand & set(GROUPS[group]))
 
 
 def as_before(config: Config, then: Mapping[str, Any]) -> Config:
@@ -37,7 +44,7 @@ def as_before(config: Config, then: Mapping[str, Any]) -> Config:
     if config.memory.plan != "auto":
         return config
     keys = [key for group in free_groups(config) for key in GROUPS[group]]
-    chosen = {key: then[section][name] for key in keys for section, name in [key.split(".")] if name in then.get(section, {})}
+    chosen = {key: then[section][name] for key in keys for section, name in [key.split(".")] if name in (then.get(section) or {})}
     return with_changes(config, chosen)
 
 
@@ -47,8 +54,8 @@ def checked(changes: Change) -> Change:
     for dotted, value in changes.items():
         section, key = dotted.split(".")
         field = Config.model_fields[section].annotation
-        inner = field.model_fields[key].annotation if field is not None else None
-        found[dotted] = inner.model_validate(value) if isinstance(value, dict) and inner is not None else value
+        inner = field.model_fields[key].annotation if isinstance(value, dict) and field is not None else None
+        found[dotted] = inner.model_validate(value) if inner is not None else value
     return found
 
 

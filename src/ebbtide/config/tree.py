@@ -639,7 +639,7 @@ class Cluster(Section):
     """Copies of the weights: each is shared out among `data / replicate` ranks. More than 1 spares traffic between nodes, and costs memory."""
 
     generate: Gathering | None = None
-    """How each rank gathers the weights to generate and to evaluate: `whole`, once for the phase, where there is room for all of them; or `layers`, each layer anew in every pass, just before it computes: in the room of three layers, without CUDA graphs, and slower the slower the link between ranks. `null` is `whole`."""
+    """How each rank gathers the weights to generate and to evaluate: `whole`, once for the phase, where there is room for all of them; or `layers`, each layer anew in every pass, just before it computes: in the room of three layers, without CUDA graphs, and slower the slower the link between ranks. `null` is `whole`, unless a plan finds no room for it (`memory.plan`)."""
 
     rollout_gpus: Natural = 0
     """Ranks beside those of `gpus`, `data` and `tensor` that only generate, each with the whole model: weights are sent to them when they have changed, and those that train have no second set of them and no cache. 0 is none: those that train generate as well. `torchrun` starts them all."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ebbtide.config.decided import GROUPS, Change, checked, free_groups, keys_by_hand, with_changes
+from ebbtide.config.decided import GROUPS, Change, checked, free_groups, groups_of, keys_by_hand, with_changes
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOST_SHARE
@@ -93,14 +93,14 @@ class Chooser:
             quickest = min(one.prediction.seconds for one in fitting)
             best = min((one for one in fitting if one.prediction.seconds <= (1 + SAME) * quickest), key=lambda one: one.changed)
             return Chosen(best, reasons=self._reasons(config, best))
-        everything = tried if len(free) == len(GROUPS) else list(self._tried(config, tuple(GROUPS)))
+        everything = tried if free == groups_of(config) else list(self._tried(config, groups_of(config)))
         nearest = self._nearest(everything)
         least = None if nearest is not None else self._least(everything)
         return Chosen(as_it_is, lacks, (), nearest, least, keys_by_hand(config))
 
     def nearest(self, config: Config) -> Tried | None:
         """What fits with the fewest changes, of anything; of those, the fastest."""
-        return self._nearest(self._tried(config, tuple(GROUPS)))
+        return self._nearest(self._tried(config, groups_of(config)))
 
     def _nearest(self, tried: Iterable[Tried]) -> Tried | None:
         fitting = (one for one in tried if one.changes and self.lacks(one) is None)
@@ -174,6 +174,9 @@ class Chooser:
         if group == "away":
             beside = dict.fromkeys(("generate", "score", "logprob", "evaluate"), STATE)
             return [{}, {"memory.preset": "keep", "memory.away": beside}, {"memory.preset": "lean", "memory.away": {}}]
+        if group == "gathering":
+            gathers = config.gathering(self._predictor.sharing.held) == "whole"
+            return [{}, {"cluster.generate": "layers"}] if gathers else [{}]
         if group == "activations":
             return [{}, *({"memory.activations": one} for one in self._policies(config))]
         if group == "micro-batch":
@@ -231,7 +234,7 @@ def settings(before: Config, after: Config) -> list[str]:
     lines: list[str] = []
     for dotted in (key for keys in GROUPS.values() for key in keys):
         section, key = dotted.split(".")
-        lines += _differences(dotted, getattr(getattr(before, section), key), getattr(getattr(after, section), key))
+        lines += _differences(dotted, *(getattr(getattr(one, section), key, None) for one in (before, after)))
     return lines
 
 

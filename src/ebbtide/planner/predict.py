@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ebbtide.config.tree import Config, Rehearsal, Vllm
 from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
 from ebbtide.optim.sizes import grad_bytes, ring_bytes, state_bytes
 from ebbtide.planner.machine import GIB, Machine
-from ebbtide.planner.ranks import Gathers, Sharing, Talk
+from ebbtide.planner.ranks import SENT, Gathers, Sharing, Talk
 from ebbtide.planner.saved import CARRIED, Choice, chosen, held, whole_block
 from ebbtide.planner.seconds import Speed
 from ebbtide.planner.shape import Shape
@@ -76,6 +76,8 @@ class Generation:
     rows: float
     """That decode at once on average: few are at their longest at the same time."""
     least_peak: float
+    beside: int = 0
+    """Bytes of a rank that only generates, where there are such."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,10 @@ class Predictor:
         else:
             self._train(config, work, choice, phases["train"])
             phases["step"].device["workspace"] = ring_bytes(config.optimizer, self._held, self.each)
-        generation = self._generate(config, self.sharing.generated(work), phases["generate"], budget)
+        generation = self._generate(config, work, phases["generate"], budget)
         if config.evaluate is not None:
             tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
-            self._generate(config, self.sharing.generated(tests), phases["evaluate"], budget)
+            self._generate(config, tests, phases["evaluate"], budget)
         else:
             del phases["evaluate"]
         if config.checkpoint is None:
@@ -314,9 +316,28 @@ class Predictor:
             phase.device["gathered"] = root + inside
 
     def _generate(self, config: Config, work: Work, phase: Foretold, budget: int) -> Generation:
-        """Sets what the phase takes, and its seconds. `work` is this rank's."""
+        """Sets what the phase takes, and its seconds: on the ranks that train, or on those beside them that only generate."""
+        beside = config.cluster.rollout_gpus if config.cluster is not None else 0
+        if beside:
+            alone = Foretold({"weights": self.each * self.shape.parameters})
+            generation = self._sample(config, work.dealt(beside), alone, budget)
+            phase.device["gathered"] = 2 * SENT  # put together, and end to end
+            sent = self._sent()
+            phase.takes(1, Spent(alone.seconds + sent, 0.0, sent, sent))
+            return replace(generation, beside=alone.peak)
         if self._gathers is not None:
             phase.device["gathered"] = self._gathers.kept(config.gathering(self.sharing.held))
+        return self._sample(config, work.dealt(self.sharing.size), phase, budget)
+
+    def _sent(self) -> float:
+        """Seconds in which the weights are put together and go to ranks that only generate."""
+        links = self.machine.links
+        link = links.near if self.sharing.here == self.sharing.size else links.far
+        together = self._gathers.generate("whole", 0, 0.0, self.machine.rates).seconds if self._gathers is not None else 0.0
+        return together + self.each * self.shape.parameters / link
+
+    def _sample(self, config: Config, work: Work, phase: Foretold, budget: int) -> Generation:
+        """What one rank takes that generates; `work` is its own."""
         room, block, batch = room_of(self.shape), BLOCKS[self._kind], config.rollout.batch
         if config.rollout.engine == "paged":
             phase.device.pop("kv_cache", None)  # what was kept becomes a part of the cache that is made now

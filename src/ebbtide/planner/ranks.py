@@ -5,7 +5,7 @@ Counts of collectives are those of FSDP2 and of tensor parallelism as a run has 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from ebbtide.config.tree import Cluster, Gathering
 from ebbtide.errors import UserError
 from ebbtide.planner.machine import Links, Rates
 from ebbtide.planner.shape import Shape
-from ebbtide.planner.work import Work
 
 # Seconds that a collective of NCCL takes beside its bytes, by NCCL's own table (src/graph/tuning.cc: ring, Simple): once, and for each step to a rank by NVLink, by the bus, by the network.
 ONCE, NVLINK, BUS, NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
 # Operations of the host for each tensor that is gathered whole, and more for each rank: measured among 4, 8 and 64 ranks that were not there (benchmarks/rank_memory.py).
 GATHER_OPS, GATHER_OPS_RANK = 32.0, 1.26
+SENT = 256 << 20  # bytes of weights that go at once to ranks that only generate
 REDUCED = 4  # bytes of a gradient while ranks add it up: in float32 (cluster/shard.py)
 JOINED, JOINED_BACK = 2, 5  # all-reduces of a block by tensor parallelism: after attention and MLP; for queries, keys, values, gate and up
 
@@ -48,10 +48,6 @@ class Sharing:
         """A rank has about one part in so many of the model."""
         return self.shards * self.tensor
 
-    def generated(self, work: Work) -> Work:
-        """What one rank generates: the most that any has."""
-        return work if self.size == 1 else replace(work, prompts=-(-work.prompts // self.size))
-
     def words(self) -> str:
         parts = f"each with one part in {self.held} of the model" if self.held > 1 else "each with the whole model"
         return f"{self.size} ranks, {parts}, {self.here} on a node: data {self.data}, tensor {self.tensor}, replicate {self.replicate}"
@@ -60,7 +56,7 @@ class Sharing:
 def sharing(cluster: Cluster | None, size: int | None, node: int) -> Sharing:
     """Of a `cluster` section: with `size` ranks, where they were started already, and at most `node` of them on a node."""
     cluster = cluster or Cluster(gpus=1)
-    size = size or cluster.ranks
+    size = size or cluster.ranks or (1 if cluster.rollout_gpus else None)
     if size is None:
         raise UserError("`cluster` does not say how many ranks there are: set `cluster.gpus`")
     if size == 1:

@@ -79,6 +79,8 @@ def words(chosen: Chosen, asked: Config, machine: Machine) -> list[str]:
         said.append(
             f"the cache has {generation.blocks:,} blocks of {generation.block} tokens{'' if generation.roomy else ', fewer than would be of use'}: {generation.at_once} sequences decode at once"
         )
+    if generation.beside:
+        said.append(f"a rank beside that only generates takes {generation.beside / GIB:.3g} GiB")
     said += _of_ranks(prediction, machine)
     if machine.timed:
         said.append(f"rates: {machine.source}")
@@ -131,16 +133,7 @@ def misfit(chosen: Chosen, asked: Config, machine: Machine) -> str:
         at = f", at {chosen.nearest.prediction.seconds:.1f} s a step" if machine.timed else ""
         return f"{why}{alone}. The nearest that fits: {' '.join(settings(asked, chosen.nearest.config))}{at}"
     least = f". No plan does with less than {chosen.least:.3g} GiB" if chosen.least is not None else ", whatever the plan"
-    return f"{why}{least}{_by_layer(chosen, asked)}"
-
-
-def _by_layer(chosen: Chosen, asked: Config) -> str:
-    """What no plan decides, and would help where generation is what does not fit."""
-    prediction = chosen.tried.prediction
-    generates = chosen.lacks == "cache" or (chosen.lacks == "device" and prediction.tightest in ("generate", "evaluate"))
-    if not generates or asked.gathering(prediction.sharing.held) != "whole":
-        return ""
-    return ". `cluster.generate=layers` gathers less of the weights at once to generate with, and is slower"
+    return f"{why}{least}"
 
 
 def _here(prediction: Prediction) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.config.tree import Config
 
@@ -51,6 +51,10 @@ class Work:
     @property
     def sequences(self) -> int:
         return self.prompts * self.samples
+
+    def dealt(self, ranks: int) -> Work:
+        """What the one of so many ranks has to generate that has most."""
+        return self if ranks == 1 else replace(self, prompts=-(-self.prompts // ranks))
 
     def packed(self, budget: int, minibatches: int = 1, ranks: int = 1) -> Packed:
         """Of the largest minibatch, what the one of so many ranks has that has most of it."""
