@@ -10,7 +10,7 @@ import torch
 
 from ebbtide.batch import Sample
 from ebbtide.cluster.world import World
-from ebbtide.config.tree import Config, Rehearsal
+from ebbtide.config.tree import Cluster, Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, free_host_bytes
 from ebbtide.memory.plan import PHASES, Phase, check_budget
@@ -95,6 +95,8 @@ def plan_run(
         shape = _shape(config)
     except UserError as error:
         return None, [f"no plan: {error}"]
+    if world.size > 1 and config.cluster is None:  # started by `torchrun`
+        config = config.model_copy(update={"cluster": Cluster()})
     machine, here = _agreed(_machine(device, world.here), world)
     check_budget(config.memory.budget_gib, machine.device_gib)
     shared = sharing(config.cluster, world.size, here)

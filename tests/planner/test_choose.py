@@ -90,6 +90,16 @@ def test_the_least_is_the_least() -> None:
     assert not chosen_for(0.98 * below.least).fits
 
 
+@pytest.mark.parametrize("host", [8.0, 16.0, 24.0])
+def test_the_least_counts_only_what_the_host_has_room_for(host: float) -> None:
+    """With the optimizer on the host it would be less."""
+    below = chosen_for(7, host=host)
+    assert not below.fits
+    assert below.least is not None
+    assert chosen_for(1.01 * below.least, host=host).fits
+    assert not chosen_for(0.98 * below.least, host=host).fits
+
+
 @pytest.mark.parametrize(
     ("by_hand", "kept"),
     [

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ebbtide.cli import app
-from ebbtide.config.tree import Cluster
+from ebbtide.config.decided import as_before, free_groups
+from ebbtide.config.tree import Cluster, Config
 from ebbtide.errors import UserError
 from ebbtide.planner.choose import Chooser, Chosen
 from ebbtide.planner.machine import GIB, KNOWN, links_for, machine_for
@@ -130,7 +131,7 @@ def test_layers_take_less_room_and_more_talk_than_whole_weights() -> None:
 
 
 def test_a_ring_takes_its_bytes_over_its_slowest_link() -> None:
-    gathers = Gathers(DENSE, DENSE, Sharing(64, here=8), replace(links_for("h200"), near=400e9, far=40e9), 2)
+    gathers = Gathers(DENSE, DENSE, Sharing(64, node=8), replace(links_for("h200"), near=400e9, far=40e9), 2)
     much = 1e12
     assert gathers._gather(Group(1, 1), much) == 0
     assert gathers._gather(Group(8, 8), much) == pytest.approx(7 / 8 * much / 400e9, rel=1e-3)
@@ -203,16 +204,32 @@ def test_where_the_whole_weights_have_no_room_layers_are_chosen_or_named() -> No
     assert chosen.tried.config.cluster.generate is None  # which is whole
 
 
+def test_what_ranks_gather_is_decided_anew_for_other_ranks() -> None:
+    chosen = in_5_gib({"gpus": 64})[0].tried.config
+    before = chosen.model_dump(mode="json")
+    for cluster in ({"gpus": 8}, {"gpus": 64, "rollout_gpus": 2}):
+        resumed = as_before(config_with(cluster=cluster), before)
+        assert resumed.cluster is not None
+        assert resumed.cluster.generate is None
+        assert resumed.train == chosen.train
+        Config.model_validate(resumed.model_dump(mode="json"))
+    assert free_groups(as_before(config_with(cluster={"gpus": 8}), before)) == ("gathering",)
+    assert not free_groups(as_before(config_with(cluster={"gpus": 64, "rollout_gpus": 2}), before))
+
+
 def test_ranks_beside_that_only_generate_have_the_cache() -> None:
     both, apart = foretold({"gpus": 8}), foretold({"gpus": 8, "rollout_gpus": 4})
     generate = apart.phases["generate"]
     assert "kv_cache" in both.phases["generate"].device
     assert "kv_cache" not in generate.device
-    assert generate.device["gathered"] == 2 * SENT < both.phases["generate"].device["gathered"]
+    assert generate.device["gathered"] == max(2 * SENT, 2 * DENSE.embedding) < both.phases["generate"].device["gathered"]
     assert generate.device["weights"] == both.phases["generate"].device["weights"]
     assert apart.generation.beside > 2 * DENSE.parameters
     assert apart.generation.at_once == 2 * both.generation.at_once  # half as many ranks generate
     assert generate.waited > 0
+    near, far = (foretold({"gpus": 4, "rollout_gpus": 4}, node=node).phases["generate"] for node in (8, 4))
+    assert far.waited > near.waited  # over the network
+    assert far.seconds - far.waited == pytest.approx(near.seconds - near.waited)
     assert foretold({"gpus": 1, "rollout_gpus": 1}).phases["train"].device == foretold(None).phases["train"].device
     _, said = in_5_gib({"gpus": 64, "rollout_gpus": 8}, layers=4)
     assert "a rank beside that only generates takes" in said

@@ -125,13 +125,16 @@ class Link:
                 last = time.monotonic()
                 known = [str(place) for place in range(self.generating) if self._store.check([str(place)])]
                 words = [self._store.get(place).split() for place in known]
-                progress(sum(int(done) for call, done, _ in words if int(call) == self._calls), of)
+                # Each in units of its own engine; all have about as much.
+                parts = [int(done) / int(most) for call, done, most in words if int(call) == self._calls]
+                progress(int(of * sum(parts) / self.generating), of)
 
         return look
 
     def _said(self, value: Any, source: int, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """What a rank says, on all of them."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        said = pickle.dumps(value) if self.rank == source else b"\0"
+        data = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         self._wait(self._talk.broadcast(size, source), meanwhile)
         if self.rank != source:

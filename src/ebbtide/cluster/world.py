@@ -93,6 +93,8 @@ class Ranks(World):
         self._place, self._twin = divmod(self.rank, cluster.tensor)
         # On the host and apart from the model's: figures and texts are small, and must not wait for what a GPU has queued.
         self._talk = dist.new_group(backend="gloo", timeout=timeout)
+        self._mine: list[bool] = []
+        """By trained parameter: whether this rank counts the norm of its part."""
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         super().__exit__(kind)
@@ -151,12 +153,15 @@ class Ranks(World):
         return said[0]
 
     def total(self, norms: Norms, weights: Sequence[nn.Parameter]) -> Norms:
-        squares, seen = torch.zeros(2, len(weights), dtype=torch.float64)
+        if self.size == 1:
+            return norms
+        self._mine = self._mine or [self._counts(weight) for weight in weights]
+        squares, seen = ([0.0] * len(weights) for _ in range(2))
         for number, norm in norms:
-            seen[number] = 1
-            if self._counts(weights[number]):
+            seen[number] = 1.0
+            if self._mine[number]:
                 squares[number] += norm * norm
-        dist.all_reduce(table := torch.stack([squares, seen]), group=self._talk)
+        dist.all_reduce(table := torch.tensor([squares, seen], dtype=torch.float64), group=self._talk)
         return [(number, math.sqrt(square)) for number, (square, some) in enumerate(table.T.tolist()) if some]
 
     def _counts(self, weight: Tensor) -> bool:

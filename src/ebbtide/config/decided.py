@@ -30,7 +30,8 @@ def keys_by_hand(config: Config) -> list[str]:
 
 def groups_of(config: Config) -> tuple[str, ...]:
     """The groups that there is something to decide of."""
-    return tuple(group for group in GROUPS if group != "gathering" or config.cluster is not None)
+    gathers = config.cluster is not None and not config.cluster.rollout_gpus
+    return tuple(group for group in GROUPS if group != "gathering" or gathers)
 
 
 def free_groups(config: Config) -> tuple[str, ...]:
@@ -43,7 +44,8 @@ def as_before(config: Config, then: Mapping[str, Any]) -> Config:
     """For a run that goes on: what a plan had chosen for it stays, where nothing else is set by hand. `then`: the config that it ran with, as a tree."""
     if config.memory.plan != "auto":
         return config
-    keys = [key for group in free_groups(config) for key in GROUPS[group]]
+    # How weights are gathered goes by the number of ranks, which may be another now, and changes no bit.
+    keys = [key for group in free_groups(config) if group != "gathering" for key in GROUPS[group]]
     chosen = {key: then[section][name] for key in keys for section, name in [key.split(".")] if name in (then.get(section) or {})}
     return with_changes(config, chosen)
 

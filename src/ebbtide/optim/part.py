@@ -37,8 +37,9 @@ class Trained:
         """Elements on this rank; none is possible."""
         return self.region.size.numel()
 
-    @property
+    @cached_property
     def flat(self) -> Tensor:
+        """Of that part; training writes to it in place, for as long as the run lasts."""
         return local(self.weight).view(-1)
 
     @property

@@ -108,19 +108,22 @@ class Chooser:
 
     def lacks(self, tried: Tried) -> Lacks | None:
         prediction = tried.prediction
-        if prediction.peak > self.usable:
+        if max(prediction.peak, prediction.generation.beside) > self.usable:
             return "device"
         if prediction.blocks is not None and prediction.blocks < prediction.least_blocks:
             return "cache"
+        return self._host_lacks(tried)
+
+    def _host_lacks(self, tried: Tried) -> Lacks | None:
         limit = tried.config.memory.host_budget_gib
         pinned = HOST_SHARE * self._host if limit is None else min(limit * GIB, self._host)
-        if prediction.host > pinned:
+        if tried.prediction.host > pinned:
             return "host"
-        return "loading" if prediction.loading > self._host else None
+        return "loading" if tried.prediction.loading > self._host else None
 
     def _least(self, tried: Iterable[Tried]) -> float | None:
         """GiB of the smallest budget that any of them fits into: what it takes outside of generate, or in generate with a cache for one sample."""
-        needs = [one.prediction.least_peak for one in tried if self.lacks(one) not in ("host", "loading")]
+        needs = [one.prediction.least_peak for one in tried if self._host_lacks(one) is None]
         if not needs:
             return None
         filled = min(needs) / GIB
@@ -140,8 +143,8 @@ class Chooser:
         options: list[list[Change]] = [
             [checked(one) for one in self._options(config, group)] if group in free else [{}] for group in GROUPS
         ]
-        *ways, micro_batches, chunks = options
-        sizes = [{**micro_batch, **chunk} for micro_batch in micro_batches for chunk in chunks]
+        *ways, micro_batches, chunks = options  # in the order of GROUPS
+        sizes = [[{**micro_batch, **chunk} for chunk in chunks] for micro_batch in micro_batches]
         for some in product(*ways):
             changes: dict[str, Any] = {}
             for one in some:
@@ -151,14 +154,15 @@ class Chooser:
             except UserError:  # such as a row of `memory.away` that names what lives on the host
                 continue
 
-    def _sized(self, config: Config, changes: Change, sizes: Sequence[Change]) -> Iterator[Tried]:
-        """One way, with sizes that take less memory and more time one after the other: where the first fits the others are no better, and where the last does not, none does."""
-        yield (first := self._foretold(config, {**changes, **sizes[0]}))
-        if len(sizes) == 1 or self.lacks(first) is None:
-            return
-        yield (last := self._foretold(config, {**changes, **sizes[-1]}))
-        if self.lacks(last) is None:
-            yield from (self._foretold(config, {**changes, **size}) for size in sizes[1:-1])
+    def _sized(self, config: Config, changes: Change, sizes: Sequence[Sequence[Change]]) -> Iterator[Tried]:
+        """One way with every micro-batch, and of each with the largest chunk of the head that fits: a smaller one takes less memory and no less time."""
+        for chunks in sizes:
+            yield (largest := self._foretold(config, {**changes, **chunks[0]}))
+            if len(chunks) == 1 or self.lacks(largest) is None:
+                continue
+            yield (smallest := self._foretold(config, {**changes, **chunks[-1]}))
+            if self.lacks(smallest) is None:
+                yield from (self._foretold(config, {**changes, **chunk}) for chunk in chunks[1:-1])
 
     def _foretold(self, config: Config, changes: Change) -> Tried:
         changed = with_changes(config, changes)
@@ -214,13 +218,13 @@ class Chooser:
                 "loading": "",  # of which no change makes less
                 None: "it is faster with it",
             }[lacks]
-            found.append(Reason(settings(without.config, best.config), why, _cost(best.prediction, without.prediction, fits=lacks is None)))
+            found.append(Reason(settings(without.config, best.config), why, _cost(best.prediction, without.prediction)))
         return found
 
 
-def _cost(mine: Prediction, other: Prediction, *, fits: bool) -> float:
-    """Seconds of a step that one takes more than the other. Of one that does not fit, generation is left out: it would have next to no cache."""
-    compared = [phase for phase in CYCLE if fits or phase != "generate"]
+def _cost(mine: Prediction, other: Prediction) -> float:
+    """Seconds of a step that one takes more than the other. Where the other would generate with less cache than is of use, generation is left out: that is what was changed for."""
+    compared = [phase for phase in CYCLE if other.roomy or phase != "generate"]
     return sum(mine.phases[phase].seconds - other.phases[phase].seconds for phase in compared)
 
 

@@ -321,18 +321,19 @@ class Predictor:
         if beside:
             alone = Foretold({"weights": self.each * self.shape.parameters})
             generation = self._sample(config, work.dealt(beside), alone, budget)
-            phase.device["gathered"] = 2 * SENT  # put together, and end to end
-            sent = self._sent()
+            # Put together, and end to end; a larger tensor goes alone, as it is.
+            phase.device["gathered"] = max(2 * SENT, self.each * self.shape.largest)
+            sent = self._sent(beside)
             phase.takes(1, Spent(alone.seconds + sent, 0.0, sent, sent))
             return replace(generation, beside=alone.peak)
         if self._gathers is not None:
             phase.device["gathered"] = self._gathers.kept(config.gathering(self.sharing.held))
         return self._sample(config, work.dealt(self.sharing.size), phase, budget)
 
-    def _sent(self) -> float:
-        """Seconds in which the weights are put together and go to ranks that only generate."""
+    def _sent(self, beside: int) -> float:
+        """Seconds in which the weights are put together and go to so many ranks that only generate."""
         links = self.machine.links
-        link = links.near if self.sharing.here == self.sharing.size else links.far
+        link = links.near if self.sharing.size + beside <= self.sharing.node else links.far
         together = self._gathers.generate("whole", 0, 0.0, self.machine.rates).seconds if self._gathers is not None else 0.0
         return together + self.each * self.shape.parameters / link
 
@@ -367,7 +368,7 @@ class Predictor:
             phase.device["workspace"] = max(reading, decoding) + decoding
         way, talk = config.gathering(self.sharing.held), Talk(0.0, 0.0)
         seconds = self._whole_speed.generate(work, mean, captured=way != "layers")
-        if self._gathers is not None:
+        if self._gathers is not None and way is not None:
             talk = self._gathers.generate(way, work.sequences / mean * work.new + 1, seconds, self.machine.rates)
         phase.takes(1, Spent(seconds + talk.exposed, 0.0, talk.seconds, talk.exposed))
         return Generation(blocks, block, least, roomy, rows, mean, floor)

@@ -31,8 +31,13 @@ class Sharing:
     data: int = 1
     tensor: int = 1
     replicate: int = 1
-    here: int = 1
-    """Ranks of a node."""
+    node: int = 1
+    """GPUs of a node."""
+
+    @property
+    def here(self) -> int:
+        """Ranks of a node."""
+        return min(self.size, self.node)
 
     @property
     def size(self) -> int:
@@ -54,14 +59,14 @@ class Sharing:
 
 
 def sharing(cluster: Cluster | None, size: int | None, node: int) -> Sharing:
-    """Of a `cluster` section: with `size` ranks, where they were started already, and at most `node` of them on a node."""
+    """Of a `cluster` section: with `size` ranks, where they were started already, and so many GPUs on a node."""
     cluster = cluster or Cluster(gpus=1)
     size = size or cluster.ranks or (1 if cluster.rollout_gpus else None)
     if size is None:
         raise UserError("`cluster` does not say how many ranks there are: set `cluster.gpus`")
     if size == 1:
-        return Sharing()
-    return Sharing(size // cluster.tensor, cluster.tensor, cluster.replicate, min(size, node))
+        return Sharing(node=node)
+    return Sharing(size // cluster.tensor, cluster.tensor, cluster.replicate, node)
 
 
 class Talk(NamedTuple):

@@ -108,6 +108,11 @@ class Shape:
         return self.held()
 
     @cached_property
+    def largest(self) -> int:
+        """Parameters of the largest tensor."""
+        return max(self.embedding, *(rows * row for rows, row in self._of_a_block(sparse=self.experts > 0)))
+
+    @cached_property
     def tensors(self) -> int:
         """How many the parameters are."""
         return self.layers * len(self._of_a_block(sparse=self.experts > 0)) + (2 if self.tied else 3)

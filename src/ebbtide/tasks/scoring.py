@@ -58,13 +58,11 @@ def _work(pipe: Connection, config: TaskConfig, seed: int) -> None:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # a scorer's prints are not the run's output
     task = build_task(config, seed)
-    pipe.send("ready")
-    while True:
-        try:
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone, or wants no more
+        pipe.send("ready")
+        while True:
             problem, completion = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from the parent alone)
-        except EOFError:
-            return
-        pipe.send(score_one(task, problem, completion))
+            pipe.send(score_one(task, problem, completion))
 
 
 class _Worker:
