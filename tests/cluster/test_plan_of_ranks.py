@@ -46,7 +46,7 @@ def test_holdings_are_those_of_a_rank_to_the_byte_and_a_plan_that_moves_changes_
     for name in ways:
         written = json.loads((tmp_path / name / "plan.json").read_text())
         assert written["fits"]
-        assert written["ranks"] == {"data": 2, "tensor": 1, "replicate": 1, "here": 2}
+        assert written["ranks"] == {"data": 2, "tensor": 1, "replicate": 1, "node": 2}
         last = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
         for phase in ("generate", "logprob", "train", "step"):
             for holding in ("weights", "master", "moments", "reference", *(["grads"] if phase == "step" else [])):

@@ -250,7 +250,7 @@ def test_what_cannot_be_shared_out_says_so() -> None:
 def test_the_command_plans_for_ranks() -> None:
     command = ["plan", "quickstart", "--gpu", "h100", "cluster.gpus=16", "cluster.tensor=2"]
     found = json.loads(CliRunner().invoke(app, [*command, "--gpus-per-node", "4", "--json"]).stdout)
-    assert found["ranks"] == {"data": 8, "tensor": 2, "replicate": 1, "here": 4}
+    assert found["ranks"] == {"data": 8, "tensor": 2, "replicate": 1, "node": 4}
     assert found["machine"]["host_gib"] == 4 * 128
     train = found["phases"]["train"]
     assert 0 < train["seconds_talking_exposed"] <= train["seconds_talking"]
