@@ -29,8 +29,9 @@ from ebbtide.config import load
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.loop import train
+from ebbtide.planner.foretold import Prediction
 from ebbtide.planner.machine import GIB, Rates, keep_rates, this_machine
-from ebbtide.planner.predict import Prediction, Predictor
+from ebbtide.planner.predict import Predictor
 from ebbtide.planner.shape import find_shape
 from ebbtide.planner.work import most_work
 from ebbtide.report.report import Report

@@ -17,8 +17,9 @@ from ebbtide.config.decided import as_before, free_groups
 from ebbtide.config.tree import Cluster, Config
 from ebbtide.errors import UserError
 from ebbtide.planner.choose import Chooser, Chosen
+from ebbtide.planner.foretold import Prediction
 from ebbtide.planner.machine import GIB, KNOWN, links_for, machine_for
-from ebbtide.planner.predict import Prediction, Predictor
+from ebbtide.planner.predict import Predictor
 from ebbtide.planner.ranks import SENT, Gathers, Group, Sharing, sharing
 from ebbtide.planner.shape import Shape, find_shape
 from ebbtide.planner.show import misfit, words

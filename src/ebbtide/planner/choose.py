@@ -13,8 +13,9 @@ from ebbtide.config.decided import GROUPS, Change, checked, free_groups, groups_
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOST_SHARE
+from ebbtide.planner.foretold import CYCLE, Prediction
 from ebbtide.planner.machine import GIB
-from ebbtide.planner.predict import CYCLE, Prediction, Predictor
+from ebbtide.planner.predict import Predictor
 from ebbtide.planner.saved import local_names
 from ebbtide.planner.work import Work
 

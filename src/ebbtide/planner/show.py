@@ -10,8 +10,8 @@ from typing import Any
 from ebbtide.config.tree import Config
 from ebbtide.memory.plan import HOST_SHARE, Phase
 from ebbtide.planner.choose import Chosen, settings, usable
+from ebbtide.planner.foretold import CYCLE, Foretold, Prediction
 from ebbtide.planner.machine import GIB, Machine, Rates
-from ebbtide.planner.predict import CYCLE, Foretold, Prediction
 from ebbtide.planner.shape import Shape
 
 COLUMNS = ("weights", "reference", "master", "moments", "grads", "gathered", "kv_cache", "activations", "logits", "workspace")
