@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from ebbtide.cli import app
+from ebbtide.cluster.world import World
 from ebbtide.config import load
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
@@ -38,7 +39,7 @@ def ran(config: Config, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_without_a_budget_a_cpu_run_is_as_it_is_set(tiny) -> None:
-    assert plan_run(tiny(), CPU, None) == (None, [])
+    assert plan_run(tiny(), CPU, None, World()) == (None, [])
 
 
 def test_a_budget_below_the_least_is_refused_and_nothing_is_left(tiny, tmp_path) -> None:
@@ -75,7 +76,7 @@ def test_a_plan_that_moves_trains_to_the_same_bits(tiny, tmp_path) -> None:
     wider = {"checkpoint": None, "model.scratch.hidden": 256, "model.scratch.mlp": 512, "model.scratch.layers": 4}
     plain = ran(tiny(wider), tmp_path / "plain")
     config = tiny({**wider, "memory.budget_gib": 0.08})
-    plan, said = plan_run(config, CPU, None)
+    plan, said = plan_run(config, CPU, None, World())
     assert plan is not None
     assert any("memory.away" in line for line in said)
     moved = ran(config, tmp_path / "moved")
@@ -89,7 +90,7 @@ def test_a_family_that_no_plan_is_made_for_goes_without(tiny, monkeypatch) -> No
         raise UserError("of another family")
 
     monkeypatch.setattr("ebbtide.planning.from_config", unknown)
-    plan, said = plan_run(tiny({"memory.budget_gib": 1.0}), CPU, None)
+    plan, said = plan_run(tiny({"memory.budget_gib": 1.0}), CPU, None, World())
     assert plan is None
     assert said == ["no plan: of another family"]
 
@@ -136,7 +137,7 @@ def test_more_than_the_gpu_has_is_no_budget() -> None:
 
 
 def test_a_prediction_alone_refuses_nothing_that_is_set_by_hand(tiny) -> None:
-    plan, said = plan_run(tiny({"memory.plan": "manual", "memory.budget_gib": 1e-6}), CPU, None)
+    plan, said = plan_run(tiny({"memory.plan": "manual", "memory.budget_gib": 1e-6}), CPU, None, World())
     assert plan is not None
     assert "does not fit" in said[0]
     assert " s a step" not in said[0]  # nobody foretells a CPU's seconds

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ebbtide.batch import Sample
-from ebbtide.cluster.world import World
 from ebbtide.config.tree import Cluster, Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, free_host_bytes
@@ -22,6 +21,8 @@ from ebbtide.planner.shape import Shape, from_config, is_gguf
 from ebbtide.planner.show import as_json, compared, misfit, words
 from ebbtide.planner.work import Work, most_work
 from ebbtide.policy.model import model_config, pick_dtype
+
+T = TypeVar("T")
 
 NEARLY = 0.9  # of what was there when memory ran out: what a better plan should do with
 
@@ -83,11 +84,20 @@ class RunPlan:
         return ". ".join([*said, f"The nearest plan with less: {changes} ({nearest.prediction.peak / GIB:.3g} GiB)"])
 
 
-def plan_run(
-    config: Config, device: torch.device, rehearsal: Rehearsal | None, world: World | None = None
-) -> tuple[RunPlan | None, list[str]]:
+class World(Protocol):
+    """The ranks of a run, as its plan sees them."""
+
+    size: int
+    here: int
+    """On this machine."""
+
+    def gathered(self, mine: T) -> list[T]:
+        """What each rank has."""
+        ...
+
+
+def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None, world: World) -> tuple[RunPlan | None, list[str]]:
     """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for other families, GGUF files. All ranks make the same."""
-    world = world or World()
     on_cpu = device.type != "cuda"
     if on_cpu and config.memory.budget_gib is None:
         return None, []
