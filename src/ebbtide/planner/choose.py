@@ -161,9 +161,10 @@ class Chooser:
             yield (largest := self._foretold(config, {**changes, **chunks[0]}))
             if len(chunks) == 1 or self.lacks(largest) is None:
                 continue
-            yield (smallest := self._foretold(config, {**changes, **chunks[-1]}))
+            smallest = self._foretold(config, {**changes, **chunks[-1]})
             if self.lacks(smallest) is None:
                 yield from (self._foretold(config, {**changes, **chunk}) for chunk in chunks[1:-1])
+            yield smallest
 
     def _foretold(self, config: Config, changes: Change) -> Tried:
         changed = with_changes(config, changes)
