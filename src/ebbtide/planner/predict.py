@@ -217,7 +217,7 @@ class Predictor:
             alone = Foretold({"weights": self.each * self.shape.parameters})
             generation = self._sample(config, work.dealt(beside), alone, budget)
             # Put together, and end to end; a larger tensor goes alone, as it is.
-            phase.device["gathered"] = max(2 * SENT, self.each * self.shape.largest)
+            phase.device["gathered"] = max(2 * min(SENT, self.each * self.shape.parameters), self.each * self.shape.largest)
             sent = self._sent(beside)
             phase.takes(1, Spent(alone.seconds + sent, 0.0, sent, sent))
             return replace(generation, beside=alone.peak)
