@@ -124,16 +124,22 @@ def test_buckets_are_full_and_never_fuller() -> None:
     assert [[one.numel() for one in some] for some in buckets(weights, 24)] == [[3, 2], [4], [20], [1, 1], [1]]
 
 
-def stopped(rank, some):
+def stopped(rank, some, fifo):
     """A run that all ranks are told to stop after its first step; whether it said so."""
     from ebbtide.rank import run_rank
+    from ebbtide.report.report import Report
 
-    metrics = Path(some.run.folder) / "metrics.jsonl"
+    step = Report.step
+
+    def stepped(*args, **kwargs) -> None:
+        step(*args, **kwargs)
+        os.open(fifo, os.O_WRONLY)  # stays open: who comes later need not wait
 
     def stop() -> None:
-        while not (metrics.exists() and metrics.read_text()):
-            time.sleep(0.01)
+        os.open(fifo, os.O_RDONLY)  # waits for one that writes
         os.kill(os.getpid(), signal.SIGTERM)
+
+    Report.step = stepped
 
     next_port()
     threading.Thread(target=stop, daemon=True).start()
@@ -146,7 +152,8 @@ def stopped(rank, some):
 
 def test_a_run_that_is_stopped_is_saved_and_all_end(tmp_path) -> None:
     some = config(tmp_path / "run", {"gpus": 1, "rollout_gpus": 1}, {"train.steps": 100000, "checkpoint": {"every": None}})
-    assert together(2, stopped, some) == [True, False]
+    os.mkfifo(tmp_path / "fifo")
+    assert together(2, stopped, some, str(tmp_path / "fifo")) == [True, False]
     (saved,) = listed(tmp_path / "run" / "checkpoints")
     assert saved.step == (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
 

@@ -21,7 +21,6 @@ from ebbtide.planner.ranks import SENT
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Request, Sampling
 
-BUCKET = SENT  # half a millisecond between GPUs of one machine, so that what each costs to start does not count
 TICK = 0.005  # seconds between looks at what has come: signals are heard in between
 TOLD = 0.5  # seconds between words on how far a rank is
 FOREVER = timedelta(days=365)  # one side waits while the other works, however long; a rank that ends, ends the wait
@@ -82,7 +81,7 @@ class Link:
     # Weights
 
     @torch.no_grad()
-    def send(self, weights: Iterable[nn.Parameter], bucket: int = BUCKET) -> None:
+    def send(self, weights: Iterable[nn.Parameter], bucket: int = SENT) -> None:
         """Called by those that train: of each bucket they put the parts together, and the first rank sends it."""
         for some in buckets(weights, bucket):
             whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight.detach() for weight in some]
@@ -91,7 +90,7 @@ class Link:
                 self._weights.broadcast(flat, 0).wait()
 
     @torch.no_grad()
-    def receive(self, weights: Iterable[nn.Parameter], bucket: int = BUCKET) -> None:
+    def receive(self, weights: Iterable[nn.Parameter], bucket: int = SENT) -> None:
         """Called by those that generate: into these very tensors, which keep their addresses."""
         for some in buckets(weights, bucket):
             targets = [local(weight).view(-1) for weight in some]

@@ -63,8 +63,6 @@ class Generation:
     roomy: bool
     at_once: int
     """Sequences that decode at once, each as long as it may be."""
-    rows: float
-    """That decode at once on average: few are at their longest at the same time."""
     least_peak: float
     beside: int = 0
     """Bytes of a rank that only generates, where there are such."""

@@ -241,7 +241,8 @@ class Predictor:
         least = blocks_for(prompt, block) + blocks_for(work.most_new, block)
         each_block = block * room.bytes(self.each)
         blocks: int | None = None
-        roomy, floor, mean = True, 0.0, float(rows)
+        roomy, floor = True, 0.0
+        mean = float(rows)  # that decode at once on average: few are at their longest at the same time
         if config.rollout.engine == "paged":
             begun = work.prompts + config.rollout.ahead
             useful = useful_blocks([(prompt, work.samples)] * begun, work.most_new, batch, block)
@@ -266,7 +267,7 @@ class Predictor:
         if self._gathers is not None and way is not None:
             talk = self._gathers.generate(way, work.sequences / mean * work.new + 1, seconds, self.machine.rates)
         phase.takes(1, Spent(seconds + talk.exposed, 0.0, talk.seconds, talk.exposed))
-        return Generation(blocks, block, least, roomy, rows, mean, floor)
+        return Generation(blocks, block, least, roomy, rows, floor)
 
     # Seconds
 

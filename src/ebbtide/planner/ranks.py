@@ -17,9 +17,11 @@ from ebbtide.planner.shape import Shape
 
 # Seconds that a collective of NCCL takes beside its bytes, by NCCL's own table (src/graph/tuning.cc: ring, Simple): once, and for each step to a rank by NVLink, by the bus, by the network.
 ONCE, NVLINK, BUS, NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
-# Operations of the host for each tensor that is gathered whole, and more for each rank: measured among 4, 8 and 64 ranks that were not there (benchmarks/rank_memory.py).
+# Operations of the host for each tensor that is gathered whole, and more for each rank: seen among 4, 8 and 64 ranks that were not there; to be measured by benchmarks/rank_memory.py.
 GATHER_OPS, GATHER_OPS_RANK = 32.0, 1.26
-SENT = 256 << 20  # bytes of weights that go at once to ranks that only generate
+SENT = (
+    256 << 20
+)  # bytes of weights that go at once to ranks that only generate: half a millisecond within a node, so that what each costs to start does not count
 REDUCED = 4  # bytes of a gradient while ranks add it up: in float32 (cluster/shard.py)
 JOINED, JOINED_BACK = 2, 5  # all-reduces of a block by tensor parallelism: after attention and MLP; for queries, keys, values, gate and up
 
