@@ -60,6 +60,6 @@ class Rehearsing:
 
     def step(self, lr: float) -> dict[str, float]:
         for name in STATE:
-            if name in self._residency.holdings():
+            if self._residency.holds(name):
                 self._residency.need(name)
         return {"lr": lr, "updates_skipped": 0.0}

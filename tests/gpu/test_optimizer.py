@@ -9,7 +9,9 @@ from torch import nn
 from ebbtide.config.tree import Memory, Optimizer
 from ebbtide.memory.host import pci_address
 from ebbtide.optim import on_cpu, on_device, streamed
-from ebbtide.optim.part import update
+from ebbtide.optim import rule as plain
+from ebbtide.optim.layout import ALIGNMENT, Segment
+from ebbtide.optim.part import Stretch
 from ebbtide.optim.rule import Rule, State, join, noise
 from toy import MODES, error, in_double, same, trained
 
@@ -22,10 +24,17 @@ CUDA = torch.device("cuda", 0)
 def small_chunks(monkeypatch) -> None:
     for module in (on_device, streamed, on_cpu):
         monkeypatch.setattr(module, "CHUNK", 256)
-    monkeypatch.setattr(on_cpu, "BLOCK", 100)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def update_there(weight: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, start: int) -> None:
+    """The kernel on one stretch."""
+    from ebbtide.optim.kernels import chunk_steps
+
+    (step,) = chunk_steps([[Stretch(Segment(0, 0, len(weight)), weight, grad, start, rule)]])
+    step(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,13 +75,37 @@ def test_the_kernel_is_the_rule_in_plain_torch() -> None:
         first, second = torch.randn(5003, generator=generator).to(moments), torch.rand(5003, generator=generator).to(moments)
         here = [tensor.clone() for tensor in (weight, grad, low, first, second)]
         there = [tensor.cuda() for tensor in here]
-        for weight, grad, low, first, second in (here, there):
+        for update, (weight, grad, low, first, second) in ((plain.update, here), (update_there, there)):
             update(weight, grad, State(low, first, second), rule, 11)
         mine = join(*(there[place] for place in (0, 2, 4))).cpu()
         torch.testing.assert_close(mine, join(*(here[place] for place in (0, 2, 4))), rtol=2e-6, atol=1e-7)
         for place in (3, 4):
             differ = (here[place].float().abs() - there[place].float().cpu().abs()).abs() > 2e-6 * here[place].float().abs() + 1e-7
             assert differ.float().mean() <= 0.002
+
+
+def test_a_chunk_at_once_is_its_stretches_one_by_one() -> None:
+    """Of all sizes, at places of all kinds, each by its own rule; to the bit."""
+    from ebbtide.optim.kernels import chunk_steps
+
+    generator = torch.Generator().manual_seed(1)
+    for sizes, start in (((128, 4096, 16, 70_000, 1024), 32), ((1, 4096, 5003, 1025, 7), 3)):  # kernels read the first by vectors
+        ends = []
+        for together in (True, False):
+            generator.manual_seed(2)
+            chunk, offset = [], 0
+            for number, size in enumerate(sizes):
+                weight, grad = (torch.randn(size + start, generator=generator).bfloat16().cuda() for _ in range(2))
+                rule = Rule(Optimizer(state_dtype="bfloat16_stochastic"), 1e-2, 0.1 * number, 1 + number, 0.5, number)
+                chunk.append(Stretch(Segment(number, start, start + size, offset), weight, grad, 7, rule))
+                offset += -(-size // ALIGNMENT) * ALIGNMENT
+            moments = torch.zeros(2, offset, dtype=torch.bfloat16, device="cuda")
+            state = State(torch.zeros(offset, dtype=torch.int16, device="cuda"), *moments)
+            for step in chunk_steps([chunk] if together else [[stretch] for stretch in chunk]):
+                step(state)
+            ends.append([state.low, moments, *(stretch.weight for stretch in chunk)])
+        assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+        assert all(moment.count_nonzero() > 0.9 * sum(sizes) for moment in moments)
 
 
 def test_narrow_weights_are_wide_ones_rounded() -> None:
@@ -84,7 +117,7 @@ def test_narrow_weights_are_wide_ones_rounded() -> None:
         state = State(low, torch.zeros(1_000_003, device="cuda"), torch.zeros(1_000_003, device="cuda"))
         for step in range(1, 21):
             grad = torch.randn(1_000_003, generator=generator).bfloat16().to(dtype).cuda()
-            update(weight.detach(), grad, state, Rule(Optimizer(), 1e-3, 0.1, step, 1.0), 0)
+            update_there(weight.detach(), grad, state, Rule(Optimizer(), 1e-3, 0.1, step, 1.0), 0)
         ends.append((weight.detach(), state))
     (narrow, state), (wide, other) = ends
     assert torch.equal(join(narrow, state.low, state.second), wide)
@@ -101,7 +134,7 @@ def test_the_noise_is_the_same_on_both_devices() -> None:
     value = 1.0 + 2**-8  # half-way
     first, second = torch.zeros(4096, dtype=torch.bfloat16, device="cuda"), torch.zeros(4096, dtype=torch.bfloat16, device="cuda")
     weight, grad = torch.zeros(4096, device="cuda"), torch.full((4096,), 2 * value, device="cuda")
-    update(weight, grad, State(None, first, second), rule, 1000)
+    update_there(weight, grad, State(None, first, second), rule, 1000)
     up = (noise(4096, 1000, rule.key) & 0xFFFF) >= 0x8000
     assert torch.equal(first.cpu() > 1.0, up)
 

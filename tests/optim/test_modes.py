@@ -3,14 +3,18 @@
 import gc
 import math
 import weakref
+from collections import deque
+from concurrent.futures import Future
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ebbtide.config.tree import Memory, Optimizer
 from ebbtide.errors import UserError
-from ebbtide.memory.mover import Move
+from ebbtide.memory.mover import Mover
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim import native, on_cpu, on_device, sizes, streamed
@@ -25,7 +29,6 @@ def small_chunks(monkeypatch) -> None:
     """So that a toy's parameters lie in many chunks, and its matrices in several."""
     for module in (on_device, streamed, on_cpu):
         monkeypatch.setattr(module, "CHUNK", 256)
-    monkeypatch.setattr(on_cpu, "BLOCK", 100)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,6 +47,12 @@ def test_streamed_is_the_device_to_the_bit(dtype, state) -> None:
 def test_overlap_changes_no_bit(mode, grads, dtype) -> None:
     """Also: gradients that leave during the backward and add up on the host are those that add up on the device."""
     assert same(*(trained(dtype, overlap=overlap, grad_dtype=grads, **MODES[mode]) for overlap in (True, False)))
+
+
+def test_small_gradients_go_together_and_no_later_one_overtakes(monkeypatch) -> None:
+    """All of the toy's fit into one batch, which one micro-batch does not fill."""
+    monkeypatch.setattr(on_cpu, "CHUNK", 2**20)
+    assert same(*(trained(torch.bfloat16, place="cpu", overlap=overlap) for overlap in (True, False)))
 
 
 def test_gradients_of_the_cpu_part_do_not_stay_on_the_device() -> None:
@@ -194,7 +203,7 @@ def test_the_bytes_foretold_are_the_bytes_held(mode, dtype, state, monkeypatch) 
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "bfloat16_stochastic"])
 def test_without_a_compiler_it_works_as_well(mode, state, monkeypatch, truth) -> None:
     with_one = trained(state_dtype=state, **MODES[mode])
-    monkeypatch.setattr(on_cpu, "arithmetic", native.Torch)
+    monkeypatch.setattr(on_cpu, "arithmetic", lambda _: native.Torch())
     without = trained(state_dtype=state, **MODES[mode])
     if state == "float32":
         assert error(without[0], truth) < 2 * error(with_one[0], truth)
@@ -202,18 +211,27 @@ def test_without_a_compiler_it_works_as_well(mode, state, monkeypatch, truth) ->
         assert error(without[0], with_one[0].state_dict()) < 0.05
 
 
-def test_a_later_gradient_is_added_to_the_earlier_one_once_that_has_settled() -> None:
-    """On whatever threads they run: the earlier sum is there only when its task is done."""
-    _, _, optimizer, _ = trained(steps=0, place="cpu")
-    total, landed = torch.zeros(10), torch.full((10,), 2.0)
+@given(st.lists(st.integers(1, 8).map(lambda size: 128 * size), max_size=30))
+def test_landing_memory_is_not_handed_out_while_it_is_used(sizes) -> None:
+    pending: deque[tuple[int, int, Future[None]]] = deque()
+    landings = on_cpu._Landings(torch.zeros(1024, dtype=torch.uint8), Mover(CPU))
 
-    class Earlier:
-        def result(self) -> float:
-            total.fill_(1.0)
-            return 0.0
+    class Later(Future):
+        """Over when it is waited for, and not before all that are older."""
 
-    assert optimizer._parts[0]._settle(Move(None), total, landed, Earlier()) == 90.0
-    assert total.tolist() == [3.0] * 10
+        def result(self, timeout=None) -> None:
+            assert pending.popleft()[2] is self
+
+    for size in sizes:
+
+        def settle(data: torch.Tensor, size=size) -> Future[None]:
+            start, done = data.storage_offset(), Later()
+            assert len(data) == size
+            assert not any(start < stop and first < start + size for first, stop, _ in pending)
+            pending.append((start, start + size, done))
+            return done
+
+        landings.take(size, settle)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -278,7 +296,7 @@ def test_weights_that_cannot_be_trained_are_refused(weight) -> None:
 def test_the_cpu_part_uses_the_cores_there_are(monkeypatch) -> None:
     monkeypatch.setattr(on_cpu, "usable_cores", lambda: 7)
     _, _, optimizer, _ = trained(steps=1, place="cpu")
-    assert optimizer._parts[0].threads == 7
+    assert optimizer._parts[0]._math.threads == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -64,10 +64,15 @@ def tensors(size: int, state: torch.dtype, grads: torch.dtype):
     return random(torch.float32), random(grads), random(state), random(state).abs()
 
 
-compiled = native.arithmetic()
+compiled = native.arithmetic(2)
 
 
-@pytest.mark.skipif(not compiled.parallel, reason="no C compiler")
+def added(math, total, part=None, *, first=False) -> float:
+    (squares,) = math.add([native.Added(total, part, first)])()
+    return squares
+
+
+@pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "bfloat16_stochastic"])
 def test_compiled_and_torch_steps_agree(grads, state) -> None:
@@ -77,7 +82,7 @@ def test_compiled_and_torch_steps_agree(grads, state) -> None:
     for math in (compiled, native.Torch()):
         master, grad, first, second = tensors(1003, kind, grads)
         weight = torch.empty(1003, dtype=grads)
-        math.step(master, grad, first, second, weight, rule, 17)
+        math.step([native.Stepped(master, grad, first, second, weight, rule, 17)])()
         assert torch.equal(weight, master.to(grads))
         ends.append((master, first, second))
     for mine, theirs in zip(*ends, strict=True):
@@ -85,7 +90,7 @@ def test_compiled_and_torch_steps_agree(grads, state) -> None:
         assert ((mine.float() - theirs.float()).abs() > 2e-6 * theirs.float().abs() + 1e-7).float().mean() <= 0.002
 
 
-@pytest.mark.skipif(not compiled.parallel, reason="no C compiler")
+@pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
 @pytest.mark.parametrize(
     ("total", "part"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 )
@@ -96,29 +101,50 @@ def test_compiled_sums_are_torchs_to_the_bit(total, part) -> None:
             generator = torch.Generator().manual_seed(2)
             into, more = torch.randn(5001, generator=generator).to(total), torch.randn(5001, generator=generator).to(part)
             more[7], more[8] = torch.inf, torch.nan
-            math.add(into, more, first)
+            added(math, into, more, first=first)
             sums.append(into)
         assert torch.equal(*(one.nan_to_num(nan=-77.0) for one in sums))
-    clean = torch.randn(9001).to(part)
+    into, clean = torch.zeros(9001).to(total), torch.randn(9001).to(part)
+    for first in (True, False):
+        assert added(compiled, into, clean, first=first) == added(compiled, into)
+        assert added(native.Torch(), into, clean, first=first) == pytest.approx(into.double().square().sum().item(), rel=1e-6)
     wanted = clean.double().square().sum().item()
-    assert compiled.sum_of_squares(clean) == pytest.approx(wanted, rel=1e-6)
-    assert native.Torch().sum_of_squares(clean) == pytest.approx(wanted, rel=1e-6)
+    assert added(compiled, clean) == pytest.approx(wanted, rel=1e-6)
+    assert added(native.Torch(), clean) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
+def test_many_threads_give_the_bits_of_one() -> None:
+    rule = Rule(Optimizer(state_dtype="bfloat16_stochastic"), 1e-2, decay=0.1, step=3, scale=0.5, parameter=2)
+    ends = []
+    for threads in (1, 5):
+        math = native.arithmetic(threads)
+        found = []
+        for size in (0, 1, 65_536, 65_537, 300_001, 70_000, 1_000_003):
+            master, grad, first, second = tensors(size, torch.bfloat16, torch.bfloat16)
+            weight = torch.empty(size, dtype=torch.bfloat16)
+            found.append(torch.tensor([added(math, grad, first), added(math, grad)]))
+            math.step([native.Stepped(master, grad, first, second, weight, rule, 17)])()
+            found += [master, grad, first, second, weight]
+        ends.append(found)
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
 
 def test_no_compiler_is_no_error(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._compiled() is None
-    assert isinstance(native.arithmetic.__wrapped__(), native.Torch)
+    assert native._compiled.__wrapped__() is None
+    monkeypatch.setattr(native, "_compiled", native._compiled.__wrapped__)
+    assert isinstance(native.arithmetic(2), native.Torch)
 
 
-@pytest.mark.skipif(not compiled.parallel, reason="no C compiler")
+@pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
 def test_a_cache_folder_that_cannot_be_written_to_is_no_error(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     access = os.access
     monkeypatch.setattr(native.os, "access", lambda path, mode, **more: mode != os.W_OK and access(path, mode, **more))
-    library = native._compiled()
+    library = native._compiled.__wrapped__()
     assert library is not None
     assert tmp_path not in library.parents
 
@@ -129,7 +155,7 @@ def test_a_broken_compiler_is_no_error(monkeypatch, tmp_path) -> None:
     false.chmod(0o755)
     monkeypatch.setenv("CC", str(false))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._compiled() is None
+    assert native._compiled.__wrapped__() is None
 
 
 def test_an_update_in_stretches_is_the_update_of_the_whole() -> None:

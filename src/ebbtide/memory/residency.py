@@ -178,6 +178,9 @@ class Residency:
         for holding in staying:
             self._twin_blocks(holding)
 
+    def holds(self, name: Name) -> bool:
+        return name in self._holdings
+
     def holdings(self) -> dict[Name, Bytes]:
         """How much of each holding is where."""
         return {name: holding.bytes for name, holding in self._holdings.items()}

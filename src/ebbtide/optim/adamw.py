@@ -121,7 +121,7 @@ class AdamW:
 
     def _state_holdings(self) -> list[Name]:
         state: tuple[Name, ...] = ("weights", "master", "moments")
-        return [name for name in state if name in self._residency.holdings()]  # there is no master where all weights are fp32
+        return [name for name in state if self._residency.holds(name)]  # there is no master where all weights are fp32
 
     @property
     def steps(self) -> dict[str, int]:

@@ -1,9 +1,103 @@
-/* rule.py for one CPU core, in one pass over memory: torch's fused AdamW wants fp32 gradients and writes no 16-bit weights, and the passes
-   that then go before and after it cost a third of its speed. Compiled where it runs, by native.py; threads are the caller's. */
+/* rule.py for many CPU cores, in one pass over memory: torch's fused AdamW wants fp32 gradients and writes no 16-bit weights, and the passes
+   that then go before and after it cost a third of its speed. Compiled where it runs, by native.py. The threads are its own: a task of Python's for
+   every piece would contend for the interpreter's lock with the thread that feeds the device. */
 
 #include <math.h>
+#include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+
+/* A team of threads, and the one that calls it: they take the pieces of a job in turns until none is left. */
+
+#define PIECE 65536 /* elements */
+
+typedef void Work(const void *job, int64_t piece);
+
+typedef struct {
+    pthread_mutex_t turn, lock; /* turn: of those who call */
+    pthread_cond_t begin, over;
+    pthread_t *members;
+    int size, busy, leaving;
+    uint64_t round;
+    Work *work;
+    const void *job;
+    int64_t pieces, next;
+} Team;
+
+static void take_pieces(Team *team)
+{
+    int64_t piece;
+    while ((piece = __atomic_fetch_add(&team->next, 1, __ATOMIC_RELAXED)) < team->pieces) team->work(team->job, piece);
+}
+
+static void *member(void *argument)
+{
+    Team *team = argument;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&team->lock);
+    while (1) {
+        while (team->round == seen && !team->leaving) pthread_cond_wait(&team->begin, &team->lock);
+        if (team->leaving) break;
+        seen = team->round;
+        team->busy++;
+        pthread_mutex_unlock(&team->lock);
+        take_pieces(team);
+        pthread_mutex_lock(&team->lock);
+        if (--team->busy == 0) pthread_cond_signal(&team->over);
+    }
+    pthread_mutex_unlock(&team->lock);
+    return NULL;
+}
+
+/* So many threads beside the caller's; fewer where the system gives no more. */
+Team *team_new(int threads)
+{
+    Team *team = calloc(1, sizeof(Team));
+    pthread_mutex_init(&team->turn, NULL);
+    pthread_mutex_init(&team->lock, NULL);
+    pthread_cond_init(&team->begin, NULL);
+    pthread_cond_init(&team->over, NULL);
+    team->members = calloc(threads + 1, sizeof(pthread_t));
+    while (team->size < threads && pthread_create(&team->members[team->size], NULL, member, team) == 0) team->size++;
+    return team;
+}
+
+void team_end(Team *team)
+{
+    pthread_mutex_lock(&team->lock);
+    team->leaving = 1;
+    pthread_cond_broadcast(&team->begin);
+    pthread_mutex_unlock(&team->lock);
+    for (int i = 0; i < team->size; i++) pthread_join(team->members[i], NULL);
+    free(team->members);
+    free(team);
+}
+
+static int64_t pieces_of(int64_t n) { return (n + PIECE - 1) / PIECE; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void together(Team *team, int64_t pieces, Work *work, const void *job)
+{
+    if (pieces <= 1 || team->size == 0) {
+        for (int64_t piece = 0; piece < pieces; piece++) work(job, piece);
+        return;
+    }
+    pthread_mutex_lock(&team->turn);
+    pthread_mutex_lock(&team->lock);
+    while (team->busy) pthread_cond_wait(&team->over, &team->lock); /* one that woke late, and found nothing to do */
+    team->work = work, team->job = job, team->pieces = pieces, team->next = 0;
+    team->round++;
+    pthread_cond_broadcast(&team->begin);
+    pthread_mutex_unlock(&team->lock);
+    take_pieces(team);
+    pthread_mutex_lock(&team->lock);
+    while (team->busy) pthread_cond_wait(&team->over, &team->lock);
+    pthread_mutex_unlock(&team->lock);
+    pthread_mutex_unlock(&team->turn);
+}
+
+/* The arithmetic */
 
 enum { FLOAT32, BFLOAT16, BFLOAT16_STOCHASTIC };
 
@@ -57,16 +151,40 @@ INLINE void step(int64_t n, float *restrict master, const void *restrict grad, i
     }
 }
 
-void adamw(int64_t n, float *master, const void *grad, int grads, void *first, void *second, int state, void *weight, int weights, const Rule *r)
+static int64_t width(int kind) { return kind == FLOAT32 ? 4 : 2; }
+
+/* A job is an array of stretches, and ends with an empty one; `begin` is the first piece of each. */
+
+typedef struct {
+    int64_t begin, n;
+    float *master;
+    const char *grad;
+    char *first, *second, *weight;
+    int grads, state, weights;
+    Rule rule;
+} Stepped;
+
+static void step_piece(const void *job, int64_t piece)
 {
-#define STEP(G, S, W) if (grads == G && state == S && weights == W) step(n, master, grad, G, first, second, S, weight, W, *r)
+    const Stepped *j = job;
+    while (j[1].begin <= piece) j++;
+    int64_t at = (piece - j->begin) * PIECE, n = least(PIECE, j->n - at), state = at * width(j->state);
+    Rule rule = j->rule;
+    rule.start += at;
+#define STEP(G, S, W) if (j->grads == G && j->state == S && j->weights == W) \
+    step(n, j->master + at, j->grad + at * width(G), G, j->first + state, j->second + state, S, j->weight + at * width(W), W, rule)
 #define STEPS(G, W) STEP(G, FLOAT32, W); STEP(G, BFLOAT16, W); STEP(G, BFLOAT16_STOCHASTIC, W)
     STEPS(FLOAT32, FLOAT32);
     STEPS(FLOAT32, BFLOAT16);
     STEPS(BFLOAT16, BFLOAT16);
 }
 
-/* total = part, or total + part. */
+void adamw(Team *team, int64_t count, Stepped *job)
+{
+    for (int64_t i = 0; i < count; i++) job[i + 1].begin = job[i].begin + pieces_of(job[i].n);
+    together(team, job[count].begin, step_piece, job);
+}
+
 INLINE void gather(int64_t n, void *restrict total, int totals, const void *restrict part, int parts, int first)
 {
 #pragma omp simd
@@ -76,28 +194,60 @@ INLINE void gather(int64_t n, void *restrict total, int totals, const void *rest
     }
 }
 
-void add(int64_t n, void *total, int totals, const void *part, int parts, int first)
-{
-#define GATHER(T, P) if (totals == T && parts == P) { if (first) gather(n, total, T, part, P, 1); else gather(n, total, T, part, P, 0); }
-    GATHER(FLOAT32, FLOAT32)
-    GATHER(FLOAT32, BFLOAT16)
-    GATHER(BFLOAT16, BFLOAT16)
-}
+#define SHORT 4096 /* elements whose squares are added in fp32; the sums of those, in double */
 
-INLINE double squares(int64_t n, const void *x, int kind)
+static float short_sum(int64_t n, const void *x, int kind)
 {
-    double all = 0;
-    for (int64_t start = 0; start < n; start += 4096) { /* short sums in fp32, their sum in double */
-        int64_t stop = start + 4096 < n ? start + 4096 : n;
-        float sum = 0;
+    float sum = 0;
+    if (kind == FLOAT32) {
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = start; i < stop; i++) {
-            float value = load(x, i, kind);
-            sum += value * value;
-        }
-        all += sum;
+        for (int64_t i = 0; i < n; i++) sum += load(x, i, FLOAT32) * load(x, i, FLOAT32);
+    } else {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < n; i++) sum += load(x, i, BFLOAT16) * load(x, i, BFLOAT16);
     }
-    return all;
+    return sum;
 }
 
-double sum_of_squares(int64_t n, const void *x, int kind) { return kind == FLOAT32 ? squares(n, x, FLOAT32) : squares(n, x, BFLOAT16); }
+typedef struct {
+    int64_t begin, n;
+    char *total;
+    const char *part;
+    int totals, parts, first;
+    double *sums; /* of the squares of each piece */
+} Added;
+
+/* Adds a piece up where there is a part; then its squares, while it is near. */
+static void add_piece(const void *job, int64_t piece)
+{
+    const Added *j = job;
+    while (j[1].begin <= piece) j++;
+    piece -= j->begin;
+    int64_t end = least(j->n, (piece + 1) * PIECE);
+    double all = 0;
+    for (int64_t start = piece * PIECE; start < end; start += SHORT) {
+        int64_t size = least(SHORT, end - start);
+        char *to = j->total + start * width(j->totals);
+        const char *from = j->part ? j->part + start * width(j->parts) : NULL;
+#define GATHER(T, P) if (from && j->totals == T && j->parts == P) { if (j->first) gather(size, to, T, from, P, 1); else gather(size, to, T, from, P, 0); }
+        GATHER(FLOAT32, FLOAT32)
+        GATHER(FLOAT32, BFLOAT16)
+        GATHER(BFLOAT16, BFLOAT16)
+        all += short_sum(size, to, j->totals);
+    }
+    j->sums[piece] = all;
+}
+
+/* total = part, or total + part, or itself where there is no part; `squares` gets the sum of each one's squares then. */
+void add(Team *team, int64_t count, Added *job, double *squares)
+{
+    for (int64_t i = 0; i < count; i++) job[i + 1].begin = job[i].begin + pieces_of(job[i].n);
+    double *sums = calloc(job[count].begin + 1, sizeof(double));
+    for (int64_t i = 0; i < count; i++) job[i].sums = sums + job[i].begin;
+    together(team, job[count].begin, add_piece, job);
+    for (int64_t i = 0; i < count; i++) {
+        squares[i] = 0;
+        for (int64_t piece = 0; piece < pieces_of(job[i].n); piece++) squares[i] += job[i].sums[piece];
+    }
+    free(sums);
+}

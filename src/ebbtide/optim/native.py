@@ -1,6 +1,6 @@
 """The arithmetic of the CPU's share: native.c, compiled once and kept, or the same in torch where there is no C compiler.
 
-Each call works on the caller's thread alone, without Python's lock: many threads call it at once.
+Each call works on many threads, and without Python's lock.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,39 +27,77 @@ from ebbtide.optim.rule import Rule
 
 SOURCE = Path(__file__).with_name("native.c")
 # The products are not fused with the sums, so that every machine steps to the same bits. (Sums of squares are added up in the machine's own vectors.)
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-shared", "-fPIC")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fopenmp-simd",
+    "-pthread",
+    "-shared",
+    "-fPIC",
+)
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 STOCHASTIC = 2
 
 
+class Stepped(NamedTuple):
+    """A stretch of one parameter, all on the host: its master is rounded into `weight`."""
+
+    master: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+    weight: Tensor
+    rule: Rule
+    start: int
+    """Its first element's place in its parameter."""
+
+
+class Added(NamedTuple):
+    total: Tensor
+    part: Tensor | None
+    """What is added to it; where there is none, its squares are asked for alone."""
+    first: bool = False
+    """The total is the part then, whatever it was."""
+
+
 class Arithmetic(Protocol):
-    parallel: bool
-    """Many threads may call at once; otherwise each call uses torch's own threads."""
+    """Each gives a function, for any thread to call: all that takes Python's lock is done before."""
 
-    def step(self, master: Tensor, grad: Tensor, first: Tensor, second: Tensor, weight: Tensor, rule: Rule, start: int) -> None:
-        """AdamW on a master and its moments, and the master rounded into the weight."""
+    compiled: bool
+    threads: int
 
-    def add(self, total: Tensor, part: Tensor, first: bool) -> None:
-        """`total` = `part`, or the sum of both."""
+    def step(self, stretches: Sequence[Stepped]) -> Callable[[], None]:
+        """AdamW on masters and moments."""
 
-    def sum_of_squares(self, x: Tensor) -> float: ...
+    def add(self, sums: Sequence[Added]) -> Callable[[], list[float]]:
+        """Adds up; the function gives the sum of each total's squares then."""
 
 
 class Torch:
-    parallel = False
+    compiled = False
 
-    def step(self, master: Tensor, grad: Tensor, first: Tensor, second: Tensor, weight: Tensor, rule: Rule, start: int) -> None:
-        plain.adamw(master, grad, first, second, rule, start)
-        weight.copy_(master)
+    def __init__(self) -> None:
+        self.threads = torch.get_num_threads()
 
-    def add(self, total: Tensor, part: Tensor, first: bool) -> None:
-        if first:
-            total.copy_(part)
-        else:
-            total += part
+    def step(self, stretches: Sequence[Stepped]) -> Callable[[], None]:
+        def run() -> None:
+            for master, grad, first, second, weight, rule, start in stretches:
+                plain.adamw(master, grad, first, second, rule, start)
+                weight.copy_(master)
 
-    def sum_of_squares(self, x: Tensor) -> float:
-        return math.fsum(float(block.float().square().sum(dtype=torch.float64)) for block in x.split(2**20))
+        return run
+
+    def add(self, sums: Sequence[Added]) -> Callable[[], list[float]]:
+        def run() -> list[float]:
+            for total, part, first in sums:
+                if part is not None:
+                    total.copy_(part if first else total + part)
+            return [math.fsum(float(block.float().square().sum(dtype=torch.float64)) for block in total.split(2**20)) for total, *_ in sums]
+
+        return run
 
 
 class _Rule(ctypes.Structure):
@@ -68,48 +108,78 @@ class _Rule(ctypes.Structure):
     ]
 
 
+class _Stepped(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("begin", "n")),
+        *((name, ctypes.c_void_p) for name in ("master", "grad", "first", "second", "weight")),
+        *((name, ctypes.c_int) for name in ("grads", "state", "weights")),
+        ("rule", _Rule),
+    ]
+
+
+class _Added(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("begin", "n")),
+        *((name, ctypes.c_void_p) for name in ("total", "part")),
+        *((name, ctypes.c_int) for name in ("totals", "parts", "first")),
+        ("sums", ctypes.c_void_p),
+    ]
+
+
 class Native:
-    parallel = True
+    compiled = True
 
-    def __init__(self, library: Path) -> None:
-        pointer, number, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    def __init__(self, library: Path, threads: int) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
         loaded = ctypes.CDLL(str(library))
-        self._step, self._add, self._squares = loaded.adamw, loaded.add, loaded.sum_of_squares
-        self._step.argtypes = [number, pointer, pointer, kind, pointer, pointer, kind, pointer, kind, ctypes.POINTER(_Rule)]
-        self._add.argtypes = [number, pointer, kind, pointer, kind, kind]
-        self._squares.argtypes, self._squares.restype = [number, pointer, kind], ctypes.c_double
+        loaded.team_new.argtypes, loaded.team_new.restype, loaded.team_end.argtypes = [ctypes.c_int], pointer, [pointer]
+        self._step, self._add = loaded.adamw, loaded.add
+        self._step.argtypes = [pointer, number, pointer]
+        self._add.argtypes = [pointer, number, pointer, pointer]
+        self.threads = threads
+        self._team = loaded.team_new(threads - 1)  # the caller's is one of them
+        weakref.finalize(self, loaded.team_end, self._team)
 
-    def step(self, master: Tensor, grad: Tensor, first: Tensor, second: Tensor, weight: Tensor, rule: Rule, start: int) -> None:
-        beta1, beta2 = rule.config.betas
-        numbers = rule.scale, rule.shrink, 1 - beta1, beta2, 1 - beta2, rule.step_size, rule.root, rule.config.eps
-        self._step(
-            len(master),
-            master.data_ptr(),
-            *_where(grad),
-            first.data_ptr(),
-            second.data_ptr(),
-            STOCHASTIC if rule.stochastic else KINDS[first.dtype],
-            *_where(weight),
-            _Rule(*numbers, start & 0xFFFFFFFF, rule.key),
-        )
+    def step(self, stretches: Sequence[Stepped]) -> Callable[[], None]:
+        job = (_Stepped * (len(stretches) + 1))(*map(_stepped, stretches))
 
-    def add(self, total: Tensor, part: Tensor, first: bool) -> None:
-        self._add(len(total), *_where(total), *_where(part), first)
+        def run() -> None:
+            self._step(self._team, len(stretches), job)
 
-    def sum_of_squares(self, x: Tensor) -> float:
-        return float(self._squares(len(x), *_where(x)))
+        return run
+
+    def add(self, sums: Sequence[Added]) -> Callable[[], list[float]]:
+        job, squares = (_Added * (len(sums) + 1))(*map(_added, sums)), (ctypes.c_double * len(sums))()
+
+        def run() -> list[float]:
+            self._add(self._team, len(sums), job, squares)
+            return list(squares)
+
+        return run
 
 
-def _where(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), KINDS[tensor.dtype]
+def _stepped(stretch: Stepped) -> _Stepped:
+    master, grad, first, second, weight, rule, start = stretch
+    beta1, beta2 = rule.config.betas
+    numbers = rule.scale, rule.shrink, 1 - beta1, beta2, 1 - beta2, rule.step_size, rule.root, rule.config.eps
+    pointers = (tensor.data_ptr() for tensor in (master, grad, first, second, weight))
+    state = STOCHASTIC if rule.stochastic else KINDS[first.dtype]
+    return _Stepped(0, len(master), *pointers, KINDS[grad.dtype], state, KINDS[weight.dtype], _Rule(*numbers, start & 0xFFFFFFFF, rule.key))
+
+
+def _added(added: Added) -> _Added:
+    total, part, first = added
+    where, kind = (None, 0) if part is None else (part.data_ptr(), KINDS[part.dtype])
+    return _Added(0, len(total), total.data_ptr(), where, KINDS[total.dtype], kind, first, None)
+
+
+def arithmetic(threads: int) -> Arithmetic:
+    """On so many threads; torch has as many as it wants."""
+    library = _compiled()
+    return Native(library, threads) if library else Torch()
 
 
 @cache
-def arithmetic() -> Arithmetic:
-    library = _compiled()
-    return Native(library) if library else Torch()
-
-
 def _compiled() -> Path | None:
     """The library for this machine's processor, compiled if it is not there yet; None without a compiler that works."""
     cpu = hashlib.sha256(platform.machine().encode())

@@ -10,22 +10,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.host import usable_cores
-from ebbtide.memory.mover import Move
+from ebbtide.memory.mover import Move, Mover
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
-from ebbtide.optim.native import arithmetic
+from ebbtide.optim.native import Added, Stepped, arithmetic
 from ebbtide.optim.part import Exact, Trained, chunked, moment_type
 from ebbtide.optim.rule import Rule, State
 from ebbtide.optim.sizes import CPU_CHUNK as CHUNK
 from ebbtide.optim.sizes import CPU_SLOTS as SLOTS
 
-BLOCK = 2**20  # elements that one core steps at once: 4 ms
+ALIGNMENT = 128  # bytes: where a gradient lands
 
 
 @dataclass(frozen=True)
@@ -40,29 +42,63 @@ class _HostChunk:
 
 @dataclass
 class _Staging:
-    """Pinned bytes on the way between the device and the host, and what still uses them."""
+    """Pinned bytes on the way to the device."""
 
     data: Tensor
-    used_by: Future[float] | Move | None = None
+    used_by: Move | None = None
+
+
+class _Arrival(NamedTuple):
+    grad: Tensor
+    """On the device."""
+    total: Tensor
+    """On the host."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes where it lands."""
+        return -(-self.grad.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class _Landings:
+    """Pinned bytes in a ring, for gradients that come down beside the sums that they are to be added to."""
+
+    def __init__(self, data: Tensor, mover: Mover) -> None:
+        self._data, self._mover, self._next = data, mover, 0
+        self._used: deque[tuple[int, int, Future[None]]] = deque()  # start, stop, what is done with it; in the order of the ring
+
+    def take(self, size: int, begin: Callable[[Tensor], Future[None]]) -> Future[None]:
+        """Hands out `size` bytes, once nothing uses them any more, until what `begin` begins is over."""
+        start = self._next if self._next + size <= len(self._data) else 0
+        while any(first < start + size and start < stop for first, stop, _ in self._used):
+            self._mover.host_waits(self._used.popleft()[2])
+        done = begin(self._data[start : start + size])
+        self._used.append((start, start + size, done))
+        self._next = start + size
+        return done
 
 
 class OnCpu:
     def __init__(self, trained: Sequence[Trained], segments: Sequence[Segment], config: OptimizerConfig, residency: Residency) -> None:
         self._trained, self._residency, self._mover, self._overlap = trained, residency, residency.mover, config.overlap
-        self._math = arithmetic()
         # One core is for the thread that feeds the device.
-        self.threads = max(1, usable_cores() - (residency.device.type == "cuda")) if self._math.parallel else 1
-        self._pool = ThreadPoolExecutor(self.threads, "ebbtide-optimizer")
+        self._math = arithmetic(max(1, usable_cores() - (residency.device.type == "cuda")))
+        # The arithmetic has threads of its own beside these. Gradients add up in the order in which they come; of chunks, the next is ready when one is done.
+        self._adder, self._stepper = ThreadPoolExecutor(1, "ebbtide-gradients"), ThreadPoolExecutor(2, "ebbtide-optimizer")
         self._chunks = self._host_chunks(chunked(trained, segments, CHUNK), config)
         self._home: dict[int, list[tuple[_HostChunk, Segment]]] = {}
         for held in self._chunks:
             for segment in held.chunk.segments:
                 self._home.setdefault(segment.parameter, []).append((held, segment))
         widest = max(held.grads.nbytes for held in self._chunks)
-        residency.arena.reserve([widest] * 2 * SLOTS)
-        self._down, self._up = ([_Staging(residency.arena.take(widest).data) for _ in range(SLOTS)] for _ in range(2))
-        self._landings = 0
-        self._arrivals: dict[Segment, Future[float]] = {}  # -> the sum of its gradient's squares
+        residency.arena.reserve([SLOTS * widest, *[widest] * SLOTS])
+        self._landings = _Landings(residency.arena.take(SLOTS * widest).data, self._mover)
+        self._up = [_Staging(residency.arena.take(widest).data) for _ in range(SLOTS)]
+        self._batch_bytes = widest
+        self._waiting: dict[Segment, _Arrival] = {}  # until there are enough for a batch
+        self._arrived: set[Segment] = set()  # in this accumulation
+        self._adding: list[Future[None]] = []
+        self._squares: dict[Segment, float] = {}  # of the sums so far; the adder writes them
         self._read_weights()
         # A parameter that is cut has its gradient on the device until the step, for the other part's sake.
         whole = {segment.parameter for segment in segments if segment.size == trained[segment.parameter].count}
@@ -71,8 +107,8 @@ class OnCpu:
 
     def about(self) -> str:
         """In a phrase: who steps what."""
-        slow = "" if self._math.parallel else "; a C compiler (`cc`, or $CC) is missing or fails: torch's own kernels do it, slower"
-        return f"the CPU steps {sum(segment.size for held in self._chunks for segment in held.chunk.segments):,} parameters with {self.threads} threads{slow}"
+        slow = "" if self._math.compiled else "; a C compiler (`cc`, or $CC) is missing or fails: torch's own kernels do it, slower"
+        return f"the CPU steps {sum(segment.size for held in self._chunks for segment in held.chunk.segments):,} parameters with {self._math.threads} threads{slow}"
 
     def _host_chunks(self, chunks: Sequence[tuple[Chunk, torch.dtype]], config: OptimizerConfig) -> list[_HostChunk]:
         kind = moment_type(config)
@@ -93,7 +129,7 @@ class OnCpu:
             landed = held.grads.view(torch.uint8)[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
             pairs = [(self._weight(segment), _stretch(landed, segment)) for segment in held.chunk.segments]
             self._mover.host_waits(self._mover.move_out([(_bytes(weight), _bytes(host)) for weight, host in pairs], after=None))
-            self._math.add(held.master, landed, first=True)
+            self._math.add([Added(held.master, landed, first=True)])()
         self._mover.take()  # not a part of any phase
 
     def _weight(self, segment: Segment) -> Tensor:
@@ -102,90 +138,95 @@ class OnCpu:
     # Gradients come down
 
     def arrive(self, number: int) -> None:
-        """Takes a parameter's gradient off the device, and adds it to what came before it in this accumulation."""
-        self._send(number)
+        """Takes a parameter's gradient off the device, and adds it to what came before it in this accumulation. Small ones wait for others, to go together."""
+        self._take(number)
         self._trained[number].weight.grad = None
 
-    def _send(self, number: int) -> None:
-        grad = self._trained[number].flat_grad
-        assert grad is not None
+    def _take(self, number: int) -> None:
+        whole = self._trained[number].grad
+        assert whole is not None
+        grad = whole.view(-1)
         for held, segment in self._home[number]:
-            part, total = grad[segment.start : segment.stop], _stretch(held.grads, segment)
-            before = self._arrivals.get(segment)
-            staging = None if before is None else self._landing()
-            landed = total if staging is None else staging.data[: part.nbytes].view(part.dtype)
-            move = self._mover.move_out([(_bytes(part), _bytes(landed))], after=None)
-            self._arrivals[segment] = self._pool.submit(self._settle, move, total, landed, before)
-            if staging is not None:
-                staging.used_by = self._arrivals[segment]
-            if not self._overlap:
-                self._arrivals[segment].result()
+            arrival = _Arrival(grad[segment.start : segment.stop], _stretch(held.grads, segment))
+            if segment in self._waiting or sum(one.size for one in self._waiting.values()) + arrival.size > self._batch_bytes:
+                self._send()
+            self._waiting[segment] = arrival
 
-    def _landing(self) -> _Staging:
-        """Staging memory that nothing uses any more."""
-        staging = self._down[self._landings % SLOTS]
-        self._landings += 1
-        self._mover.host_waits(staging.used_by)
-        return staging
+    def _send(self) -> None:
+        """What waits comes down: into the sums where it is the first, and else beside them, to be added."""
+        batch, self._waiting = self._waiting, {}
+        later = sum(one.size for segment, one in batch.items() if segment in self._arrived)
+        begin = partial(self._begin, batch)
+        self._adding.append(self._landings.take(later, begin) if later else begin(None))
+        self._arrived.update(batch)
+        if not self._overlap:
+            self._adding[-1].result()
 
-    def _settle(self, move: Move, total: Tensor, landed: Tensor, before: Future[float] | None) -> float:
-        """On a core of the pool: once the copy is over, adds it up; gives the sum of squares so far."""
+    def _begin(self, batch: Mapping[Segment, _Arrival], landing: Tensor | None) -> Future[None]:
+        sums, pairs, start = [], [], 0
+        for segment, one in batch.items():
+            part = None
+            if landing is not None and segment in self._arrived:
+                part = landing[start : start + one.grad.nbytes].view(one.grad.dtype)
+                start += one.size
+            sums.append(Added(one.total, part))
+            pairs.append((_bytes(one.grad), _bytes(one.total if part is None else part)))
+        return self._adder.submit(self._settle, self._mover.move_out(pairs, after=None), list(batch), self._math.add(sums))
+
+    def _settle(self, move: Move, segments: Sequence[Segment], add: Callable[[], list[float]]) -> None:
+        """On the adder: once the copies are over."""
         if move.done is not None:
             move.done.synchronize()
-        if before is not None:
-            before.result()
-            self._math.add(total, landed, first=False)
-        return self._math.sum_of_squares(total)
+        self._squares.update(zip(segments, add(), strict=True))
+
+    def _settle_all(self) -> None:
+        for adding in self._adding:
+            adding.result()
+        self._adding.clear()
 
     def norms(self) -> list[tuple[int, float]]:
         for number in self._home:
             if self._trained[number].weight.grad is not None:
-                self._send(number)
+                self._take(number)
+        if self._waiting:
+            self._send()
+        self._settle_all()
         squares: dict[int, float] = {}
-        for segment, arrival in self._arrivals.items():
-            squares[segment.parameter] = squares.get(segment.parameter, 0.0) + arrival.result()
+        for segment, square in self._squares.items():
+            squares[segment.parameter] = squares.get(segment.parameter, 0.0) + square
         return [(number, math.sqrt(total)) for number, total in sorted(squares.items())]
 
     # Weights go up
 
     def step(self, rules: Mapping[int, Rule], since: Move) -> None:
-        stepped: deque[tuple[_HostChunk, _Staging, list[Future[None]]]] = deque()
+        stepped: deque[tuple[_HostChunk, _Staging, Future[None]]] = deque()
         work = [held for held in self._chunks if any(segment.parameter in rules for segment in held.chunk.segments)]
         for number, held in enumerate(work):
             staging = self._up[number % SLOTS]
             self._mover.host_waits(staging.used_by)
-            stepped.append((held, staging, self._step_chunk(held, staging, rules)))
+            stepped.append((held, staging, self._stepper.submit(self._math.step(self._stretches(held, staging, rules)))))
             if len(stepped) == SLOTS - 1 or not self._overlap:
                 self._send_up(*stepped.popleft(), rules, since)
         while stepped:
             self._send_up(*stepped.popleft(), rules, since)
         if work:
             last = self._up[(len(work) - 1) % SLOTS].used_by
-            assert isinstance(last, Move)
+            assert last is not None
             self._mover.compute_waits(last)
 
-    def _step_chunk(self, held: _HostChunk, staging: _Staging, rules: Mapping[int, Rule]) -> list[Future[None]]:
-        """Gives the pool the blocks of a chunk; the new weights come into the staging memory."""
-        weights = staging.data[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
-        tasks = []
+    def _stretches(self, held: _HostChunk, staging: _Staging, rules: Mapping[int, Rule]) -> list[Stepped]:
+        """Of a chunk; the new weights come into the staging memory."""
+        weights, found = _weights_in(staging, held), []
         for segment in held.chunk.segments:
-            rule = rules.get(segment.parameter)
-            if rule is None:
-                continue
-            first = self._trained[segment.parameter].region.first + segment.start
-            for start in range(0, segment.size, BLOCK):
-                stretch = slice(segment.offset + start, segment.offset + min(start + BLOCK, segment.size))
-                tasks.append(self._pool.submit(self._step_block, held, weights, stretch, rule, first + start))
-        return tasks
+            if (rule := rules.get(segment.parameter)) is not None:
+                s, first = slice(segment.offset, segment.offset + segment.size), self._trained[segment.parameter].first
+                flat = held.master[s], held.grads[s], held.first[s], held.second[s], weights[s]
+                found.append(Stepped(*flat, rule, first + segment.start))
+        return found
 
-    def _step_block(self, held: _HostChunk, weights: Tensor, s: slice, rule: Rule, start: int) -> None:
-        """On a core of the pool."""
-        self._math.step(held.master[s], held.grads[s], held.first[s], held.second[s], weights[s], rule, start)
-
-    def _send_up(self, held: _HostChunk, staging: _Staging, tasks: Sequence[Future[None]], rules: Mapping[int, Rule], since: Move) -> None:
-        for task in tasks:
-            task.result()
-        weights = staging.data[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
+    def _send_up(self, held: _HostChunk, staging: _Staging, task: Future[None], rules: Mapping[int, Rule], since: Move) -> None:
+        task.result()
+        weights = _weights_in(staging, held)
         pairs = [(self._weight(segment), _stretch(weights, segment)) for segment in held.chunk.segments if segment.parameter in rules]
         # Beside whatever the GPU steps and fetches meanwhile.
         staging.used_by = self._mover.move_in_aside([(_bytes(weight), _bytes(new)) for weight, new in pairs], since)
@@ -206,9 +247,10 @@ class OnCpu:
                 self._weight(segment).copy_(exact.master)
 
     def clear(self) -> None:
-        for arrival in self._arrivals.values():
-            arrival.result()  # nothing may land in the next step's sums
-        self._arrivals.clear()
+        self._waiting.clear()
+        self._settle_all()  # nothing may land in the next step's sums
+        self._arrived.clear()
+        self._squares.clear()
         for number in self._home:
             self._trained[number].weight.grad = None
 
@@ -232,6 +274,10 @@ def _halves(flat: Tensor) -> tuple[Tensor, Tensor]:
 def _stretch(flat: Tensor, segment: Segment) -> Tensor:
     """A segment's part of its chunk."""
     return flat[segment.offset : segment.offset + segment.size]
+
+
+def _weights_in(staging: _Staging, held: _HostChunk) -> Tensor:
+    return staging.data[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Segment
-from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, moment_type, put, step_chunk
+from ebbtide.optim.part import Exact, Trained, carve, chunk_steps, chunked, device_norms, moment_type, put
 from ebbtide.optim.rule import Rule, State
 
 CHUNK = 64 * 2**20  # elements: 128 MiB of low halves and 512 MiB of moments, long enough for a copy at link speed
@@ -38,8 +38,9 @@ class OnDevice:
         return device_norms(self._trained, self._segments)
 
     def step(self, rules: Mapping[int, Rule], since: Move) -> None:
-        for chunk, state in self._chunks:
-            step_chunk(self._trained, chunk, state, rules)
+        steps = chunk_steps(self._trained, [chunk for chunk, _ in self._chunks], rules)
+        for step, (_, state) in zip(steps, self._chunks, strict=True):
+            step(state)
 
     def stretches(self) -> Iterator[tuple[Segment, Tensor, State]]:
         for chunk, state in self._chunks:

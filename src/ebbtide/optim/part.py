@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
@@ -32,6 +33,11 @@ class Trained:
         """The part of it that is on this rank, and is stepped here."""
         return region(self.weight)
 
+    @cached_property
+    def first(self) -> int:
+        """The place of that part in the flattened whole."""
+        return self.region.first
+
     @property
     def count(self) -> int:
         """Elements on this rank; none is possible."""
@@ -43,8 +49,12 @@ class Trained:
         return local(self.weight).view(-1)
 
     @property
-    def flat_grad(self) -> Tensor | None:
-        return None if self.weight.grad is None else local(self.weight.grad).reshape(-1)
+    def grad(self) -> Tensor | None:
+        """Of that part, contiguous. A step asks for hundreds: this takes no view where it needs none."""
+        grad = self.weight.grad
+        if grad is None:
+            return None
+        return (local(grad) if isinstance(grad, DTensor) else grad).contiguous()
 
 
 class Part(Protocol):
@@ -123,28 +133,49 @@ def carve(low: Tensor | None, moments: Tensor, size: int, kind: torch.dtype) -> 
 
 def device_norms(trained: Sequence[Trained], segments: Sequence[Segment]) -> list[tuple[int, float]]:
     """Norms of gradients on the device, in fp32 whatever their type; one transfer for all of them."""
-    found = [(segment, grad) for segment in segments if (grad := trained[segment.parameter].flat_grad) is not None]
-    if not found:
-        return []
-    norms = torch._foreach_norm([grad[segment.start : segment.stop] for segment, grad in found], 2, torch.float32)
-    return list(zip([segment.parameter for segment, _ in found], torch.stack(norms).tolist(), strict=True))
+    numbers, grads = [], []
+    for segment in segments:
+        grad = trained[segment.parameter].grad
+        if grad is not None:
+            numbers.append(segment.parameter)
+            grads.append(grad if segment.size == grad.numel() else grad.view(-1)[segment.start : segment.stop])
+    return list(zip(numbers, torch.stack(torch._foreach_norm(grads, 2, torch.float32)).tolist(), strict=True)) if grads else []
 
 
-def update(weight: Tensor, grad: Tensor, state: State, rule: Rule, start: int) -> None:
-    """Steps a stretch in place, on the device that it is on. `start` is its first element's place in its parameter."""
-    if weight.is_cuda:
+class Stretch(NamedTuple):
+    """A segment that is to be stepped, with its parameter's weights and gradient where they are."""
+
+    segment: Segment
+    weight: Tensor
+    """Flat."""
+    grad: Tensor
+    """Contiguous."""
+    first: int
+    """Of the weights: their place in the whole parameter."""
+    rule: Rule
+
+
+def chunk_steps(trained: Sequence[Trained], chunks: Sequence[Chunk], rules: Mapping[int, Rule]) -> list[Callable[[State], None]]:
+    """What steps each chunk in place, once its state is on the weights' device.
+
+    Made for all of them before the first: on a GPU it takes a table there, which is not to wait behind chunks that move.
+    """
+    work = [list(_stretches(trained, chunk, rules)) for chunk in chunks]
+    if any(stretch.weight.is_cuda for stretches in work for stretch in stretches):
         from ebbtide.optim import kernels  # needs triton, which torch brings along on a GPU
 
-        kernels.update(weight, grad, state, rule, start)
-    else:
-        plain.update(weight, grad, state, rule, start)
+        return kernels.chunk_steps(work)
+    return [partial(_step, stretches) for stretches in work]
 
 
-def step_chunk(trained: Sequence[Trained], chunk: Chunk, state: State, rules: Mapping[int, Rule]) -> None:
-    """Steps a chunk whose state is on the weights' device."""
+def _stretches(trained: Sequence[Trained], chunk: Chunk, rules: Mapping[int, Rule]) -> Iterator[Stretch]:
     for segment in chunk.segments:
-        rule, grad = rules.get(segment.parameter), trained[segment.parameter].flat_grad
-        if rule is not None and grad is not None:
-            weight = trained[segment.parameter].flat[segment.start : segment.stop]
-            part = state.part(segment.offset, segment.offset + segment.size)
-            update(weight, grad[segment.start : segment.stop], part, rule, trained[segment.parameter].region.first + segment.start)
+        one, rule = trained[segment.parameter], rules.get(segment.parameter)
+        if rule is not None and (grad := one.grad) is not None:
+            yield Stretch(segment, one.flat, grad, one.first, rule)
+
+
+def _step(stretches: Sequence[Stretch], state: State) -> None:
+    for segment, weight, grad, first, rule in stretches:
+        part, place = state.part(segment.offset, segment.offset + segment.size), slice(segment.start, segment.stop)
+        plain.update(weight[place], grad.view(-1)[place], part, rule, first + segment.start)

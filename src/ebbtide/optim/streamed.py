@@ -12,7 +12,7 @@ from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
-from ebbtide.optim.part import Exact, Trained, carve, chunked, device_norms, moment_type, put, step_chunk
+from ebbtide.optim.part import Exact, Trained, carve, chunk_steps, chunked, device_norms, moment_type, put
 from ebbtide.optim.rule import Rule, State
 from ebbtide.optim.sizes import STREAMED_CHUNK as CHUNK
 from ebbtide.optim.sizes import STREAMED_SLOTS as SLOTS
@@ -54,6 +54,7 @@ class Streamed:
             found = [(moments[: held.moments.numel()], held.moments)]
             return found if held.low is None else [*found, (low[: held.low.numel()], held.low)]
 
+        steps = chunk_steps(self._trained, [held.chunk for held in work], rules)
         arriving: dict[int, Move] = {}
         returned: dict[int, Move | None] = {}
 
@@ -70,7 +71,7 @@ class Streamed:
             mover.compute_waits(arriving.pop(number))
             low, moments = ring[number % SLOTS]
             state = carve(None if held.low is None else low, moments, held.chunk.size, self._kind)
-            step_chunk(self._trained, held.chunk, state, rules)
+            steps[number](state)
             returned[number] = self._returned = mover.move_out(pairs(number), after=None)
             if self._overlap:
                 fetch(number + 2)
