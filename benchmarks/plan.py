@@ -38,7 +38,7 @@ from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 PLANNED = str(Path(__file__).parent / "configs" / "qwen3-1.7b-planned.yaml")  # sets nothing that a plan may choose
-STEPS = 2
+STEPS, BUDGET_STEPS = 2, 3
 BUDGETS = (120, 70, 60, 50, 40, 24, 16, 10, 8, 7, 6, 5.5)  # GiB
 PLAIN = ["rollout.prompts=16", "rollout.samples=8", "rollout.max_prompt_tokens=126", "rollout.max_new_tokens=256"]
 ALWAYS = [
@@ -95,8 +95,6 @@ FIT: list[Case] = [
     ("4B", "device, balanced", (8, 12, 126, 180), ["memory.activations.preset=balanced", "train.microbatch_tokens=8192"]),
     ("MoE", "device, keep", (10, 8, 94, 160), ["train.microbatch_tokens=10240"]),
     ("MoE", "streamed, offload", (12, 8, 62, 180), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
-]  # fmt: skip
-TEST: list[Case] = [
     ("0.6B", "device, keep", (20, 5, 110, 208), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
     ("0.6B", "streamed, balanced", (16, 10, 78, 272), ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
     ("0.6B", "cpu, offload, long", (4, 7, 94, 2000), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=22528"]),
@@ -112,6 +110,21 @@ TEST: list[Case] = [
     ("MoE", "device, recompute", (12, 6, 94, 190), ["memory.activations.preset=recompute", "train.minibatches=2"]),
     ("MoE", "streamed, keep", (8, 12, 78, 150), ["optimizer.place=streamed", "train.microbatch_tokens=12288"]),
 ]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, keep", (18, 6, 78, 232), ["train.microbatch_tokens=11264", "train.minibatches=2"]),
+    ("0.6B", "streamed, offload", (20, 8, 94, 216), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
+    ("0.6B", "cpu, balanced, long", (4, 6, 110, 1700), ["optimizer.place=cpu", "memory.activations.preset=balanced", "train.microbatch_tokens=14336"]),
+    ("0.6B", "device, balanced, KL", (22, 8, 126, 180), ["memory.activations.preset=balanced", "train.microbatch_tokens=18432", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, recompute, KL", (14, 8, 62, 260), ["memory.activations.preset=recompute", "loss.kl.coefficient=0.01", "train.microbatch_tokens=12288"]),
+    ("1.7B", "streamed, keep", (10, 10, 110, 200), ["optimizer.place=streamed", "train.microbatch_tokens=12288"]),
+    ("1.7B", "cpu, offload", (14, 8, 94, 220), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=10240"]),
+    ("1.7B", "half cpu, balanced", (12, 10, 78, 230), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced", "train.microbatch_tokens=14336", "train.minibatches=2"]),
+    ("1.7B", "device away in generate, keep, long", (4, 5, 126, 1500), ["memory.away.generate=[moments, master]", "train.microbatch_tokens=8192"]),
+    ("4B", "device, recompute", (10, 8, 110, 200), ["memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
+    ("4B", "streamed, offload", (8, 8, 78, 190), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=8192"]),
+    ("MoE", "device, keep", (14, 6, 78, 180), ["train.microbatch_tokens=11264"]),
+    ("MoE", "cpu, recompute", (10, 8, 110, 170), ["optimizer.place=cpu", "memory.activations.preset=recompute"]),
+]  # fmt: skip
 
 
 def settings(case: Case) -> list[str]:
@@ -126,12 +139,12 @@ def settings(case: Case) -> list[str]:
     ]
 
 
-def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, list[dict[str, float]]]:
+def measured(config_options: list[str], file: str = CONFIG, steps: int = STEPS) -> tuple[Config, list[dict[str, float]]]:
     """The config as it ran, and the lines of its steps after the first, which compiles and captures."""
     gc.collect()
     torch.cuda.empty_cache()  # of the run before: each is to be as if alone
     with tempfile.TemporaryDirectory() as folder:
-        config = load(file, [*config_options, f"train.steps={STEPS}", f"run.folder={folder}/run"])
+        config = load(file, [*config_options, f"train.steps={steps}", f"run.folder={folder}/run"])
         with Report(config, "benchmark") as report:
             train(config, report)
         config = load(f"{folder}/run/config.yaml")
@@ -212,7 +225,7 @@ def budgets() -> Iterator[list[Row]]:
         label = f"budget: {budget} GiB"
         options = [*ALWAYS, *PLAIN, "memory.plan=auto", f"memory.budget_gib={budget}"]
         try:
-            config, lines = measured(options, file=PLANNED)
+            config, lines = measured(options, PLANNED, BUDGET_STEPS)
         except UserError as error:
             refused = "does not fit" in str(error)
             rows.append(Row(label, "refused before it began" if refused else "failed", 1.0, "(1 = yes)"))

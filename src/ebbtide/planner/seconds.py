@@ -6,7 +6,7 @@ The constants are fitted to an H200 (benchmarks/plan.py, stage `fit`); other mac
 from __future__ import annotations
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
-from ebbtide.optim.sizes import low_bytes, moment_bytes
+from ebbtide.optim.sizes import grad_bytes, low_bytes, moment_bytes
 from ebbtide.planner.machine import Rates
 from ebbtide.planner.saved import Choice, held, whole_block
 from ebbtide.planner.shape import Shape
@@ -25,10 +25,10 @@ OPS = {
 # A decoding pass, in units of what each rate alone would give.
 DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 54e-6, 0.64, 0.95, 1.35
 DECODE_EXPERTS = 110e-6  # seconds more a block, for sorting tokens by expert and back
-DEVICE_ADAM = 22.0  # bytes a parameter, read and written
-DEVICE_TENSOR, CPU_TENSOR = 9.7, 19.0  # operations of the host that a step takes for each tensor, whatever its size
-GATHERED = 1.2  # times the rate of a short step: gradients of a later micro-batch that the CPU adds to those it has
-CPU_ADAM = 1.3  # times the rate of a short step
+# Operations of the host before an optimizer step on the device begins: always, and for each tensor.
+STEP_OPS, TENSOR_OPS = 550, 1.2
+GATHERED = 6.5  # times the rate of a short step: what compute waits for where gradients of a later micro-batch are added to those on the CPU
+CPU_ADAM = 1.1  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
 
@@ -89,16 +89,18 @@ class Speed:
 
     def step(self, config: OptimizerConfig) -> tuple[float, float]:
         """(seconds of an optimizer step, of which compute waits for the link)."""
-        rates, parameters, tensors = self._rates, self._stepped, self._shape.tensors
+        rates, parameters = self._rates, self._stepped
         on_cpu = config.on_cpu * parameters
         elsewhere = parameters - on_cpu
-        on_device, waits = elsewhere * DEVICE_ADAM / rates.copy + (1 - config.on_cpu) * tensors * DEVICE_TENSOR / rates.host_op, 0.0
+        state = low_bytes(self._each) + 2 * moment_bytes(config)
+        touched = 2 * (self._each + state + grad_bytes(config, self._each))  # read and written; of gradients, read for their norm and again
+        handed_over = STEP_OPS + (1 - config.on_cpu) * self._shape.tensors * TENSOR_OPS
+        on_device, waits = elsewhere * touched / rates.copy + handed_over / rates.host_op, 0.0
         if config.place == "streamed":
-            state = low_bytes(self._each) + 2 * moment_bytes(config)
             streamed = elsewhere * state / (STREAMED * min(rates.link_out, rates.link_in))
             waits = max(0.0, streamed - on_device)
             on_device += waits
-        with_cpu = self._here * on_cpu / (CPU_ADAM * rates.cpu_adam) + tensors * CPU_TENSOR / rates.host_op if on_cpu else 0.0
+        with_cpu = self._here * on_cpu / (CPU_ADAM * rates.cpu_adam)
         if config.place == "streamed" and on_cpu:  # both read and write the host's memory
             return BOTH * (on_device + with_cpu), BOTH * waits
         return max(on_device, with_cpu), waits
