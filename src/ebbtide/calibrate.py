@@ -71,7 +71,7 @@ def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def _cpu_step(device: torch.device) -> float:
-    """Of the optimizer on the CPU, on gradients that have arrived."""
+    """Of the optimizer on the CPU, on gradients that have left the device."""
     config = Optimizer(place="cpu")
     with Residency(build_plan(Memory(), config), device) as residency:
         weight = nn.Parameter(torch.zeros(STEPPED // 1024, 1024, device=device, dtype=torch.bfloat16))

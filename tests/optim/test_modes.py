@@ -55,6 +55,27 @@ def test_small_gradients_go_together_and_no_later_one_overtakes(monkeypatch) -> 
     assert same(*(trained(torch.bfloat16, place="cpu", overlap=overlap) for overlap in (True, False)))
 
 
+def test_a_parameter_without_a_gradient_in_some_micro_batches_and_gradients_that_are_let_go(monkeypatch) -> None:
+    """The sums are of what came, and of nothing that came before."""
+    monkeypatch.setattr(on_cpu, "CHUNK", 2**20)
+    ends = []
+    for overlap in (True, False):
+        model, _, optimizer, _ = trained(steps=0, place="cpu", overlap=overlap)
+        model(torch.arange(8)).square().mean().backward()
+        optimizer.discard()
+        for part in (model.last.weight, model.hidden.weight, model.last.weight):
+            (part.square().sum() * 0.1).backward()
+        figures = optimizer.step(1e-2)
+        ends.append((model, figures))
+    (mine, figures), (other, others) = ends
+    start = Toy(torch.float32)
+    assert figures == others
+    assert figures["grad_norm"] == pytest.approx(
+        math.hypot(0.4 * start.last.weight.norm().item(), 0.2 * start.hidden.weight.norm().item()), rel=1e-5
+    )
+    assert all(torch.equal(*pair) for pair in zip(mine.parameters(), other.parameters(), strict=True))
+
+
 def test_gradients_of_the_cpu_part_do_not_stay_on_the_device() -> None:
     config = Optimizer(place="cpu")
     residency = Residency(build_plan(Memory(), config), CPU)
@@ -63,6 +84,7 @@ def test_gradients_of_the_cpu_part_do_not_stay_on_the_device() -> None:
     for _ in range(2):
         model(torch.arange(8)).float().square().mean().backward()
         assert residency.holdings()["grads"].device == 0
+        assert not optimizer._parts[0]._waiting  # nor does one wait there for the next backward
     assert residency.holdings()["grads"].host > 0
     assert optimizer.step(1e-3)["grad_norm"] > 0
 

@@ -120,14 +120,27 @@ def test_many_threads_give_the_bits_of_one() -> None:
     for threads in (1, 5):
         math = native.arithmetic(threads)
         found = []
-        for size in (0, 1, 65_536, 65_537, 300_001, 70_000, 1_000_003):
+        stretches = []
+        for size in (0, 1, 65_536, 0, 65_537, 300_001, 70_000, 1_000_003):
             master, grad, first, second = tensors(size, torch.bfloat16, torch.bfloat16)
-            weight = torch.empty(size, dtype=torch.bfloat16)
             found.append(torch.tensor([added(math, grad, first), added(math, grad)]))
-            math.step([native.Stepped(master, grad, first, second, weight, rule, 17)])()
-            found += [master, grad, first, second, weight]
-        ends.append(found)
+            stretches.append(native.Stepped(master, grad, first, second, torch.empty(size, dtype=torch.bfloat16), rule, 17))
+            if threads == 1:
+                math.step(stretches[-1:])()
+        if threads > 1:
+            math.step(stretches)()
+        found.append(torch.tensor(math.add([native.Added(stretch.grad, None) for stretch in stretches])()))
+        ends.append(found + [tensor for stretch in stretches for tensor in stretch[:5]])
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+@pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
+def test_a_fork_without_the_threads_does_the_same() -> None:
+    grad = torch.ones(300_001)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if added(compiled, grad) == 300_001 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_no_compiler_is_no_error(monkeypatch, tmp_path) -> None:

@@ -14,6 +14,7 @@ from conftest import FAMILIES, TINY, family, merged
 from ebbtide.config import load
 from ebbtide.config.tree import Config, Model
 from ebbtide.errors import UserError
+from ebbtide.optim.layout import ALIGNMENT, shared_out
 from ebbtide.planner import shape as shapes
 from ebbtide.policy.model import model_config
 
@@ -65,6 +66,22 @@ def test_silent_files_mean_what_transformers_assumes(name: str) -> None:
 def test_counts_of_models_from_nothing(name: str) -> None:
     config = Config.model_validate(merged(TINY, family(name)))
     assert shapes.find_shape(config.model).parameters == built(model_config(config))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_part_with_whole_tensors_is_the_optimizers(name: str) -> None:
+    large = {"model.scratch": {"hidden": 256, "heads": 4, "kv_heads": 2, "mlp": 512, "layers": 3}}
+    config = Config.model_validate(merged(merged(TINY, large), family(name)))
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in AutoModelForCausalLM.from_config(model_config(config)).parameters()]
+    off = []
+    for share in range(1, 50):
+        gpu_part, cpu_part = shared_out(sizes, share / 50)
+        cut = {segment.parameter for segment in gpu_part} & {segment.parameter for segment in cpu_part}
+        on_gpu = sum(segment.size for segment in [*gpu_part, *(segment for segment in cpu_part if segment.parameter in cut)])
+        off.append(abs(shapes.find_shape(config.model).whole_to(sum(sizes) - round(share / 50 * sum(sizes))) - on_gpu))
+    # Where the optimizer rounds it may differ by a tensor; of biases the order is not known.
+    assert sum(one < 2 * ALIGNMENT for one in off) >= (30 if name == "qwen2" else 45)
 
 
 def test_an_alphabet_and_bytes_count_their_own_tokens() -> None:

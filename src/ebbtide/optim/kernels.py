@@ -132,6 +132,7 @@ def _step(stretches: Sequence[Stretch], places: Sequence[tuple[int, ...]], table
     if not stretches:
         return
     _, weight, grad, _, rule = stretches[0]
+    assert all(stretch.grad.dtype == grad.dtype for stretch in stretches)
     beta1, beta2 = rule.config.betas
     begin, size, *_ = places[-1]
     with torch.cuda.device(weight.device):

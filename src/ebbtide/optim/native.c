@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* A team of threads, and the one that calls it: they take the pieces of a job in turns until none is left. */
 
@@ -18,6 +19,7 @@ typedef struct {
     pthread_mutex_t turn, lock; /* turn: of those who call */
     pthread_cond_t begin, over;
     pthread_t *members;
+    pid_t process; /* whose threads they are: a fork has none of them */
     int size, busy, leaving;
     uint64_t round;
     Work *work;
@@ -58,6 +60,7 @@ Team *team_new(int threads)
     pthread_mutex_init(&team->lock, NULL);
     pthread_cond_init(&team->begin, NULL);
     pthread_cond_init(&team->over, NULL);
+    team->process = getpid();
     team->members = calloc(threads + 1, sizeof(pthread_t));
     while (team->size < threads && pthread_create(&team->members[team->size], NULL, member, team) == 0) team->size++;
     return team;
@@ -65,6 +68,7 @@ Team *team_new(int threads)
 
 void team_end(Team *team)
 {
+    if (getpid() != team->process) return;
     pthread_mutex_lock(&team->lock);
     team->leaving = 1;
     pthread_cond_broadcast(&team->begin);
@@ -79,7 +83,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void together(Team *team, int64_t pieces, Work *work, const void *job)
 {
-    if (pieces <= 1 || team->size == 0) {
+    if (pieces <= 1 || team->size == 0 || getpid() != team->process) {
         for (int64_t piece = 0; piece < pieces; piece++) work(job, piece);
         return;
     }

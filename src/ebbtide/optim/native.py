@@ -138,12 +138,12 @@ class Native:
         self._add.argtypes = [pointer, number, pointer, pointer]
         self.threads = threads
         self._team = loaded.team_new(threads - 1)  # the caller's is one of them
-        weakref.finalize(self, loaded.team_end, self._team)
+        weakref.finalize(self, loaded.team_end, self._team).atexit = False  # the system ends its threads with the process
 
     def step(self, stretches: Sequence[Stepped]) -> Callable[[], None]:
         job = (_Stepped * (len(stretches) + 1))(*map(_stepped, stretches))
 
-        def run() -> None:
+        def run() -> None:  # keeps the stretches, to whose memory the job points
             self._step(self._team, len(stretches), job)
 
         return run
@@ -151,7 +151,7 @@ class Native:
     def add(self, sums: Sequence[Added]) -> Callable[[], list[float]]:
         job, squares = (_Added * (len(sums) + 1))(*map(_added, sums)), (ctypes.c_double * len(sums))()
 
-        def run() -> list[float]:
+        def run() -> list[float]:  # keeps the tensors, to whose memory the job points
             self._add(self._team, len(sums), job, squares)
             return list(squares)
 

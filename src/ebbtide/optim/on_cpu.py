@@ -1,5 +1,5 @@
-"""State and arithmetic both on the host. Gradients leave the device as the backward makes them and add up here; each chunk's new weights go up while the next ones
-are stepped.
+"""State and arithmetic both on the host. Gradients leave the device while the backward makes them, a batch at a time, and add up here; each chunk's new weights go up
+while the next ones are stepped.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class OnCpu:
         self._landings = _Landings(residency.arena.take(SLOTS * widest).data, self._mover)
         self._up = [_Staging(residency.arena.take(widest).data) for _ in range(SLOTS)]
         self._batch_bytes = widest
-        self._waiting: dict[Segment, _Arrival] = {}  # until there are enough for a batch
+        self._waiting: dict[Segment, _Arrival] = {}  # until there are enough for a batch, or the backward ends
+        self._waiting_bytes = 0
         self._arrived: set[Segment] = set()  # in this accumulation
         self._adding: list[Future[None]] = []
         self._squares: dict[Segment, float] = {}  # of the sums so far; the adder writes them
@@ -138,7 +139,9 @@ class OnCpu:
     # Gradients come down
 
     def arrive(self, number: int) -> None:
-        """Takes a parameter's gradient off the device, and adds it to what came before it in this accumulation. Small ones wait for others, to go together."""
+        """In a backward: takes a parameter's gradient off the device, and adds it to what came before it in this accumulation. Small ones go together."""
+        if not self._waiting:  # none is to wait, and take room, until the next backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._send)
         self._take(number)
         self._trained[number].weight.grad = None
 
@@ -148,13 +151,16 @@ class OnCpu:
         grad = whole.view(-1)
         for held, segment in self._home[number]:
             arrival = _Arrival(grad[segment.start : segment.stop], _stretch(held.grads, segment))
-            if segment in self._waiting or sum(one.size for one in self._waiting.values()) + arrival.size > self._batch_bytes:
+            if segment in self._waiting or self._waiting_bytes + arrival.size > self._batch_bytes:
                 self._send()
             self._waiting[segment] = arrival
+            self._waiting_bytes += arrival.size
 
     def _send(self) -> None:
         """What waits comes down: into the sums where it is the first, and else beside them, to be added."""
-        batch, self._waiting = self._waiting, {}
+        if not self._waiting:
+            return
+        batch, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         later = sum(one.size for segment, one in batch.items() if segment in self._arrived)
         begin = partial(self._begin, batch)
         self._adding.append(self._landings.take(later, begin) if later else begin(None))
@@ -171,7 +177,8 @@ class OnCpu:
                 start += one.size
             sums.append(Added(one.total, part))
             pairs.append((_bytes(one.grad), _bytes(one.total if part is None else part)))
-        return self._adder.submit(self._settle, self._mover.move_out(pairs, after=None), list(batch), self._math.add(sums))
+        add = self._math.add(sums)
+        return self._adder.submit(self._settle, self._mover.move_out(pairs, after=None), list(batch), add)
 
     def _settle(self, move: Move, segments: Sequence[Segment], add: Callable[[], list[float]]) -> None:
         """On the adder: once the copies are over."""
@@ -180,16 +187,15 @@ class OnCpu:
         self._squares.update(zip(segments, add(), strict=True))
 
     def _settle_all(self) -> None:
-        for adding in self._adding:
-            adding.result()
-        self._adding.clear()
+        adding, self._adding = self._adding, []
+        for task in adding:
+            task.result()
 
     def norms(self) -> list[tuple[int, float]]:
         for number in self._home:
             if self._trained[number].weight.grad is not None:
                 self._take(number)
-        if self._waiting:
-            self._send()
+        self._send()
         self._settle_all()
         squares: dict[int, float] = {}
         for segment, square in self._squares.items():
@@ -247,12 +253,14 @@ class OnCpu:
                 self._weight(segment).copy_(exact.master)
 
     def clear(self) -> None:
-        self._waiting.clear()
-        self._settle_all()  # nothing may land in the next step's sums
-        self._arrived.clear()
-        self._squares.clear()
+        self._waiting, self._waiting_bytes = {}, 0
         for number in self._home:
             self._trained[number].weight.grad = None
+        try:
+            self._settle_all()  # nothing may land in the next step's sums
+        finally:
+            self._arrived.clear()
+            self._squares.clear()
 
 
 class _Leaves:

@@ -160,19 +160,20 @@ def chunk_steps(trained: Sequence[Trained], chunks: Sequence[Chunk], rules: Mapp
 
     Made for all of them before the first: on a GPU it takes a table there, which is not to wait behind chunks that move.
     """
-    work = [list(_stretches(trained, chunk, rules)) for chunk in chunks]
+    grads = {number: trained[number].grad for number in rules}  # each once: one that is not contiguous is a copy
+    work = [
+        [
+            Stretch(segment, trained[segment.parameter].flat, grad, trained[segment.parameter].first, rules[segment.parameter])
+            for segment in chunk.segments
+            if (grad := grads.get(segment.parameter)) is not None
+        ]
+        for chunk in chunks
+    ]
     if any(stretch.weight.is_cuda for stretches in work for stretch in stretches):
         from ebbtide.optim import kernels  # needs triton, which torch brings along on a GPU
 
         return kernels.chunk_steps(work)
     return [partial(_step, stretches) for stretches in work]
-
-
-def _stretches(trained: Sequence[Trained], chunk: Chunk, rules: Mapping[int, Rule]) -> Iterator[Stretch]:
-    for segment in chunk.segments:
-        one, rule = trained[segment.parameter], rules.get(segment.parameter)
-        if rule is not None and (grad := one.grad) is not None:
-            yield Stretch(segment, one.flat, grad, one.first, rule)
 
 
 def _step(stretches: Sequence[Stretch], state: State) -> None:

@@ -127,7 +127,10 @@ class Predictor:
         parameters = self._held
         moving, resident = state_bytes(config.optimizer, parameters, self.each) if optimizer else ({}, {})
         sizes: dict[Name, int] = {"weights": self.each * parameters, **moving}
-        on_device = parameters if not config.optimizer.overlap else parameters - round(config.optimizer.on_cpu * parameters)
+        on_device = parameters
+        if config.optimizer.overlap:  # without those that leave in the backward; but a tensor's stay together, and with ranks a block's
+            on_device -= round(config.optimizer.on_cpu * parameters)
+            on_device = self._part.whole_to(on_device, self.sharing.shards, grouped=self.sharing.size > 1)
         sizes["grads"] = grad_bytes(config.optimizer, self.each) * on_device
         if config.loss.kl is not None:
             sizes["reference"] = self.each * parameters
@@ -140,7 +143,7 @@ class Predictor:
     def _train(self, config: Config, work: Work, choice: Choice, phase: Foretold) -> None:
         """The largest of all moments of all micro-batches: the first has no gradients before it, and a last one may be smaller."""
         packed = work.packed(config.train.microbatch_tokens, config.train.minibatches, self.sharing.data)
-        # Gradients that leave as they are made are there for a moment only.
+        # Gradients that leave in the backward are there for a moment only.
         leaving = config.optimizer.overlap and config.optimizer.on_cpu == 1.0
         whole = 0 if leaving else phase.device["grads"]
         moments = self._moments(config, packed.full, choice, 0, whole, leaving)

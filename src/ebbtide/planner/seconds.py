@@ -27,7 +27,9 @@ DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 54e-6, 0.64, 0.95,
 DECODE_EXPERTS = 110e-6  # seconds more a block, for sorting tokens by expert and back
 # Operations of the host before an optimizer step on the device begins: always, and for each tensor.
 STEP_OPS, TENSOR_OPS = 550, 1.2
-GATHERED = 6.5  # times the rate of a short step: what compute waits for where gradients of a later micro-batch are added to those on the CPU
+GATHERED = (
+    6.5  # times the rate of a short step: what compute waits for where gradients of a later micro-batch are added to those on the CPU
+)
 CPU_ADAM = 1.1  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,17 @@ class Shape:
         return self.vocabulary * self.hidden
 
     def _of_a_block(self, *, sparse: bool) -> list[Tensor]:
+        """In the order in which the model has them, but for biases."""
         hidden, queries, keys = self.hidden, self.queries, self.keys
-        found = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (hidden, 1), (hidden, 1)]
-        found += [(self.head_dim, 1)] * (2 * self.normed_heads)
+        found = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
         found += [(queries, 1), (keys, 1), (keys, 1)] * self.qkv_bias + [(hidden, 1)] * self.out_bias
-        if sparse:
-            return [*found, (self.experts, hidden), (self.experts, 2 * self.mlp * hidden), (self.experts, hidden * self.mlp)]
+        found += [(self.head_dim, 1)] * (2 * self.normed_heads)
         mlp = self.dense_mlp if self.experts else self.mlp
-        return [*found, (mlp, hidden), (mlp, hidden), (hidden, mlp), *([(mlp, 1), (mlp, 1), (hidden, 1)] * self.mlp_bias)]
+        if sparse:
+            found += [(self.experts, 2 * self.mlp * hidden), (self.experts, hidden * self.mlp), (self.experts, hidden)]
+        else:
+            found += [(mlp, hidden), (mlp, hidden), (hidden, mlp), *([(mlp, 1), (mlp, 1), (hidden, 1)] * self.mlp_bias)]
+        return [*found, (hidden, 1), (hidden, 1)]
 
     def block_held(self, ranks: int = 1) -> int:
         """Parameters of one block, with all of its experts, that the first of so many ranks has: each tensor is shared out by rows, and the first has the most."""
@@ -98,6 +102,19 @@ class Shape:
         """The same of the whole model."""
         dense = self.dense_layers and self.dense_layers * _held(self._of_a_block(sparse=False), ranks)
         return (self.layers - self.dense_layers) * self.block_held(ranks) + dense + self.root_held(ranks)
+
+    def whole_to(self, place: int, ranks: int = 1, *, grouped: bool = False) -> int:
+        """Parameters of all tensors that have one among the first `place` of those that `held` counts; `grouped`: of all blocks that have one, and with what is in no block."""
+        embedding, block = _held([(self.vocabulary, self.hidden)], ranks), self._of_a_block(sparse=self.experts > 0)
+        if place <= 0:
+            return 0
+        if grouped:
+            blocks = -(-max(0, place - embedding) // _held(block, ranks))
+            return min(self.held(ranks), self.root_held(ranks) + blocks * _held(block, ranks))
+        dense = self._of_a_block(sparse=False) * self.dense_layers if self.dense_layers else []
+        last = [(self.hidden, 1), *[(self.vocabulary, self.hidden)] * (not self.tied)]
+        tensors = [(self.vocabulary, self.hidden), *dense, *block * (self.layers - self.dense_layers), *last]
+        return next(end for end in accumulate(_held([tensor], ranks) for tensor in tensors) if end >= place)
 
     @cached_property
     def block(self) -> int:
