@@ -38,7 +38,7 @@ from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 PLANNED = str(Path(__file__).parent / "configs" / "qwen3-1.7b-planned.yaml")  # sets nothing that a plan may choose
-STEPS, BUDGET_STEPS = 2, 3
+STEPS = 4
 BUDGETS = (120, 70, 60, 50, 40, 24, 16, 10, 8, 7, 6, 5.5)  # GiB
 PLAIN = ["rollout.prompts=16", "rollout.samples=8", "rollout.max_prompt_tokens=126", "rollout.max_new_tokens=256"]
 ALWAYS = [
@@ -109,8 +109,6 @@ FIT: list[Case] = [
     ("4B", "cpu, recompute", (8, 8, 126, 150), ["optimizer.place=cpu", "memory.activations.preset=recompute"]),
     ("MoE", "device, recompute", (12, 6, 94, 190), ["memory.activations.preset=recompute", "train.minibatches=2"]),
     ("MoE", "streamed, keep", (8, 12, 78, 150), ["optimizer.place=streamed", "train.microbatch_tokens=12288"]),
-]  # fmt: skip
-TEST: list[Case] = [
     ("0.6B", "device, keep", (18, 6, 78, 232), ["train.microbatch_tokens=11264", "train.minibatches=2"]),
     ("0.6B", "streamed, offload", (20, 8, 94, 216), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
     ("0.6B", "cpu, balanced, long", (4, 6, 110, 1700), ["optimizer.place=cpu", "memory.activations.preset=balanced", "train.microbatch_tokens=14336"]),
@@ -124,6 +122,21 @@ TEST: list[Case] = [
     ("4B", "streamed, offload", (8, 8, 78, 190), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=8192"]),
     ("MoE", "device, keep", (14, 6, 78, 180), ["train.microbatch_tokens=11264"]),
     ("MoE", "cpu, recompute", (10, 8, 110, 170), ["optimizer.place=cpu", "memory.activations.preset=recompute"]),
+]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, recompute", (22, 6, 62, 248), ["memory.activations.preset=recompute", "train.microbatch_tokens=13312", "train.minibatches=2"]),
+    ("0.6B", "streamed, keep", (14, 10, 110, 240), ["optimizer.place=streamed", "train.microbatch_tokens=15360"]),
+    ("0.6B", "cpu, offload", (18, 8, 78, 264), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=16384"]),
+    ("0.6B", "device, keep, KL, long", (4, 7, 78, 1600), ["train.microbatch_tokens=12288", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, balanced", (16, 7, 110, 230), ["memory.activations.preset=balanced", "train.microbatch_tokens=14336"]),
+    ("1.7B", "streamed, offload", (12, 9, 62, 250), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("1.7B", "cpu, recompute, long", (4, 5, 94, 1400), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
+    ("1.7B", "half cpu, keep", (11, 8, 94, 240), ["optimizer.cpu_fraction=0.5", "train.microbatch_tokens=10240"]),
+    ("1.7B", "device away in generate, recompute, KL", (13, 8, 78, 210), ["memory.away.generate=[moments, master]", "memory.activations.preset=recompute", "loss.kl.coefficient=0.01"]),
+    ("4B", "device, keep", (8, 8, 94, 210), ["train.microbatch_tokens=6144"]),
+    ("4B", "streamed, recompute", (9, 8, 110, 180), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
+    ("MoE", "device, offload", (12, 7, 110, 180), ["memory.activations.preset=offload", "train.minibatches=2"]),
+    ("MoE", "cpu, keep", (9, 8, 94, 200), ["optimizer.place=cpu", "train.microbatch_tokens=9216"]),
 ]  # fmt: skip
 
 
@@ -139,12 +152,12 @@ def settings(case: Case) -> list[str]:
     ]
 
 
-def measured(config_options: list[str], file: str = CONFIG, steps: int = STEPS) -> tuple[Config, list[dict[str, float]]]:
+def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, list[dict[str, float]]]:
     """The config as it ran, and the lines of its steps after the first, which compiles and captures."""
     gc.collect()
     torch.cuda.empty_cache()  # of the run before: each is to be as if alone
     with tempfile.TemporaryDirectory() as folder:
-        config = load(file, [*config_options, f"train.steps={steps}", f"run.folder={folder}/run"])
+        config = load(file, [*config_options, f"train.steps={STEPS}", f"run.folder={folder}/run"])
         with Report(config, "benchmark") as report:
             train(config, report)
         config = load(f"{folder}/run/config.yaml")
@@ -225,7 +238,7 @@ def budgets() -> Iterator[list[Row]]:
         label = f"budget: {budget} GiB"
         options = [*ALWAYS, *PLAIN, "memory.plan=auto", f"memory.budget_gib={budget}"]
         try:
-            config, lines = measured(options, PLANNED, BUDGET_STEPS)
+            config, lines = measured(options, PLANNED)
         except UserError as error:
             refused = "does not fit" in str(error)
             rows.append(Row(label, "refused before it began" if refused else "failed", 1.0, "(1 = yes)"))

@@ -56,7 +56,7 @@ class Predictor:
         # What configs that are tried have in common.
         self._bases: dict[tuple[object, ...], _Base] = {}
         self._looked: dict[tuple[int, Work], Spent] = {}
-        self._updated: dict[tuple[int, int, Work, Choice, int], tuple[int, Spent]] = {}
+        self._updated: dict[tuple[int, int, Work, Choice, int, float], tuple[int, Spent]] = {}
 
     def of(self, config: Config, work: Work, budget: int, rehearsal: Rehearsal | None = None) -> Prediction:
         """`budget`: bytes that the device's allocator may have; what generation leaves of it is the cache's."""
@@ -282,7 +282,9 @@ class Predictor:
         if rehearsal is not None:
             phases["train"].takes(train.epochs, self._looking(train.microbatch_tokens, work))
         else:
-            count, update = self._updating(train.microbatch_tokens, train.minibatches, work, choice, config.memory.activations.keep_last)
+            leaving = config.optimizer.on_cpu if config.optimizer.overlap else 0.0
+            keep_last = config.memory.activations.keep_last
+            count, update = self._updating(train.microbatch_tokens, train.minibatches, work, choice, keep_last, leaving)
             phases["train"].takes(updates, update)
             phases["train"].seconds += updates * self._speed.gathering(config.optimizer, count)
             stepped, waited = self._speed.step(config.optimizer)
@@ -306,14 +308,14 @@ class Predictor:
             found = self._looked[key] = Spent(seconds + waited, 0.0, talk, waited)
         return found
 
-    def _updating(self, tokens: int, minibatches: int, work: Work, choice: Choice, keep_last: int) -> tuple[int, Spent]:
+    def _updating(self, tokens: int, minibatches: int, work: Work, choice: Choice, keep_last: int, leaving: float) -> tuple[int, Spent]:
         """(micro-batches, forwards and backwards) of a minibatch."""
-        key = tokens, minibatches, work, choice, keep_last
+        key = tokens, minibatches, work, choice, keep_last, leaving
         if (found := self._updated.get(key)) is None:
             length, packed = work.prompt + work.new, work.packed(tokens, minibatches, self.sharing.data)
             seconds, exposed, talk, waited = 0.0, 0.0, 0.0, 0.0
             for part, count in packed.parts:
-                once, late = self._speed.update(part, length, choice, keep_last)
+                once, late = self._speed.update(part, length, choice, keep_last, leaving)
                 said = self._update_talk(part, length, choice, once - late)
                 seconds, exposed = seconds + count * (once + said.exposed), exposed + count * late
                 talk, waited = talk + count * said.seconds, waited + count * said.exposed

@@ -22,15 +22,16 @@ OPS = {
     "local": 1240,
     "whole": 1320,
 }  # that the host does for a block: a forward alone; with its backward, by what is made again
+LEAVING_OPS = 10.0  # for each tensor whose gradient leaves for the CPU in a backward
 # A decoding pass, in units of what each rate alone would give.
-DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 54e-6, 0.64, 0.95, 1.35
-DECODE_EXPERTS = 110e-6  # seconds more a block, for sorting tokens by expert and back
+DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 47e-6, 0.89, 1.25, 1.24
+DECODE_EXPERTS = 112e-6  # seconds more a block, for sorting tokens by expert and back
 # Operations of the host before an optimizer step on the device begins: always, and for each tensor.
-STEP_OPS, TENSOR_OPS = 550, 1.2
+STEP_OPS, TENSOR_OPS = 750, 1.2
 GATHERED = (
     6.5  # times the rate of a short step: what compute waits for where gradients of a later micro-batch are added to those on the CPU
 )
-CPU_ADAM = 1.1  # times the rate of a short step
+CPU_ADAM = 1.06  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
 
@@ -45,7 +46,7 @@ class Speed:
     def forward(self, tokens: float, length: float) -> float:
         """Of all blocks, without a head."""
         device = self._products(tokens, length) + FORWARD_BYTES * self._small(tokens) + self._shape.layers * STARTS
-        return max(device, self._host("forward"))
+        return _side_by_side(device, self._host("forward"))
 
     def _products(self, tokens: float, length: float) -> float:
         shape = self._shape
@@ -75,8 +76,8 @@ class Speed:
         """Of one micro-batch, without gradient."""
         return self.forward(part.tokens, length) + self.head(part.predicted, 1)
 
-    def update(self, part: Part, length: float, choice: Choice, keep_last: int) -> tuple[float, float]:
-        """(seconds of a forward and backward, of which compute waits for the link)."""
+    def update(self, part: Part, length: float, choice: Choice, keep_last: int, leaving: float = 0.0) -> tuple[float, float]:
+        """(seconds of a forward and backward, of which compute waits for the link). `leaving`: the share of gradients that go to the CPU."""
         products, small, starts = self._products(part.tokens, length), self._small(part.tokens), self._shape.layers * STARTS
         forward = products + FORWARD_BYTES * small + starts
         kind, again = "keep", 0.0
@@ -87,7 +88,8 @@ class Speed:
         device = forward + 2 * products + BACKWARD_BYTES * small + 2 * starts + again + self.head(part.predicted, 4)
         parked = held(self._shape, self._each, choice, keep_last).parked * part.tokens / self._rates.link_out
         waits = max(0.0, parked - forward)
-        return max(device, self._host(kind)) + waits, waits
+        host = self._host(kind) + leaving * self._shape.tensors * LEAVING_OPS / self._rates.host_op
+        return _side_by_side(device, host) + waits, waits
 
     def step(self, config: OptimizerConfig) -> tuple[float, float]:
         """(seconds of an optimizer step, of which compute waits for the link)."""
@@ -122,6 +124,11 @@ class Speed:
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
         decoding = starts + DECODE_WEIGHTS * read + DECODE_CACHE * cache + DECODE_PRODUCTS * products
         if not (captured and self._captures):  # no graphs: the host starts every kernel
-            decoding = max(decoding, self._host("forward"))
+            decoding = _side_by_side(decoding, self._host("forward"))
         prompts = self.forward(work.prompts * work.prompt, work.prompt)
         return work.sequences / rows * work.new * decoding + prompts
+
+
+def _side_by_side(device: float, host: float) -> float:
+    """Where the host hands work to the device that takes about as long as the handing over, each waits for the other at times."""
+    return float((device**4 + host**4) ** 0.25)
