@@ -21,6 +21,7 @@ from ebbtide.optim import native, on_cpu, on_device, sizes, streamed
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.rule import join
 from ebbtide.optim.sizes import state_bytes
+from ebbtide.optim.sums import Ring
 from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, state_of, trained
 
 
@@ -84,7 +85,7 @@ def test_gradients_of_the_cpu_part_do_not_stay_on_the_device() -> None:
     for _ in range(2):
         model(torch.arange(8)).float().square().mean().backward()
         assert residency.holdings()["grads"].device == 0
-        assert not optimizer._parts[0]._waiting  # nor does one wait there for the next backward
+        assert not optimizer._parts[0]._sums.waiting  # nor does one wait there for the next backward
     assert residency.holdings()["grads"].host > 0
     assert optimizer.step(1e-3)["grad_norm"] > 0
 
@@ -236,7 +237,7 @@ def test_without_a_compiler_it_works_as_well(mode, state, monkeypatch, truth) ->
 @given(st.lists(st.integers(1, 8).map(lambda size: 128 * size), max_size=30))
 def test_landing_memory_is_not_handed_out_while_it_is_used(sizes) -> None:
     pending: deque[tuple[int, int, Future[None]]] = deque()
-    landings = on_cpu._Landings(torch.zeros(1024, dtype=torch.uint8), Mover(CPU))
+    ring = Ring(torch.zeros(1024, dtype=torch.uint8), Mover(CPU))
 
     class Later(Future):
         """Over when it is waited for, and not before all that are older."""
@@ -253,7 +254,7 @@ def test_landing_memory_is_not_handed_out_while_it_is_used(sizes) -> None:
             pending.append((start, start + size, done))
             return done
 
-        landings.take(size, settle)
+        ring.take(size, settle)
 
 
 @pytest.mark.parametrize("mode", MODES)

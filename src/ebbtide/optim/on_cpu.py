@@ -10,15 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.host import usable_cores
-from ebbtide.memory.mover import Move, Mover
+from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.layout import Chunk, Segment
 from ebbtide.optim.native import Added, Stepped, arithmetic
@@ -26,8 +24,7 @@ from ebbtide.optim.part import Exact, Trained, chunked, moment_type
 from ebbtide.optim.rule import Rule, State
 from ebbtide.optim.sizes import CPU_CHUNK as CHUNK
 from ebbtide.optim.sizes import CPU_SLOTS as SLOTS
-
-ALIGNMENT = 128  # bytes: where a gradient lands
+from ebbtide.optim.sums import Sums, as_bytes
 
 
 @dataclass(frozen=True)
@@ -48,43 +45,13 @@ class _Staging:
     used_by: Move | None = None
 
 
-class _Arrival(NamedTuple):
-    grad: Tensor
-    """On the device."""
-    total: Tensor
-    """On the host."""
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes where it lands."""
-        return -(-self.grad.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class _Landings:
-    """Pinned bytes in a ring, for gradients that come down beside the sums that they are to be added to."""
-
-    def __init__(self, data: Tensor, mover: Mover) -> None:
-        self._data, self._mover, self._next = data, mover, 0
-        self._used: deque[tuple[int, int, Future[None]]] = deque()  # start, stop, what is done with it; in the order of the ring
-
-    def take(self, size: int, begin: Callable[[Tensor], Future[None]]) -> Future[None]:
-        """Hands out `size` bytes, once nothing uses them any more, until what `begin` begins is over."""
-        start = self._next if self._next + size <= len(self._data) else 0
-        while any(first < start + size and start < stop for first, stop, _ in self._used):
-            self._mover.host_waits(self._used.popleft()[2])
-        done = begin(self._data[start : start + size])
-        self._used.append((start, start + size, done))
-        self._next = start + size
-        return done
-
-
 class OnCpu:
     def __init__(self, trained: Sequence[Trained], segments: Sequence[Segment], config: OptimizerConfig, residency: Residency) -> None:
         self._trained, self._residency, self._mover, self._overlap = trained, residency, residency.mover, config.overlap
         # One core is for the thread that feeds the device.
         self._math = arithmetic(max(1, usable_cores() - (residency.device.type == "cuda")))
-        # The arithmetic has threads of its own beside these. Gradients add up in the order in which they come; of chunks, the next is ready when one is done.
-        self._adder, self._stepper = ThreadPoolExecutor(1, "ebbtide-gradients"), ThreadPoolExecutor(2, "ebbtide-optimizer")
+        # The arithmetic has threads of its own: one of these is in it, and the other ready to be.
+        self._pool = ThreadPoolExecutor(2, "ebbtide-optimizer")
         self._chunks = self._host_chunks(chunked(trained, segments, CHUNK), config)
         self._home: dict[int, list[tuple[_HostChunk, Segment]]] = {}
         for held in self._chunks:
@@ -92,14 +59,8 @@ class OnCpu:
                 self._home.setdefault(segment.parameter, []).append((held, segment))
         widest = max(held.grads.nbytes for held in self._chunks)
         residency.arena.reserve([SLOTS * widest, *[widest] * SLOTS])
-        self._landings = _Landings(residency.arena.take(SLOTS * widest).data, self._mover)
+        self._sums = Sums(residency.arena.take(SLOTS * widest).data, widest, self._mover, self._math)
         self._up = [_Staging(residency.arena.take(widest).data) for _ in range(SLOTS)]
-        self._batch_bytes = widest
-        self._waiting: dict[Segment, _Arrival] = {}  # until there are enough for a batch, or the backward ends
-        self._waiting_bytes = 0
-        self._arrived: set[Segment] = set()  # in this accumulation
-        self._adding: list[Future[None]] = []
-        self._squares: dict[Segment, float] = {}  # of the sums so far; the adder writes them
         self._read_weights()
         # A parameter that is cut has its gradient on the device until the step, for the other part's sake.
         whole = {segment.parameter for segment in segments if segment.size == trained[segment.parameter].count}
@@ -129,7 +90,7 @@ class OnCpu:
         for held in self._chunks:
             landed = held.grads.view(torch.uint8)[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
             pairs = [(self._weight(segment), _stretch(landed, segment)) for segment in held.chunk.segments]
-            self._mover.host_waits(self._mover.move_out([(_bytes(weight), _bytes(host)) for weight, host in pairs], after=None))
+            self._mover.host_waits(self._mover.move_out([(as_bytes(weight), as_bytes(host)) for weight, host in pairs], after=None))
             self._math.add([Added(held.master, landed, first=True)])()
         self._mover.take()  # not a part of any phase
 
@@ -139,9 +100,9 @@ class OnCpu:
     # Gradients come down
 
     def arrive(self, number: int) -> None:
-        """In a backward: takes a parameter's gradient off the device, and adds it to what came before it in this accumulation. Small ones go together."""
-        if not self._waiting:  # none is to wait, and take room, until the next backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._send)
+        """In a backward: takes a parameter's gradient off the device, and adds it to what came before it in this accumulation."""
+        if not self._sums.waiting:  # none is to wait, and take room, until the next backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._sums.send)
         self._take(number)
         self._trained[number].weight.grad = None
 
@@ -150,57 +111,18 @@ class OnCpu:
         assert whole is not None
         grad = whole.view(-1)
         for held, segment in self._home[number]:
-            arrival = _Arrival(grad[segment.start : segment.stop], _stretch(held.grads, segment))
-            if segment in self._waiting or self._waiting_bytes + arrival.size > self._batch_bytes:
-                self._send()
-            self._waiting[segment] = arrival
-            self._waiting_bytes += arrival.size
-
-    def _send(self) -> None:
-        """What waits comes down: into the sums where it is the first, and else beside them, to be added."""
-        if not self._waiting:
-            return
-        batch, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        later = sum(one.size for segment, one in batch.items() if segment in self._arrived)
-        begin = partial(self._begin, batch)
-        self._adding.append(self._landings.take(later, begin) if later else begin(None))
-        self._arrived.update(batch)
-        if not self._overlap:
-            self._adding[-1].result()
-
-    def _begin(self, batch: Mapping[Segment, _Arrival], landing: Tensor | None) -> Future[None]:
-        sums, pairs, start = [], [], 0
-        for segment, one in batch.items():
-            part = None
-            if landing is not None and segment in self._arrived:
-                part = landing[start : start + one.grad.nbytes].view(one.grad.dtype)
-                start += one.size
-            sums.append(Added(one.total, part))
-            pairs.append((_bytes(one.grad), _bytes(one.total if part is None else part)))
-        add = self._math.add(sums)
-        return self._adder.submit(self._settle, self._mover.move_out(pairs, after=None), list(batch), add)
-
-    def _settle(self, move: Move, segments: Sequence[Segment], add: Callable[[], list[float]]) -> None:
-        """On the adder: once the copies are over."""
-        if move.done is not None:
-            move.done.synchronize()
-        self._squares.update(zip(segments, add(), strict=True))
-
-    def _settle_all(self) -> None:
-        adding, self._adding = self._adding, []
-        for task in adding:
-            task.result()
+            self._sums.take(segment, grad[segment.start : segment.stop], _stretch(held.grads, segment))
+            if not self._overlap:
+                self._sums.squares()
 
     def norms(self) -> list[tuple[int, float]]:
         for number in self._home:
             if self._trained[number].weight.grad is not None:
                 self._take(number)
-        self._send()
-        self._settle_all()
-        squares: dict[int, float] = {}
-        for segment, square in self._squares.items():
-            squares[segment.parameter] = squares.get(segment.parameter, 0.0) + square
-        return [(number, math.sqrt(total)) for number, total in sorted(squares.items())]
+        totals: dict[int, float] = {}
+        for segment, squares in self._sums.squares().items():
+            totals[segment.parameter] = totals.get(segment.parameter, 0.0) + squares
+        return [(number, math.sqrt(total)) for number, total in sorted(totals.items())]
 
     # Weights go up
 
@@ -210,7 +132,7 @@ class OnCpu:
         for number, held in enumerate(work):
             staging = self._up[number % SLOTS]
             self._mover.host_waits(staging.used_by)
-            stepped.append((held, staging, self._stepper.submit(self._math.step(self._stretches(held, staging, rules)))))
+            stepped.append((held, staging, self._pool.submit(self._math.step(self._stretches(held, staging, rules)))))
             if len(stepped) == SLOTS - 1 or not self._overlap:
                 self._send_up(*stepped.popleft(), rules, since)
         while stepped:
@@ -235,7 +157,7 @@ class OnCpu:
         weights = _weights_in(staging, held)
         pairs = [(self._weight(segment), _stretch(weights, segment)) for segment in held.chunk.segments if segment.parameter in rules]
         # Beside whatever the GPU steps and fetches meanwhile.
-        staging.used_by = self._mover.move_in_aside([(_bytes(weight), _bytes(new)) for weight, new in pairs], since)
+        staging.used_by = self._mover.move_in_aside([(as_bytes(weight), as_bytes(new)) for weight, new in pairs], since)
         if not self._overlap:
             self._mover.host_waits(staging.used_by)
 
@@ -253,14 +175,9 @@ class OnCpu:
                 self._weight(segment).copy_(exact.master)
 
     def clear(self) -> None:
-        self._waiting, self._waiting_bytes = {}, 0
         for number in self._home:
             self._trained[number].weight.grad = None
-        try:
-            self._settle_all()  # nothing may land in the next step's sums
-        finally:
-            self._arrived.clear()
-            self._squares.clear()
+        self._sums.clear()
 
 
 class _Leaves:
@@ -286,7 +203,3 @@ def _stretch(flat: Tensor, segment: Segment) -> Tensor:
 
 def _weights_in(staging: _Staging, held: _HostChunk) -> Tensor:
     return staging.data[: held.chunk.size * held.dtype.itemsize].view(held.dtype)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
