@@ -11,8 +11,7 @@ from ebbtide.memory.host import pci_address
 from ebbtide.optim import on_cpu, on_device, streamed
 from ebbtide.optim import rule as plain
 from ebbtide.optim.layout import ALIGNMENT, Segment
-from ebbtide.optim.part import Stretch
-from ebbtide.optim.rule import Rule, State, join, noise
+from ebbtide.optim.rule import Rule, State, Stretch, join, noise
 from toy import MODES, error, in_double, same, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -12,8 +12,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ebbtide.optim.layout import ALIGNMENT
-from ebbtide.optim.part import Stretch
-from ebbtide.optim.rule import State
+from ebbtide.optim.rule import State, Stretch
 
 BLOCK = 1024  # elements of a program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

@@ -160,6 +160,7 @@ class Native:
 
 def _stepped(stretch: Stepped) -> _Stepped:
     master, grad, first, second, weight, rule, start = stretch
+    assert grad.dtype in (torch.float32, weight.dtype)  # native.c has no other
     beta1, beta2 = rule.config.betas
     numbers = rule.scale, rule.shrink, 1 - beta1, beta2, 1 - beta2, rule.step_size, rule.root, rule.config.eps
     pointers = (tensor.data_ptr() for tensor in (master, grad, first, second, weight))
@@ -169,6 +170,7 @@ def _stepped(stretch: Stepped) -> _Stepped:
 
 def _added(added: Added) -> _Added:
     total, part, first = added
+    assert part is None or total.dtype in (torch.float32, part.dtype)  # native.c has no other
     where, kind = (None, 0) if part is None else (part.data_ptr(), KINDS[part.dtype])
     return _Added(0, len(total), total.data_ptr(), where, KINDS[total.dtype], kind, first, None)
 

@@ -16,7 +16,7 @@ from ebbtide.memory.mover import Move
 from ebbtide.memory.shards import Region, local, region
 from ebbtide.optim import rule as plain
 from ebbtide.optim.layout import Chunk, Segment, lay_out
-from ebbtide.optim.rule import Rule, State
+from ebbtide.optim.rule import Rule, State, Stretch
 
 
 @dataclass
@@ -140,19 +140,6 @@ def device_norms(trained: Sequence[Trained], segments: Sequence[Segment]) -> lis
             numbers.append(segment.parameter)
             grads.append(grad if segment.size == grad.numel() else grad.view(-1)[segment.start : segment.stop])
     return list(zip(numbers, torch.stack(torch._foreach_norm(grads, 2, torch.float32)).tolist(), strict=True)) if grads else []
-
-
-class Stretch(NamedTuple):
-    """A segment that is to be stepped, with its parameter's weights and gradient where they are."""
-
-    segment: Segment
-    weight: Tensor
-    """Flat."""
-    grad: Tensor
-    """Contiguous."""
-    first: int
-    """Of the weights: their place in the whole parameter."""
-    rule: Rule
 
 
 def chunk_steps(trained: Sequence[Trained], chunks: Sequence[Chunk], rules: Mapping[int, Rule]) -> list[Callable[[State], None]]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
+from ebbtide.optim.layout import Segment
 
 MIDDLE = 0x8000  # of the lower 16 bits
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of a hash of 32 bits
@@ -73,6 +75,19 @@ class State:
 
     def part(self, start: int, stop: int) -> State:
         return State(None if self.low is None else self.low[start:stop], self.first[start:stop], self.second[start:stop])
+
+
+class Stretch(NamedTuple):
+    """A segment that is to be stepped, with its parameter's weights and gradient where they are."""
+
+    segment: Segment
+    weight: Tensor
+    """Flat."""
+    grad: Tensor
+    """Contiguous."""
+    first: int
+    """Of the weights: their place in the whole parameter."""
+    rule: Rule
 
 
 def update(weight: Tensor, grad: Tensor, state: State, rule: Rule, start: int) -> None:

@@ -17,7 +17,7 @@ from ebbtide.planner.shape import Shape
 
 # Seconds that a collective of NCCL takes beside its bytes, by NCCL's own table (src/graph/tuning.cc: ring, Simple): once, and for each step to a rank by NVLink, by the bus, by the network.
 ONCE, NVLINK, BUS, NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
-# Operations of the host for each tensor that is gathered whole, and more for each rank: seen among 4, 8 and 64 ranks that were not there; to be measured by benchmarks/rank_memory.py.
+# Operations of the host for each tensor that is gathered whole, and more for each rank: fitted to 4, 8 and 64 ranks that were not there (benchmarks/rank_memory.py).
 GATHER_OPS, GATHER_OPS_RANK = 32.0, 1.26
 SENT = (
     256 << 20

@@ -28,9 +28,7 @@ DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 47e-6, 0.89, 1.25,
 DECODE_EXPERTS = 112e-6  # seconds more a block, for sorting tokens by expert and back
 # Operations of the host before an optimizer step on the device begins: always, and for each tensor.
 STEP_OPS, TENSOR_OPS = 750, 1.2
-GATHERED = (
-    6.5  # times the rate of a short step: what compute waits for where gradients of a later micro-batch are added to those on the CPU
-)
+GATHERED = 6.5  # times the rate of a short step: compute waits so long where a later micro-batch's gradients add up on the CPU
 CPU_ADAM = 1.06  # times the rate of a short step
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
