@@ -1,13 +1,16 @@
 """What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under FSDP2, in turns.
 
-python benchmarks/cluster.py
+    python benchmarks/cluster.py
+
+Each run has a process of its own, as a user's has.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -24,18 +27,23 @@ ALONE, SHARDED = "one process", "one rank under FSDP2"
 
 def main() -> None:
     found: dict[str, list[dict[str, float]]] = {ALONE: [], SHARDED: []}
-    with Ranks(Cluster(), torch.device("cuda"), HashStore(), rank=0, size=1, timeout=timedelta(minutes=10)) as ranks:
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as anew:
         for _ in range(TURNS):
-            for case, world in ((ALONE, None), (SHARDED, ranks)):
-                gc.collect()
-                torch.cuda.empty_cache()  # of the run before: each is to be as if alone
-                found[case] += steps([], world)[1:]  # the first compiles and captures
+            for case in (ALONE, SHARDED):
+                found[case] += anew.submit(run, case).result()[1:]  # the first compiles and captures
     rows = [row for case, lines in found.items() for row in _rows(case, lines)]
     figures = {(row.case, row.metric): row.value for row in rows}
     for metric in ("whole step", "peak"):
         more = 100 * (figures[SHARDED, metric] / figures[ALONE, metric] - 1)
         rows.append(Row(SHARDED, f"{metric}, more", more, "%"))
     save(Path(__file__).stem, rows)
+
+
+def run(case: str) -> list[dict[str, float]]:
+    if case == ALONE:
+        return steps([])
+    with Ranks(Cluster(), torch.device("cuda"), HashStore(), rank=0, size=1, timeout=timedelta(minutes=10)) as ranks:
+        return steps([], ranks)
 
 
 def _rows(case: str, lines: list[dict[str, float]]) -> list[Row]:

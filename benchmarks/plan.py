@@ -39,7 +39,7 @@ from ebbtide.report.report import Report
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 PLANNED = str(Path(__file__).parent / "configs" / "qwen3-1.7b-planned.yaml")  # sets nothing that a plan may choose
 STEPS = 4
-BUDGETS = (120, 70, 60, 50, 40, 24, 16, 10, 8, 7, 6, 5.5)  # GiB
+BUDGETS = (120, 70, 60, 50, 40, 24, 16, 10, 8, 7, 6.5, 6)  # GiB
 PLAIN = ["rollout.prompts=16", "rollout.samples=8", "rollout.max_prompt_tokens=126", "rollout.max_new_tokens=256"]
 ALWAYS = [
     "report.samples_every=0",
@@ -122,8 +122,6 @@ FIT: list[Case] = [
     ("4B", "streamed, offload", (8, 8, 78, 190), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=8192"]),
     ("MoE", "device, keep", (14, 6, 78, 180), ["train.microbatch_tokens=11264"]),
     ("MoE", "cpu, recompute", (10, 8, 110, 170), ["optimizer.place=cpu", "memory.activations.preset=recompute"]),
-]  # fmt: skip
-TEST: list[Case] = [
     ("0.6B", "device, recompute", (22, 6, 62, 248), ["memory.activations.preset=recompute", "train.microbatch_tokens=13312", "train.minibatches=2"]),
     ("0.6B", "streamed, keep", (14, 10, 110, 240), ["optimizer.place=streamed", "train.microbatch_tokens=15360"]),
     ("0.6B", "cpu, offload", (18, 8, 78, 264), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=16384"]),
@@ -137,6 +135,21 @@ TEST: list[Case] = [
     ("4B", "streamed, recompute", (9, 8, 110, 180), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
     ("MoE", "device, offload", (12, 7, 110, 180), ["memory.activations.preset=offload", "train.minibatches=2"]),
     ("MoE", "cpu, keep", (9, 8, 94, 200), ["optimizer.place=cpu", "train.microbatch_tokens=9216"]),
+]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, balanced", (20, 6, 94, 236), ["memory.activations.preset=balanced", "train.microbatch_tokens=12288", "train.minibatches=2"]),
+    ("0.6B", "streamed, recompute, KL", (16, 8, 62, 272), ["optimizer.place=streamed", "memory.activations.preset=recompute", "loss.kl.coefficient=0.01"]),
+    ("0.6B", "cpu, keep", (16, 7, 110, 228), ["optimizer.place=cpu", "train.microbatch_tokens=11264"]),
+    ("0.6B", "device, offload, long", (4, 6, 94, 1500), ["memory.activations.preset=offload"]),
+    ("1.7B", "device, keep", (13, 7, 78, 244), ["train.microbatch_tokens=8192", "train.minibatches=2"]),
+    ("1.7B", "streamed, balanced", (15, 7, 94, 226), ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.microbatch_tokens=12288"]),
+    ("1.7B", "cpu, offload, KL", (12, 8, 110, 214), ["optimizer.place=cpu", "memory.activations.preset=offload", "loss.kl.coefficient=0.01", "train.microbatch_tokens=14336"]),
+    ("1.7B", "half cpu, recompute", (14, 7, 78, 236), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=recompute", "train.microbatch_tokens=10240", "train.minibatches=2"]),
+    ("1.7B", "device away in generate, offload, long", (4, 5, 110, 1300), ["memory.away.generate=[moments, master]", "memory.activations.preset=offload"]),
+    ("4B", "device, balanced", (8, 7, 110, 196), ["memory.activations.preset=balanced", "train.microbatch_tokens=10240"]),
+    ("4B", "streamed, keep", (7, 8, 78, 204), ["optimizer.place=streamed", "train.microbatch_tokens=6144"]),
+    ("MoE", "device, keep, KL", (11, 7, 94, 176), ["train.microbatch_tokens=10240", "loss.kl.coefficient=0.01"]),
+    ("MoE", "streamed, recompute", (10, 8, 78, 188), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
 ]  # fmt: skip
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from ebbtide.config.tree import Memory, Optimizer
+from ebbtide.config.tree import BuiltinTask, Config, Memory, Model, Optimizer, Scratch, Task
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB
 from ebbtide.memory.host import bind_near, pci_address
@@ -16,12 +17,16 @@ from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.planner.machine import Rates
+from ebbtide.planner.seconds import OPS
+from ebbtide.policy.model import load_model
+from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress
 
 COPIED = 2**30  # bytes
 WIDTH = 8192  # of a large product
 STEPPED = 128 * 2**20  # parameters
-HANDED_OVER = 3000  # operations
+BLOCKS = 28  # of a small model
 
 
 def calibrate(progress: Progress) -> tuple[str, float, Rates]:
@@ -48,8 +53,7 @@ def _measured(progress: Progress) -> tuple[str, float, Rates]:
     left, right = (torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
     matmul = 2 * WIDTH**3 / _seconds(lambda: left @ right, repeats=20)
     progress(3, 5)
-    small = torch.ones(8, device=device)
-    host_op = HANDED_OVER / _seconds(lambda: [small + small for _ in range(HANDED_OVER)])
+    host_op = BLOCKS * OPS["keep"] / _pass(device)
     progress(4, 5)
     cpu_adam = STEPPED / _cpu_step(device)
     progress(5, 5)
@@ -58,8 +62,8 @@ def _measured(progress: Progress) -> tuple[str, float, Rates]:
     return properties.name, properties.total_memory / GIB, rates
 
 
-def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The least of a few, after one to warm up."""
+def _seconds(work: Callable[[], object], repeats: int = 5, of: Callable[[list[float]], float] = min) -> float:
+    """The least of a few, or what else `of` makes of them, after one to warm up."""
     taken = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
@@ -67,7 +71,21 @@ def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
         work()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+    return of(taken[1:])
+
+
+def _pass(device: torch.device) -> float:
+    """A forward and backward through the code that trains, on a model so small that the host is what takes the time. One operation over and over would say little of it."""
+    scratch = Scratch(layers=BLOCKS, hidden=256, heads=2, kv_heads=2, head_dim=128, context=1024)
+    config = Config(model=Model(scratch=scratch), task=Task(builtin=BuiltinTask(name="copy")))
+    policy = Policy(load_model(config, device), config)
+    sequence = Trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)
+
+    def work() -> None:
+        policy.accumulate([sequence], lambda *_: None)
+        policy.model.zero_grad()
+
+    return _seconds(work, repeats=20, of=statistics.median)
 
 
 def _cpu_step(device: torch.device) -> float:

@@ -30,8 +30,9 @@ def shard(policy: Policy, mesh: DeviceMesh, device: torch.device) -> None:
     for module in (*(layers if isinstance(layers, nn.ModuleList) else ()), policy.module):
         fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
         assert isinstance(module, FSDPModule)
-        # The loss's weights are of the whole step, so gradients are summed over ranks, not averaged.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if data.size() > 1:  # by one rank FSDP would divide them all the same
+            # The loss's weights are of the whole step, so gradients are summed over ranks, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     policy.module.to(device)
     policy.device = device

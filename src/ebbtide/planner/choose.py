@@ -21,7 +21,7 @@ from ebbtide.planner.work import Work
 
 MARGIN, SPARE, SPARE_SHARE = (
     0.03,
-    0.25,
+    0.45,
     0.1,
 )  # of the budget, and GiB beside it, at most a tenth: left for what the allocator cannot use between what it holds
 SAME = 0.005  # two plans whose seconds differ by less are equally fast: the one that changes less is taken

@@ -27,9 +27,10 @@ LEAVING_OPS = 10.0  # for each tensor whose gradient leaves for the CPU in a bac
 DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 47e-6, 0.89, 1.25, 1.24
 DECODE_EXPERTS = 112e-6  # seconds more a block, for sorting tokens by expert and back
 # Operations of the host before an optimizer step on the device begins: always, and for each tensor.
-STEP_OPS, TENSOR_OPS = 750, 1.2
-GATHERED = 6.5  # times the rate of a short step: compute waits so long where a later micro-batch's gradients add up on the CPU
-CPU_ADAM = 1.06  # times the rate of a short step
+STEP_OPS, TENSOR_OPS = 300, 2.0
+STEPPED = 0.92  # of the rate of a copy, where the device reads and writes all that a step touches
+GATHERED = 5.8  # times the rate of a short step: compute waits so long where a later micro-batch's gradients add up on the CPU
+CPU_ADAM, CPU_STARTS = 1.14, 0.02  # times the rate of a short step, and seconds before it and after it
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
 
@@ -57,7 +58,7 @@ class Speed:
         rotated = shape.queries + shape.keys
         norms = 36 * (2 * shape.hidden + rotated * shape.normed_heads)
         wide = shape.mlp * max(1, shape.experts_per_token)
-        sparse = 40 * shape.hidden * shape.experts_per_token + 40 * shape.experts
+        sparse = 50 * shape.hidden * shape.experts_per_token + 40 * shape.experts
         each = norms + 24 * rotated + 12 * shape.hidden + 10 * wide + sparse
         return shape.layers * each * tokens / self._rates.copy
 
@@ -97,12 +98,12 @@ class Speed:
         state = low_bytes(self._each) + 2 * moment_bytes(config)
         touched = 2 * (self._each + state + grad_bytes(config, self._each))  # read and written; of gradients, read for their norm and again
         handed_over = STEP_OPS + (1 - config.on_cpu) * self._shape.tensors * TENSOR_OPS
-        on_device, waits = elsewhere * touched / rates.copy + handed_over / rates.host_op, 0.0
+        on_device, waits = elsewhere * touched / (STEPPED * rates.copy) + handed_over / rates.host_op, 0.0
         if config.place == "streamed":
             streamed = elsewhere * state / (STREAMED * min(rates.link_out, rates.link_in))
             waits = max(0.0, streamed - on_device)
             on_device += waits
-        with_cpu = self._here * on_cpu / (CPU_ADAM * rates.cpu_adam)
+        with_cpu = self._here * on_cpu / (CPU_ADAM * rates.cpu_adam) + (CPU_STARTS if on_cpu else 0.0)
         if config.place == "streamed" and on_cpu:  # both read and write the host's memory
             return BOTH * (on_device + with_cpu), BOTH * waits
         return max(on_device, with_cpu), waits
