@@ -135,8 +135,6 @@ FIT: list[Case] = [
     ("4B", "streamed, recompute", (9, 8, 110, 180), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
     ("MoE", "device, offload", (12, 7, 110, 180), ["memory.activations.preset=offload", "train.minibatches=2"]),
     ("MoE", "cpu, keep", (9, 8, 94, 200), ["optimizer.place=cpu", "train.microbatch_tokens=9216"]),
-]  # fmt: skip
-TEST: list[Case] = [
     ("0.6B", "device, balanced", (20, 6, 94, 236), ["memory.activations.preset=balanced", "train.microbatch_tokens=12288", "train.minibatches=2"]),
     ("0.6B", "streamed, recompute, KL", (16, 8, 62, 272), ["optimizer.place=streamed", "memory.activations.preset=recompute", "loss.kl.coefficient=0.01"]),
     ("0.6B", "cpu, keep", (16, 7, 110, 228), ["optimizer.place=cpu", "train.microbatch_tokens=11264"]),
@@ -150,6 +148,21 @@ TEST: list[Case] = [
     ("4B", "streamed, keep", (7, 8, 78, 204), ["optimizer.place=streamed", "train.microbatch_tokens=6144"]),
     ("MoE", "device, keep, KL", (11, 7, 94, 176), ["train.microbatch_tokens=10240", "loss.kl.coefficient=0.01"]),
     ("MoE", "streamed, recompute", (10, 8, 78, 188), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
+]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, keep", (18, 7, 62, 252), ["train.microbatch_tokens=14336"]),
+    ("0.6B", "streamed, balanced", (15, 9, 78, 244), ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.minibatches=2"]),
+    ("0.6B", "cpu, recompute, long", (4, 6, 78, 1450), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=14336"]),
+    ("0.6B", "device, offload, KL", (17, 7, 110, 232), ["memory.activations.preset=offload", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, recompute", (15, 7, 62, 238), ["memory.activations.preset=recompute", "train.microbatch_tokens=10240", "train.minibatches=2"]),
+    ("1.7B", "streamed, keep", (11, 8, 110, 222), ["optimizer.place=streamed", "train.microbatch_tokens=9216"]),
+    ("1.7B", "cpu, balanced", (13, 8, 94, 206), ["optimizer.place=cpu", "memory.activations.preset=balanced", "train.microbatch_tokens=11264"]),
+    ("1.7B", "half cpu, offload", (12, 8, 78, 242), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.microbatch_tokens=13312"]),
+    ("1.7B", "device away in generate, balanced, long", (4, 5, 78, 1250), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=12288"]),
+    ("4B", "device, recompute", (8, 8, 94, 188), ["memory.activations.preset=recompute"]),
+    ("4B", "streamed, offload", (8, 7, 62, 212), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=10240"]),
+    ("MoE", "device, keep", (13, 6, 110, 172), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
+    ("MoE", "streamed, offload, KL", (9, 8, 94, 184), ["optimizer.place=streamed", "memory.activations.preset=offload", "loss.kl.coefficient=0.01"]),
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ COPIED = 2**30  # bytes
 WIDTH = 8192  # of a large product
 STEPPED = 128 * 2**20  # parameters
 BLOCKS = 28  # of a small model
+REPEATS = 25  # of the host's work
 
 
 def calibrate(progress: Progress) -> tuple[str, float, Rates]:
@@ -62,16 +63,26 @@ def _measured(progress: Progress) -> tuple[str, float, Rates]:
     return properties.name, properties.total_memory / GIB, rates
 
 
-def _seconds(work: Callable[[], object], repeats: int = 5, of: Callable[[list[float]], float] = min) -> float:
-    """The least of a few, or what else `of` makes of them, after one to warm up."""
+def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """The least of a few, after one to warm up: what the device does, it does the same each time."""
+    return min(_each(work, repeats + 1)[1:])
+
+
+def _usual_seconds(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """What the host's work takes when little else disturbs it: of many, a quarter are faster. A host that is slow for a second is not a slow host."""
+    return statistics.quantiles(_each(work, REPEATS, before)[1:], n=4)[0]
+
+
+def _each(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> list[float]:
     taken = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
+        before()
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return of(taken[1:])
+    return taken
 
 
 def _pass(device: torch.device) -> float:
@@ -80,12 +91,7 @@ def _pass(device: torch.device) -> float:
     config = Config(model=Model(scratch=scratch), task=Task(builtin=BuiltinTask(name="copy")))
     policy = Policy(load_model(config, device), config)
     sequence = Trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)
-
-    def work() -> None:
-        policy.accumulate([sequence], lambda *_: None)
-        policy.model.zero_grad()
-
-    return _seconds(work, repeats=20, of=statistics.median)
+    return _usual_seconds(lambda: policy.accumulate([sequence], lambda *_: None), before=policy.model.zero_grad)
 
 
 def _cpu_step(device: torch.device) -> float:
@@ -94,12 +100,4 @@ def _cpu_step(device: torch.device) -> float:
     with Residency(build_plan(Memory(), config), device) as residency:
         weight = nn.Parameter(torch.zeros(STEPPED // 1024, 1024, device=device, dtype=torch.bfloat16))
         optimizer = AdamW([("weight", weight)], config, residency)
-        taken = []
-        for _ in range(3):
-            (weight.sum() * 1e-3).backward()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            optimizer.step(1e-6)
-            torch.cuda.synchronize()
-            taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+        return _usual_seconds(lambda: optimizer.step(1e-6), before=lambda: (weight.sum() * 1e-3).backward())

@@ -20,6 +20,7 @@ from ebbtide.rollout.paged.room import BLOCKS, CHUNKS, SHARE, Room, blocks_for, 
 from ebbtide.rollout.paged.schedule import most_blocks
 
 PROBE = 8192  # tokens on which a run holds `memory.activations` against the link
+PASSING = 64 * 2**20  # gradients that wait for others to leave with, or are on their way
 LIBRARIES = 96 * 2**20  # device memory that products and rotary tables take, once
 
 
@@ -166,10 +167,10 @@ class Predictor:
         chunk = config.train.head_chunk_tokens
         logits = each * min(chunk, part.predicted) * shape.vocabulary
         head = 4 * shape.embedding + logits + max(logits if part.predicted > chunk else 0, each * shape.embedding)
-        # What leaves is on its way for as long as two blocks' worth takes; of the head's, most is gone by the first block.
-        passing = 2 * grad * shape.block if config.optimizer.overlap and config.optimizer.on_cpu else 0
-        of_head = grad * shape.embedding // 3 + passing if leaving else grad * shape.embedding
-        early, late = max(before, min(of_head, whole or of_head)) + passing * (not leaving), max(before, whole, of_head if leaving else 0)
+        passing = PASSING if config.optimizer.overlap and config.optimizer.on_cpu else 0
+        # The head's gradient is the first. Where the head is the embedding, autograd keeps it until the embedding's own is there, and only then does it add up or leave.
+        of_head = each * shape.embedding if shape.tied or not (before or leaving) else 0
+        early, late = before + of_head + passing, max(before + of_head, whole) + passing
         in_first = late - (grad * shape.block if before == 0 and not leaving else 0)
         norm_saved = (made.normed - (16 + each) * hidden) * tokens
         taken = [

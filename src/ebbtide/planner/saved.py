@@ -142,7 +142,8 @@ def held(shape: Shape, each: int, choice: Choice, keep_last: int) -> Held:
     offloaded = sum(per_block.get(name, 0) for name in choice.offload)
     stay = min(shape.layers, keep_last + ON_THE_WAY) if offloaded else shape.layers
     made = sum(saved(shape, each).values()) - whole + each * shape.hidden if whole_block(shape, choice) else 0
-    wide = shape.experts_per_token * (3 * shape.mlp + 2 * shape.hidden) if shape.experts else 3 * shape.mlp
+    # Gradients where they are widest. In a dense MLP, of its two halves and of their product: which itself, saved for the last matrix, is gone by then.
+    wide = shape.experts_per_token * (3 * shape.mlp + 2 * shape.hidden) if shape.experts else 2 * shape.mlp
     return Held(
         blocks=shape.layers * (whole - offloaded) + stay * offloaded,
         one=whole,

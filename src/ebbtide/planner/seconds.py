@@ -27,7 +27,7 @@ LEAVING_OPS = 10.0  # for each tensor whose gradient leaves for the CPU in a bac
 DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_PRODUCTS = 47e-6, 0.89, 1.25, 1.24
 DECODE_EXPERTS = 112e-6  # seconds more a block, for sorting tokens by expert and back
 # Operations of the host before an optimizer step on the device begins: always, and for each tensor.
-STEP_OPS, TENSOR_OPS = 300, 2.0
+STEP_OPS, TENSOR_OPS = 420, 2.0
 STEPPED = 0.92  # of the rate of a copy, where the device reads and writes all that a step touches
 GATHERED = 5.8  # times the rate of a short step: compute waits so long where a later micro-batch's gradients add up on the CPU
 CPU_ADAM, CPU_STARTS = 1.14, 0.02  # times the rate of a short step, and seconds before it and after it
