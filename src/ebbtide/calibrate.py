@@ -1,4 +1,4 @@
-"""Measures what this machine can do, for the planner: link, memory, products, the CPU's optimizer, and how fast Python hands work to the device. A few seconds."""
+"""Measures what this machine can do, for the planner: link, memory, products, the CPU's optimizer, and how fast Python hands work to the device. About ten seconds."""
 
 from __future__ import annotations
 
