@@ -10,7 +10,7 @@ import torch
 
 from ebbtide.calibrate import calibrate
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_rates_are_measured_and_nothing_stays() -> None:
