@@ -24,7 +24,7 @@ def shard(policy: Policy, mesh: DeviceMesh, device: torch.device) -> None:
         parallelize(policy.model, mesh["tensor"])
     layers = getattr(decoder(policy.model), "layers", None)
     data = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
-    # Also over one data-parallel rank: then it gathers nothing, and adds up the gradients of what tensor parallelism left whole.
+    # Also over one data-parallel rank: then it copies weights instead of gathering them, and adds up the gradients of what tensor parallelism left whole.
     # The module from tokens to log-probs is the root, not the model: it uses the head's matrix as well, outside of any forward of the model's own.
     reduce = torch.float32 if data.size() > 1 else None  # over one rank nothing is added up
     for module in (*(layers if isinstance(layers, nn.ModuleList) else ()), policy.module):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ebbtide.config.tree import Config, Rehearsal, Vllm
 from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
-from ebbtide.optim.sizes import grad_bytes, ring_bytes, state_bytes
+from ebbtide.optim.sizes import CPU_CHUNK, grad_bytes, ring_bytes, state_bytes
 from ebbtide.planner.foretold import CYCLE, Foretold, Generation, Prediction, Spent
 from ebbtide.planner.machine import GIB, Machine
 from ebbtide.planner.ranks import SENT, Gathers, Sharing, Talk
@@ -20,7 +20,6 @@ from ebbtide.rollout.paged.room import BLOCKS, CHUNKS, SHARE, Room, blocks_for, 
 from ebbtide.rollout.paged.schedule import most_blocks
 
 PROBE = 8192  # tokens on which a run holds `memory.activations` against the link
-PASSING = 64 * 2**20  # gradients that wait for others to leave with, or are on their way
 LIBRARIES = 96 * 2**20  # device memory that products and rotary tables take, once
 
 
@@ -167,7 +166,8 @@ class Predictor:
         chunk = config.train.head_chunk_tokens
         logits = each * min(chunk, part.predicted) * shape.vocabulary
         head = 4 * shape.embedding + logits + max(logits if part.predicted > chunk else 0, each * shape.embedding)
-        passing = PASSING if config.optimizer.overlap and config.optimizer.on_cpu else 0
+        # Those that leave go together: one lot waits for others, and one is on its way.
+        passing = 2 * grad * min(CPU_CHUNK, shape.parameters) if config.optimizer.overlap and config.optimizer.on_cpu else 0
         # The head's gradient is the first. Where the head is the embedding, autograd keeps it until the embedding's own is there, and only then does it add up or leave.
         of_head = each * shape.embedding if shape.tied or not (before or leaving) else 0
         early, late = before + of_head + passing, max(before + of_head, whole) + passing
