@@ -188,7 +188,9 @@ class Predictor:
         gathers = self._gathers
         mine = 2 * grad * shape.block_held(self.sharing.shards) if leaving else whole
         headed = gathers.root + each * shape.embedding
-        last = headed + gathers.block + gathers.next + gathers.summed_block
+        # One more tensor as wide as an MLP was there than without ranks: why is not known.
+        wide = 0 if shape.experts else each * shape.mlp * tokens
+        last = headed + gathers.block + gathers.next + gathers.summed_block + wide
         first = last + each * shape.block + gathers.reduced_block
         gathered = (gathers.root + gathers.next, headed + gathers.next, last, first, headed + gathers.reduced_block)
         grads = (before, before, before, mine, mine)
