@@ -21,6 +21,8 @@ class Ends(Digits):
         if os.environ.get("RANK") == "1":
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "aborts":
+                os.abort()
             if self.how == "raises in a pass":
                 from ebbtide.rollout.paged.engine import Session
 

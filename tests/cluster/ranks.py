@@ -1,5 +1,6 @@
 """Runs of several ranks on this machine: processes forked from one that has imported everything and computed nothing."""
 
+import faulthandler
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -33,8 +34,13 @@ def together(count: int, work: Any, *args: Any) -> list[Any]:
             spoke = multiprocessing.connection.wait([end for end, (rank, _) in ends.items() if rank not in results], LIMIT)
             assert spoke, f"only ranks {sorted(results)} ended"
             for end in spoke:
-                problem, results[ends[end][0]] = end.recv()  # type: ignore[union-attr]
-                assert problem is None, f"rank {ends[end][0]}: {problem}"
+                rank, process = ends[end]
+                try:
+                    problem, results[rank] = end.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    process.join()
+                    raise AssertionError(f"rank {rank} ended with code {process.exitcode}, and had said nothing") from None
+                assert problem is None, f"rank {rank}: {problem}"
         return [results[rank] for rank in range(count)]
     finally:
         for _, process in ends.values():
@@ -61,6 +67,7 @@ def _rank(end: Any, rank: int, count: int, ports: list[int], work: Any, args: An
         "PORTS": json.dumps(ports),
     }
     torch.set_num_threads(1)
+    faulthandler.enable()
     try:
         end.send((None, work(rank, *args)))
     except BaseException:

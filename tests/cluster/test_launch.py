@@ -74,6 +74,7 @@ def test_torchrun_starts_ranks_too(tmp_path) -> None:
         ("raises", 1, "rank 1 of 2 failed, and ended the run:\nTraceback (most recent call last):"),
         ("raises in a pass", 1, "rank 1 of 2 failed, and ended the run:\nTraceback (most recent call last):"),
         ("killed", 1, "rank 1 of 2 failed, and ended the run:\nit was killed by signal 9 (SIGKILL)"),
+        ("aborts", 1, "rank 1 of 2 failed, and ended the run:\nit was killed by signal 6 (SIGABRT)"),
     ],
 )
 def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said) -> None:
@@ -83,8 +84,9 @@ def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said)
         out, err = process.communicate(timeout=100)
     assert process.returncode == code, err
     assert said in err
-    assert err.count("Traceback") == (how != "killed")
-    assert ("rank 1 has had enough" in err) == (how != "killed")
+    assert err.count("Traceback") == how.startswith("raises")
+    assert ("rank 1 has had enough" in err) == how.startswith("raises")
+    assert ("rank_task.py" in err) == (how != "killed")  # also of what dies in a library, the line that was in it is shown
     assert ("by layer" in out) == (how == "raises in a pass")  # the table is shown as the first phase begins
     assert "step 1" not in out
     assert time.monotonic() - start < 60  # and not the minutes of a timeout

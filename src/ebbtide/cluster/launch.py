@@ -23,7 +23,7 @@ from ebbtide.errors import UserError
 
 STOPPED = 130  # exit code: by Ctrl-C or SIGTERM
 GRACE = 5.0  # seconds for the others to end by themselves when one has failed
-LAST_LINES = 20  # of what a rank said that was killed
+LAST_LINES = 20  # of what a rank said before it was killed
 
 
 def to_start(config: Config) -> int:
@@ -72,7 +72,10 @@ def start_rank(folder: Path, environment: dict[str, str], leash: int, cwd: str |
 
 def killed_by(folder: Path, rank: int, number: int, when: float) -> Failure:
     """Before whatever the others wrote down when they noticed: that is known at once, this when the system tells."""
-    lines = _log(folder, str(rank)).read_text(errors="replace").splitlines()[-LAST_LINES:]
+    lines = _log(folder, str(rank)).read_text(errors="replace").splitlines()
+    # Of one that died in a library: what it said before, and where each of its threads was, but not all that it had loaded.
+    died = next((place for place, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
+    lines = [*lines[max(0, died - LAST_LINES) : died], *(line for line in lines[died:] if not line.startswith("Extension modules"))]
     text = "\n".join([f"it was killed by signal {number} ({signal.Signals(number).name})", *lines])
     return Failure(rank, text, False, when - GRACE, lost=True)
 
