@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -317,6 +318,7 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 def main() -> None:
     """Errors that a user can mend: one paragraph, exit code 2, no traceback."""
+    faulthandler.enable(2)  # what dies in a library says on stderr which line was in it
     try:
         app()
     except UserError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 
@@ -19,7 +18,6 @@ from ebbtide.report.silent import Silent
 
 
 def run_rank(job: Job) -> None:
-    faulthandler.enable()  # what dies in a library says which line was in it
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     rehearsal = job.rehearsal
