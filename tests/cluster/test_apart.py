@@ -5,9 +5,12 @@ import os
 import signal
 import threading
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
+import pytest
 import torch
 from ranks import next_port, run, runs, together
 from test_launch import command
@@ -116,6 +119,67 @@ def linked(rank):
 
 def test_the_link(tmp_path) -> None:
     assert together(3, linked) == [(True, ["rank 1", "rank 2"])] * 3
+
+
+def slow(rank, hangs):
+    """Rank 1 has nothing to do. Rank 2 is looked for twice as long as ranks wait for each other, and says each time that it is there; or hangs, in its work or before it."""
+    from datetime import timedelta
+
+    from torch.distributed.rendezvous import rendezvous
+
+    from ebbtide.cluster import link as module
+
+    next_port()
+    store, _, _ = next(rendezvous("env://"))
+    link = Link(store, rank, 1, 2, torch.device("cpu"), timedelta(seconds=30))
+    clock, looks, heard = count(), 0, b""
+
+    def shown(done, of) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 60:
+            store.set("long", "")
+
+    def sleep(seconds) -> None:
+        nonlocal heard
+        last = heard
+        while not hangs and looks < 60 and heard == last:
+            heard = store.get("done/1")
+
+    def hurry() -> None:
+        """A second for each time that one looks, until it has been long."""
+        if rank == 0:
+            module.time = SimpleNamespace(monotonic=lambda: next(clock) if looks < 60 else 0, sleep=sleep)
+
+    if hangs == "before":
+        hurry()
+        if rank == 2:
+            store.wait(["for ever"])
+    link.ordered()
+    if rank == 0:
+        store.wait(["done/0", "done/1"])
+        hurry()
+        return link.answered(meanwhile=link.shown(64, shown))
+    if rank == 2:
+        link.tell(12, 64)
+        while not store.check(["long"]):
+            if not hangs:
+                link.tell(12, 64)
+    link.tell(1, 1)
+    return link.answered(rank)
+
+
+def test_ranks_that_are_slow_are_waited_for() -> None:
+    assert together(3, slow, None) == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("hangs", "said"),
+    [("before", "at least one did not come for its prompts"), ("in its work", "rank 2 got no further")],
+)
+def test_a_rank_that_hangs_ends_the_wait(hangs, said) -> None:
+    with pytest.raises(AssertionError, match=f"of the ranks that only generate, {said} for 0.5 minutes"):
+        together(3, slow, hangs)
 
 
 def test_buckets_are_full_and_never_fuller() -> None:

@@ -66,6 +66,7 @@ def serve(config: Config, link: Link) -> None:
                 if hand:
                     done = engine.generate([order.requests[index] for index in hand], order.sampling, link.teller())
                     answer = done, engine.preempted if isinstance(engine, Preempting) else 0
+                link.tell(1, 1)
                 link.answered(answer)
 
 

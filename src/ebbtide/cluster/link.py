@@ -23,7 +23,7 @@ from ebbtide.rollout.engine import Request, Sampling
 
 TICK = 0.005  # seconds between looks at what has come: signals are heard in between
 TOLD = 0.5  # seconds between words on how far a rank is
-FOREVER = timedelta(days=365)  # one side waits while the other works, however long; a rank that ends, ends the wait
+FOREVER = timedelta(days=365)  # one side waits for as long as the other works; one that ends or gets no further ends the wait
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Link:
 
     def __init__(self, store: Store, rank: int, training: int, generating: int, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.training, self.generating = rank, training, generating
-        self._store = PrefixStore("done", store)
-        self._calls = 0
+        self._store, self._timeout = PrefixStore("done", store), timeout
+        self._calls = self._words = 0
         # On the host, as all that is said in words.
         self._talk: Any = dist.ProcessGroupGloo(PrefixStore("talk", store), rank, training + generating, FOREVER)
         self._weights: Any = None
@@ -63,7 +63,13 @@ class Link:
     def ordered(self, order: Order | None = None) -> Order | None:
         """The first rank's order, on all of them; None is the end."""
         self._calls += 1
-        found: Order | None = self._said(order, 0)
+        start = time.monotonic()
+
+        def look() -> None:
+            if self.rank == 0 and time.monotonic() - start > self._timeout.total_seconds():
+                raise self._late("at least one", "did not come for its prompts")
+
+        found: Order | None = self._said(order, 0, look)
         return found
 
     def answered(self, mine: Any = None, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
@@ -100,35 +106,51 @@ class Link:
                 for target, part in zip(targets, flat.split([target.numel() for target in targets]), strict=True):
                     target.copy_(part)
 
-    # How far the ranks are that generate: the first rank shows it
+    # How far the ranks are that generate: the first rank shows it, and sees to it that they get further
+
+    def tell(self, done: int, of: int) -> None:
+        """Of a rank that generates: so much of this order."""
+        self._words += 1  # so that one who is slow is not taken for one who hangs
+        self._store.set(str(self.place), f"{self._calls} {self._words} {done} {of}")
 
     def teller(self) -> Progress:
-        """Of a rank that generates, for this order."""
+        """The same, now and then."""
         last = time.monotonic()
 
         def tell(done: int, of: int) -> None:
             nonlocal last
             if time.monotonic() - last > TOLD:
                 last = time.monotonic()
-                self._store.set(str(self.place), f"{self._calls} {done} {of}")
+                self.tell(done, of)
 
         return tell
 
     def shown(self, of: int, progress: Progress) -> Callable[[], None]:
-        """For the first rank, which waits: passes on how many of so many samples are done."""
-        last = time.monotonic()
+        """For the first rank, which waits: passes on how many of so many samples are done. Raises when no rank has got any further for as long as ranks wait for each other."""
+        last = moved = time.monotonic()
+        before: list[list[int]] = []
 
         def look() -> None:
-            nonlocal last
-            if self.rank == 0 and time.monotonic() - last > TOLD:
-                last = time.monotonic()
-                known = [str(place) for place in range(self.generating) if self._store.check([str(place)])]
-                words = [self._store.get(place).split() for place in known]
-                # Each in units of its own engine; all have about as much.
-                parts = [int(done) / int(most) for call, done, most in words if int(call) == self._calls]
-                progress(int(of * sum(parts) / self.generating), of)
+            nonlocal last, moved, before
+            if self.rank != 0 or time.monotonic() - last <= TOLD:
+                return
+            last = time.monotonic()
+            places = [str(place) for place in range(self.generating)]
+            words = [[int(word) for word in self._store.get(place).split()] if self._store.check([place]) else [0] for place in places]
+            if words != before:
+                before, moved = words, last
+            # Each in units of its own engine; all have about as much.
+            parts = [word[2] / word[3] if word[0] == self._calls else 0.0 for word in words]
+            progress(int(of * sum(parts) / self.generating), of)
+            if last - moved > self._timeout.total_seconds():
+                late = " and ".join(f"rank {self.training + place}" for place, part in enumerate(parts) if part < 1)
+                raise self._late(late or "at least one", "got no further")
 
         return look
+
+    def _late(self, who: str, what: str) -> RuntimeError:
+        minutes = self._timeout.total_seconds() / 60
+        return RuntimeError(f"of the ranks that only generate, {who} {what} for {minutes:g} minutes (`run.distributed_timeout_minutes`)")
 
     def _said(self, value: Any, source: int, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """What a rank says, on all of them."""

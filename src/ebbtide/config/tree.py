@@ -38,7 +38,7 @@ class Run(Section):
     """How much is written to `log.txt` in the run folder: Ebbtide's own log and that of torch.distributed."""
 
     distributed_timeout_minutes: Positive = 10.0
-    """How long ranks wait for each other, in training and when they save or load together."""
+    """How long ranks wait for each other: in training, when they save or load together, and for those that only generate to get any further."""
 
     @model_validator(mode="after")
     def _overwrite_what(self) -> Run:
