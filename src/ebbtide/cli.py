@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,7 @@ from ebbtide import __version__
 from ebbtide.checkpoint.resume import FOLDER, find
 from ebbtide.checkpoint.store import listed
 from ebbtide.cluster.launch import launch, to_start
-from ebbtide.cluster.leash import Job, told
+from ebbtide.cluster.leash import Job, leave, told
 from ebbtide.cluster.on_ray import launch_on_ray
 from ebbtide.config import load, load_serve, recipes
 from ebbtide.config.document import explained
@@ -181,6 +182,11 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
         run_rank(job)
     except Stopped:
         raise typer.Exit(130) from None
+    except Exception as error:
+        if isinstance(error, UserError) or os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        traceback.print_exc()
+        leave()
 
 
 @app.command(hidden=True)

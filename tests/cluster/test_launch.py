@@ -13,21 +13,22 @@ import yaml
 
 from conftest import TINY, merged
 from ebbtide.checkpoint.store import listed
-from ebbtide.cluster.launch import show
+from ebbtide.cluster.launch import free_port, show
 from ebbtide.cluster.leash import Failure, Job
 from ebbtide.errors import UserError
 
 HERE = Path(__file__).parent
 
 
-def command(tmp_path, changes=None, *, start=("-m", "ebbtide")):
+def command(tmp_path, changes=None, *, start=("-m", "ebbtide"), **environment):
     """The process of a run of `train`."""
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(merged(TINY, {"run.folder": str(tmp_path / "run"), "checkpoint": None, **(changes or {})})))
     path = os.pathsep.join([str(HERE), *(entry for entry in sys.path if entry)])
     return subprocess.Popen(
         [sys.executable, *start, "train", str(file)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,6 +67,38 @@ def test_torchrun_starts_ranks_too(tmp_path) -> None:
     assert "2 ranks, each with one part in 2 of the model" in out
     assert out.count("step 1/2") == 1
     assert steps(tmp_path) == [1, 2]
+
+
+FAILS = """
+import os, sys; from datetime import timedelta
+import torch, torch.distributed as dist
+import ebbtide.rank; from ebbtide.cli import main
+
+def run_rank(job):
+    rank = int(os.environ["RANK"])
+    group = dist.ProcessGroupGloo(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0), rank, 2, timedelta(days=1))
+    if rank == 1:
+        sys.stdin.read()
+    waits = group.broadcast(torch.zeros(1), 1)
+    raise RuntimeError("it has waited for too long")
+
+ebbtide.rank.run_rank = run_rank
+main()
+"""
+
+
+def test_a_rank_that_another_started_ends_though_it_waits_for_one_that_hangs(tmp_path) -> None:
+    def rank(number):
+        (folder := tmp_path / number).mkdir()
+        return command(folder, start=("-c", FAILS), RANK=number, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+    port = str(free_port())
+    with rank("0") as fails, rank("1") as hangs:
+        fails.wait(timeout=60)
+        assert hangs.poll() is None
+        hangs.kill()
+        assert fails.returncode == 1
+        assert "RuntimeError: it has waited for too long" in fails.stderr.read()
 
 
 @pytest.mark.parametrize(

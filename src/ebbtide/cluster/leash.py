@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ebbtide.checkpoint.store import Saved
 from ebbtide.config.tree import Config, Rehearsal
@@ -81,8 +82,13 @@ def told(folder: Path) -> Iterator[Job]:
         sys.exit(2)
     except Exception:  # noqa: BLE001 (shown by the one that started this rank)
         Failure(rank, traceback.format_exc(), False, time.time()).write(folder)
-        sys.stdout.flush()
-        os._exit(1)  # at once: threads that wait for other ranks would hold it
+        leave()
+
+
+def leave() -> NoReturn:
+    """At once: threads that wait for other ranks would hold a rank that has failed."""
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _end_with(leash: int) -> None:

@@ -66,8 +66,9 @@ class Link:
         start = time.monotonic()
 
         def look() -> None:
-            if self.rank == 0 and time.monotonic() - start > self._timeout.total_seconds():
-                raise self._late("at least one", "did not come for its prompts")
+            # Those that generate wait for the others' work; and the first time, the others for them to load their model.
+            if not self.generates and self._calls > 1 and time.monotonic() - start > self._timeout.total_seconds():
+                raise self._late("another rank did not come for the next prompts")
 
         found: Order | None = self._said(order, 0, look)
         return found
@@ -144,13 +145,12 @@ class Link:
             progress(int(of * sum(parts) / self.generating), of)
             if last - moved > self._timeout.total_seconds():
                 late = " and ".join(f"rank {self.training + place}" for place, part in enumerate(parts) if part < 1)
-                raise self._late(late or "at least one", "got no further")
+                raise self._late(f"{late or 'another rank'} got no further")
 
         return look
 
-    def _late(self, who: str, what: str) -> RuntimeError:
-        minutes = self._timeout.total_seconds() / 60
-        return RuntimeError(f"of the ranks that only generate, {who} {what} for {minutes:g} minutes (`run.distributed_timeout_minutes`)")
+    def _late(self, what: str) -> RuntimeError:
+        return RuntimeError(f"{what} for {self._timeout.total_seconds() / 60:g} minutes (`run.distributed_timeout_minutes`)")
 
     def _said(self, value: Any, source: int, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """What a rank says, on all of them."""
