@@ -2,13 +2,15 @@
 
 import json
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 from ranks import together
+from torch.distributed import HashStore
 
 from conftest import TINY, merged
-from ebbtide.config.tree import Config
+from ebbtide.config.tree import Cluster, Config
 
 
 def twins(rank: int, config: Config) -> tuple[set[str], set[str]]:
@@ -53,3 +55,25 @@ def test_what_a_rank_has_whole_it_generates_with_as_it_is(cluster, all_here) -> 
     for before, after in together(2, twins, config):
         assert before == after
         assert {kind for kind in ("embed", "norm", "proj") if any(kind in name for name in before)} == all_here
+
+
+def streams(rank: int, config: Config) -> list[bool]:
+    """Whether each of FSDP's is the one that computes, after its first pass."""
+    from ebbtide.cluster.whole import share_out
+    from ebbtide.cluster.world import Ranks
+    from ebbtide.policy.model import load_model
+    from ebbtide.policy.policy import Policy
+
+    cpu = torch.device("cpu")
+    with Ranks(Cluster(), cpu, HashStore(), rank=0, size=1, timeout=timedelta(minutes=1)) as world:
+        policy = Policy(load_model(config, cpu), config, world)
+        with share_out(policy, world, cpu, "whole").there() as model:
+            policy.verify(model)
+        context = policy.module._get_fsdp_state()._comm_ctx
+        return [stream is torch.cpu.current_stream() for name, stream in vars(context).items() if name.endswith("_stream")]
+
+
+def test_one_rank_computes_on_one_stream() -> None:
+    [same] = together(1, streams, Config.model_validate(TINY))
+    assert len(same) >= 4
+    assert all(same)

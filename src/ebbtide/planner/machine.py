@@ -65,7 +65,7 @@ class Machine:
 # Measured on an H200: benchmarks/plan.py. Of the others, memory, products and copies are what their data sheets say, scaled as the H200's measured figures are to its
 # own sheet (matmul 0.79, copy 0.87), and the link is that of their bus. Hosts differ more than GPUs: 1.7 to 4.7 billion parameters a second were seen beside one kind of GPU, so that a
 # host of which nothing is known is taken for a slow one.
-_H200 = Rates(matmul=786e12, copy=4.19e12, link_out=55.0e9, link_in=55.5e9, cpu_adam=2.5e9, host_op=140e3)
+_H200 = Rates(matmul=786e12, copy=4.19e12, link_out=55.0e9, link_in=55.5e9, cpu_adam=2.85e9, host_op=140e3)
 
 
 def _sheet(matmul: float, copy: float, link: float) -> Rates:

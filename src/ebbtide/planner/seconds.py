@@ -29,8 +29,8 @@ DECODE_EXPERTS = 112e-6  # seconds more a block, for sorting tokens by expert an
 # Operations of the host before an optimizer step on the device begins: always, and for each tensor.
 STEP_OPS, TENSOR_OPS = 420, 2.0
 STEPPED = 0.92  # of the rate of a copy, where the device reads and writes all that a step touches
-GATHERED = 5.8  # times the rate of a short step: compute waits so long where a later micro-batch's gradients add up on the CPU
-CPU_ADAM, CPU_STARTS = 1.14, 0.02  # times the rate of a short step, and seconds before it and after it
+GATHERED = 5.1  # times the rate of a short step: compute waits so long where a later micro-batch's gradients add up on the CPU
+CPU_STARTS = 0.004  # seconds before a step on the CPU and after it
 STREAMED = 0.87  # of the link, where both directions are busy
 BOTH = 0.85  # of their sum, where half is streamed while the CPU steps the rest
 
@@ -103,7 +103,7 @@ class Speed:
             streamed = elsewhere * state / (STREAMED * min(rates.link_out, rates.link_in))
             waits = max(0.0, streamed - on_device)
             on_device += waits
-        with_cpu = self._here * on_cpu / (CPU_ADAM * rates.cpu_adam) + (CPU_STARTS if on_cpu else 0.0)
+        with_cpu = self._here * on_cpu / rates.cpu_adam + (CPU_STARTS if on_cpu else 0.0)
         if config.place == "streamed" and on_cpu:  # both read and write the host's memory
             return BOTH * (on_device + with_cpu), BOTH * waits
         return max(on_device, with_cpu), waits
