@@ -148,8 +148,6 @@ FIT: list[Case] = [
     ("4B", "streamed, keep", (7, 8, 78, 204), ["optimizer.place=streamed", "train.microbatch_tokens=6144"]),
     ("MoE", "device, keep, KL", (11, 7, 94, 176), ["train.microbatch_tokens=10240", "loss.kl.coefficient=0.01"]),
     ("MoE", "streamed, recompute", (10, 8, 78, 188), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
-]  # fmt: skip
-TEST: list[Case] = [
     ("0.6B", "device, keep", (18, 7, 62, 252), ["train.microbatch_tokens=14336"]),
     ("0.6B", "streamed, balanced", (15, 9, 78, 244), ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.minibatches=2"]),
     ("0.6B", "cpu, recompute, long", (4, 6, 78, 1450), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=14336"]),
@@ -163,6 +161,21 @@ TEST: list[Case] = [
     ("4B", "streamed, offload", (8, 7, 62, 212), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=10240"]),
     ("MoE", "device, keep", (13, 6, 110, 172), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
     ("MoE", "streamed, offload, KL", (9, 8, 94, 184), ["optimizer.place=streamed", "memory.activations.preset=offload", "loss.kl.coefficient=0.01"]),
+]  # fmt: skip
+TEST: list[Case] = [
+    ("0.6B", "device, recompute", (19, 6, 94, 228), ["memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
+    ("0.6B", "streamed, offload", (17, 8, 62, 258), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("0.6B", "cpu, keep, long", (4, 6, 94, 1350), ["optimizer.place=cpu", "train.microbatch_tokens=12288"]),
+    ("0.6B", "device, balanced, KL", (16, 8, 78, 246), ["memory.activations.preset=balanced", "loss.kl.coefficient=0.01", "train.microbatch_tokens=14336"]),
+    ("1.7B", "device, keep", (14, 6, 94, 232), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
+    ("1.7B", "streamed, recompute", (13, 8, 62, 248), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=11264"]),
+    ("1.7B", "cpu, offload", (12, 7, 110, 218), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=12288"]),
+    ("1.7B", "half cpu, balanced", (13, 7, 94, 224), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced", "train.microbatch_tokens=10240", "train.minibatches=2"]),
+    ("1.7B", "device away in generate, recompute, long", (4, 5, 62, 1350), ["memory.away.generate=[moments, master]", "memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
+    ("4B", "device, offload", (8, 8, 62, 204), ["memory.activations.preset=offload", "train.microbatch_tokens=8192"]),
+    ("4B", "streamed, balanced", (7, 8, 94, 192), ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
+    ("MoE", "device, recompute", (12, 7, 78, 184), ["memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
+    ("MoE", "streamed, keep, KL", (10, 7, 110, 168), ["optimizer.place=streamed", "train.microbatch_tokens=9216", "loss.kl.coefficient=0.01", "train.minibatches=2"]),
 ]  # fmt: skip
 
 

@@ -63,26 +63,30 @@ def _measured(progress: Progress) -> tuple[str, float, Rates]:
     return properties.name, properties.total_memory / GIB, rates
 
 
-def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The least of a few, after one to warm up: what the device does, it does the same each time."""
-    return min(_each(work, repeats + 1)[1:])
+def _nothing() -> None: ...
 
 
-def _usual_seconds(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """What the host's work takes when little else disturbs it: of many, a quarter are faster. A host that is slow for a second is not a slow host."""
-    return statistics.quantiles(_each(work, REPEATS, before)[1:], n=4)[0]
+def _seconds(work: Callable[[], object], repeats: int = 5, before: Callable[[], object] = _nothing) -> float:
+    """The least of some: what the device does, it does the same each time, and what others do to the host only ever makes it slower."""
+    return min(_each(work, repeats, before))
 
 
-def _each(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> list[float]:
+def _usual_seconds(work: Callable[[], object], before: Callable[[], object]) -> float:
+    """Of work that keeps all cores busy: a step of a run, which is longer, is never as fast as the fastest, so of many a quarter are faster."""
+    return statistics.quantiles(_each(work, REPEATS, before), n=4)[0]
+
+
+def _each(work: Callable[[], object], repeats: int, before: Callable[[], object]) -> list[float]:
+    """Seconds of each repeat, after one to warm up."""
     taken = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         before()
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return taken
+    return taken[1:]
 
 
 def _pass(device: torch.device) -> float:
@@ -91,7 +95,7 @@ def _pass(device: torch.device) -> float:
     config = Config(model=Model(scratch=scratch), task=Task(builtin=BuiltinTask(name="copy")))
     policy = Policy(load_model(config, device), config)
     sequence = Trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)
-    return _usual_seconds(lambda: policy.accumulate([sequence], lambda *_: None), before=policy.model.zero_grad)
+    return _seconds(lambda: policy.accumulate([sequence], lambda *_: None), REPEATS, before=policy.model.zero_grad)
 
 
 def _cpu_step(device: torch.device) -> float:
