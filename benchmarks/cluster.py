@@ -1,4 +1,5 @@
-"""What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under FSDP2, in turns.
+"""What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under FSDP2, in turns. And in one process in which a kernel has run on a second
+stream, as FSDP2 and NCCL have them on several ranks.
 
     python benchmarks/cluster.py
 
@@ -22,25 +23,27 @@ from ebbtide.cluster.world import Ranks
 from ebbtide.config.tree import Cluster
 
 TURNS = 2
-ALONE, SHARDED = "one process", "one rank under FSDP2"
+ALONE, SHARDED, BESIDE = "one process", "one rank under FSDP2", "one process, a second stream"
 
 
 def main() -> None:
-    found: dict[str, list[dict[str, float]]] = {ALONE: [], SHARDED: []}
+    found: dict[str, list[dict[str, float]]] = {ALONE: [], SHARDED: [], BESIDE: []}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as anew:
         for _ in range(TURNS):
-            for case in (ALONE, SHARDED):
+            for case in found:
                 found[case] += anew.submit(run, case).result()[1:]  # the first compiles and captures
     rows = [row for case, lines in found.items() for row in _rows(case, lines)]
     figures = {(row.case, row.metric): row.value for row in rows}
-    for metric in ("whole step", "peak"):
-        more = 100 * (figures[SHARDED, metric] / figures[ALONE, metric] - 1)
-        rows.append(Row(SHARDED, f"{metric}, more", more, "%"))
+    for case, metric in ((SHARDED, "whole step"), (SHARDED, "peak"), (BESIDE, "generate")):
+        rows.append(Row(case, f"{metric}, more", 100 * (figures[case, metric] / figures[ALONE, metric] - 1), "%"))
     save(Path(__file__).stem, rows)
 
 
 def run(case: str) -> list[dict[str, float]]:
-    if case == ALONE:
+    if case == BESIDE:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.zeros(1, device="cuda").add_(1)
+    if case != SHARDED:
         return steps([])
     with Ranks(Cluster(), torch.device("cuda"), HashStore(), rank=0, size=1, timeout=timedelta(minutes=10)) as ranks:
         return steps([], ranks)
