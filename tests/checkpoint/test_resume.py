@@ -118,6 +118,25 @@ def test_where_resume_looks(tiny, tmp_path, monkeypatch) -> None:
     assert find(tiny(longer), print) is None
     with pytest.raises(UserError, match="no complete checkpoint"):
         find(tiny({**longer, "resume": "runs/elsewhere"}), print)
+    for name in ("mine-2gpu-001", "mine-x-002", "other-003"):  # runs of other names
+        shutil.copytree("runs/mine-001", f"runs/{name}")
+    assert find(tiny({**longer, "resume": "auto"}), print).path == place
+    for number in ("1000", "999"):
+        shutil.copytree("runs/mine-001", f"runs/mine-{number}")
+    assert find(tiny({**longer, "resume": "auto"}), print).path == Path("runs/mine-1000/checkpoints/step-000002")
+
+
+def test_a_checkpoint_outside_a_run_is_not_taken_for_one_in_it(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fresh = {**EVERYTHING, "train.steps": 2, "run.name": "mine"}
+    run(tiny(fresh))
+    shutil.copytree("runs/mine-001/checkpoints/step-000002", "keep/step-000002")
+    longer = {**fresh, "train.steps": 3}
+    for where in ("keep/step-000002", "keep"):
+        with pytest.raises(UserError, match="not in a run's folder"):
+            find(tiny({**longer, "resume": where}), print)
+    shutil.copytree("keep", "new/checkpoints")
+    assert find(tiny({**longer, "resume": "new"}), print).path == Path("new/checkpoints/step-000002")
 
 
 def test_later_checkpoints_are_kept_aside_when_a_run_goes_on_from_an_earlier_one(tiny, tmp_path) -> None:
@@ -384,13 +403,41 @@ def test_the_first_signal_waits_for_the_step_and_the_second_does_not(tiny, tmp_p
     made, _ = keeper(tiny, tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     with made:
-        assert not made.stopping
+        assert not made.step_done(2)
         signal.raise_signal(signal.SIGTERM)
-        assert made.stopping
+        assert not made.stopping  # step 2 is not to be saved, so the run does not end with it
         assert made.step_done(3)
+        assert made.stopping
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two, monkeypatch) -> None:
+    given_up = threading.Event()
+    filled: list[str] = []
+
+    def before(name: str) -> None:
+        filled.append(name)
+        if len(filled) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            given_up.wait(10)
+
+    class Given(Saver):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_given_up" and value:
+                given_up.set()
+
+    monkeypatch.setattr("ebbtide.checkpoint.keep.Saver", Given)
+    config = tiny({"checkpoint": {"every": None, "keep": 9, "async_save": False}, "train.steps": 100})
+    made = Keeper(config, two.parent, Numbers(before), print)
+    made._saver._folder = two
+    with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        made.save(3, {})
+    assert len(filled) == 1 < len(Numbers().snapshot(0, copy=False).entries)
+    assert [saved.step for saved in listed(two)] == [1, 2]
 
 
 def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -> None:

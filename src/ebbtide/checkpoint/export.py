@@ -42,6 +42,8 @@ def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, 
 
 def export(saved: Saved, out: Path) -> None:
     """Writes model, tokenizer and chat template to a new folder that transformers loads."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: choose a folder to export to")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
     model, tokenizer, _ = read_model(saved)

@@ -12,7 +12,7 @@ from typing import Any
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import State
-from ebbtide.config.tree import Config
+from ebbtide.config.tree import Checkpoint, Config
 from ebbtide.errors import UserError
 
 SPARE = 1.5  # a step or a save may take so many times as long as the last one
@@ -39,6 +39,8 @@ class Keeper:
         self._began = self._stepped = self._saved = clock()
         self._step_seconds = self._blocked_seconds = 0.0
         self._asked = self._hurried = False
+        self.stopping = False
+        """The run is to end with the step that just ended: decided once, in `step_done`. What is asked for later is for the next step."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Keeper:
@@ -74,7 +76,7 @@ class Keeper:
         self._say("stopping: this step is finished and saved first (again to stop at once)")
 
     def step_done(self, step: int) -> bool:
-        """Whether the step that just ended is to be saved."""
+        """Whether the step that just ended is to be saved. All ranks ask together."""
         if self._saver is not None:
             self._saver.check()
         now, config = self._clock(), self._config.checkpoint
@@ -82,23 +84,17 @@ class Keeper:
         if config is None:
             return False
         old = self._agreed(config.minutes is not None and now - self._saved >= 60 * config.minutes)
-        stopping = self.stopping  # asked for always: ranks agree in one order
-        return step == self._config.train.steps or (config.every is not None and step % config.every == 0) or old or stopping
+        self.stopping = self._agreed(self._asked or self._too_late_for_another(config))
+        return step == self._config.train.steps or (config.every is not None and step % config.every == 0) or old or self.stopping
 
-    @property
-    def stopping(self) -> bool:
-        """The run is to end with the step that just ended. All ranks ask together."""
-        config = self._config.checkpoint
-        if config is None or config.deadline_minutes is None:
-            return self._agreed(self._asked)
+    def _too_late_for_another(self, config: Checkpoint) -> bool:
         another = SPARE * (self._step_seconds + self._blocked_seconds + (self._saver.seconds if self._saver else 0.0))
-        return self._agreed(self._asked or self._stepped - self._began + another > 60 * config.deadline_minutes)
+        return config.deadline_minutes is not None and self._stepped - self._began + another > 60 * config.deadline_minutes
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Saves a step; those that are neither new nor good enough go when it is there."""
         assert self._saver is not None
         start = self._clock()
-        stopping = self.stopping
-        self._saver.save(step, metrics, last=stopping or step == self._config.train.steps)
+        self._saver.save(step, metrics, last=self.stopping or step == self._config.train.steps)
         self._saved = self._stepped = self._clock()
         self._blocked_seconds = self._saved - start

@@ -37,6 +37,11 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
         raise UserError(
             f"`resume: {config.resume}` has no complete checkpoint: name a run folder or a checkpoint in it (`ebbtide checkpoints RUN` lists them)"
         )
+    if (folder := found[0].path.absolute().parent).name != FOLDER:  # its grandparent would be taken for the run's folder
+        raise UserError(
+            f"`resume: {config.resume}` is not in a run's folder, and a run goes on in its own: put the checkpoint into RUN/{FOLDER}, also of a new RUN, "
+            f"and name that (its folder now: {folder})"
+        )
     saved = newest_sound(found, say)
     if saved is None:
         raise UserError(f"`resume: {config.resume}`: no checkpoint there is whole")
@@ -57,7 +62,9 @@ def _candidates(config: Config) -> Iterator[Path]:
     if config.run.folder is not None:
         yield Path(config.run.folder).expanduser()
     else:
-        yield from sorted(Path("runs").glob(f"{config.run.name}-[0-9]*"), reverse=True)
+        parted = [(folder.name.rpartition("-"), folder) for folder in Path("runs").glob("*")]
+        mine = [(int(number), folder) for (name, _, number), folder in parted if name == config.run.name and number.isdecimal()]
+        yield from (folder for _, folder in sorted(mine, reverse=True))
 
 
 def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:

@@ -115,13 +115,13 @@ class Saver:
             memory = mmap.mmap(-1, max([1, *(entry.bytes for entry in snapshot.entries)]))
 
             def find(name: str) -> Tensor:  # one after the other, in the same memory
+                self._go_on()
                 snapshot.fill(name, out := entries[name].within(memory, 0))
                 return out
 
             return write_tensors(making, everyone, find, self._share), {}
         try:
-            if self._given_up:
-                raise OSError("it was given up")
+            self._go_on()
             if self._writer is None:
                 self._writer = Writer()
             return self._writer.write(making, everyone, snapshot.fill, self._share)
@@ -130,6 +130,10 @@ class Saver:
             if writer is not None:
                 writer.close()  # what it still has to say is of a write that failed
             raise
+
+    def _go_on(self) -> None:
+        if self._given_up:
+            raise OSError("it was given up")
 
     def _finish(self, making: Path, everyone: Everyone, results: list[list[Any]], metrics: dict[str, float], known: Files) -> None:
         finish_tensors(making, everyone, results, self._share)
