@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.memory.shortage import out_of_memory
-from ebbtide.planner.choose import Chooser
+from ebbtide.planner.choose import Chooser, settings
 from ebbtide.planner.machine import machine_for
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.shape import find_shape
@@ -103,10 +105,27 @@ def test_when_memory_runs_out_the_plan_is_asked() -> None:
     plan = RunPlan(config, chosen.tried.config, chosen, shape, machine, predictor, None)
     said = plan.view("train")
     assert "The plan foresaw" in said
-    assert "=" in said.partition("The nearest plan with less: ")[2]  # a setting is named
+    changes = shlex.split(said.partition("The nearest plan with less: ")[2].partition(" (")[0])
+    less = load("quickstart", [SHAPE, *settings(config, chosen.tried.config), *changes])  # each is a setting that there is
+    assert (
+        Chooser(predictor, most_work(less), less.memory.budget_gib, 128).choose(less).tried.prediction.peak < chosen.tried.prediction.peak
+    )
     assert "foresaw" not in plan.view(None)
     assert said in str(out_of_memory("train", {"weights": 1}, 2, "table", "no room. at all", [said]))
     assert "before the first phase" in str(out_of_memory(None, {"weights": 1}, 2, "table", "no room. at all"))
+
+
+def test_what_is_left_to_the_cache_is_named_as_less_for_it() -> None:
+    """Where generate took too much, anything else given up would only make the cache larger."""
+    config = load("quickstart", [SHAPE, "memory.budget_gib=40", "rollout.prompts=64", "rollout.samples=16", "rollout.max_new_tokens=2048"])
+    machine, shape = machine_for("h200", None, None, None), find_shape(config.model)
+    predictor = Predictor(shape, machine)
+    chosen = Chooser(predictor, most_work(config), 40, 128).choose(config)
+    said = RunPlan(config, chosen.tried.config, chosen, shape, machine, predictor, None).view("generate")
+    changes = shlex.split(said.partition("The nearest plan with less: ")[2].partition(" (")[0])
+    less = load("quickstart", [SHAPE, "rollout.prompts=64", "rollout.samples=16", "rollout.max_new_tokens=2048", *changes])
+    again = Chooser(predictor, most_work(less), less.memory.budget_gib, 128).choose(less)
+    assert again.tried.prediction.phases["generate"].peak < chosen.tried.prediction.phases["generate"].peak
 
 
 # The command
@@ -147,6 +166,78 @@ def test_what_does_not_fit_says_so_and_by_its_exit_code() -> None:
     done = CliRunner().invoke(app, [*PLAN, "memory.budget_gib=0.001"])
     assert done.exit_code == 1
     assert "does not fit into the budget of 0.001 GiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["memory.activations.recompute=[block_input]"], "that would run the block before again"),
+        (["memory.activations.offload=[moe_act]"], "which a block of qwen3 does not have"),
+        (["memory.activations.offload=[attn_proj]"], "Offload both, or neither"),
+    ],
+)
+def test_what_a_run_would_refuse_is_not_planned(options: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, [*PLAN, SHAPE, *options])
+    assert isinstance(done.exception, UserError)
+    assert says in str(done.exception)
+
+
+def of_folder(tmp_path: Path, **sizes: Any) -> str:
+    """A setting that names a model of these sizes, of which there is only the config.json."""
+    known = {"model_type": "llama", "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
+    (tmp_path / "config.json").write_text(json.dumps({**known, "vocab_size": 128256, "max_position_embeddings": 4096, **sizes}))
+    return f"model={{path: {tmp_path}}}"
+
+
+def test_a_context_that_is_too_short_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    long = ["train.microbatch_tokens=16384", "rollout.max_new_tokens=8000"]
+    done = CliRunner().invoke(app, [*PLAN, of_folder(tmp_path, num_hidden_layers=2), *long])
+    assert isinstance(done.exception, UserError)
+    assert "exceed the model's context of 4096" in str(done.exception)
+
+
+def test_what_stops_every_plan_is_named(tmp_path: Path) -> None:
+    """A model that each rank loads whole, into a host that has no room for so many."""
+    options = [*PLAN, of_folder(tmp_path, num_hidden_layers=80), "cluster.gpus=16", "--gpus-per-node", "8"]
+    done = CliRunner().invoke(app, options)
+    assert (
+        "does not fit: 1,051 GiB of host memory are wanted to load the model whole by the 8 ranks of a node, more than the 1,024 that are free"
+        in done.stdout
+    )
+    assert "fits into" in CliRunner().invoke(app, [*options, "--host-gib", "1100"]).stdout
+
+
+def test_a_rank_that_only_generates_is_named_where_it_is_what_does_not_fit(tmp_path: Path) -> None:
+    beside = ["cluster.gpus=32", "cluster.rollout_gpus=2", "--host-gib", "4000"]
+    done = CliRunner().invoke(app, ["plan", "quickstart", "--gpu", "h100", of_folder(tmp_path, num_hidden_layers=52), *beside])
+    assert "a rank that only generates takes" in done.stdout
+    assert ", -" not in done.stdout  # no fewer than none are too many
+
+
+def test_the_least_that_is_named_is_enough() -> None:
+    options = [*PLAN, SHAPE, "--host-gib", "2000"]
+    said = CliRunner().invoke(app, [*options, "memory.budget_gib=1.5"]).stdout
+    least = said.partition("No plan does with less than ")[2].partition(" GiB")[0]
+    assert CliRunner().invoke(app, [*options, f"memory.budget_gib={least}"]).exit_code == 0
+
+
+def test_the_nearest_can_be_pasted_into_a_shell() -> None:
+    options = [*PLAN, SHAPE, "memory.plan=manual", "memory.budget_gib=36"]
+    said = CliRunner().invoke(app, options).stdout
+    changes = shlex.split(said.partition("The nearest that fits: ")[2].partition(", at ")[0])
+    assert any(" " in change for change in changes)
+    assert CliRunner().invoke(app, [*options, *changes]).exit_code == 0
+
+
+def test_a_replay_generates_nothing() -> None:
+    found = json.loads(CliRunner().invoke(app, [*PLAN, SHAPE, "rollout.replay=file", "evaluate=null", "--json"]).stdout)
+    assert found["phases"]["generate"]["seconds"] == 0
+    assert not found["phases"]["generate"]["device_gib"].get("kv_cache")
+
+
+@pytest.mark.parametrize("option", [["--device-gib", "inf"], ["--host-gib", "inf"], ["--link", "inf"], ["--network", "nan"]])
+def test_a_machine_is_finite(option: list[str]) -> None:
+    assert CliRunner().invoke(app, [*PLAN, *option]).exit_code == 2
 
 
 def test_a_plan_says_how_to_set_it_by_hand() -> None:

@@ -79,6 +79,19 @@ def test_saved_rollouts_train_as_if_they_had_just_been_sampled(tiny, tmp_path, a
     assert all(torch.equal(tensor, sampled[2][name]) for name, tensor in replayed[2].items())
 
 
+def test_problems_with_one_prompt_are_told_apart_in_a_replay(tiny, tmp_path) -> None:
+    tasks = tmp_path / "problems.jsonl"
+    tasks.write_text(
+        "".join(json.dumps({"prompt": "1=", "answer": answer}) + "\n" for answer in ("(?s).*", "(?!)"))
+    )  # one is always right, one never
+    task = {"file": {"train": str(tasks), "scorer": "regex"}, "held_out": 0}
+    base = {"task": task, "evaluate": None, "rollout.prompts": 2, "train.steps": 1}
+    file = str(tmp_path / "rollouts.jsonl")
+    sampled = run(tiny({**base, "rollout.save_to": file, "run.folder": str(tmp_path / "a")}))
+    replayed = run(tiny({**base, "rollout.replay": file, "run.folder": str(tmp_path / "b")}))
+    assert [line["reward"] for line in replayed[0]] == [line["reward"] for line in sampled[0]] == [0.5]
+
+
 def test_a_run_that_goes_on_adds_to_its_file(tiny, tmp_path) -> None:
     file = tmp_path / "rollouts.jsonl"
     base = {"rollout.save_to": str(file), "run.folder": str(tmp_path / "a"), "checkpoint.every": 1}

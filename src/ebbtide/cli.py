@@ -105,14 +105,14 @@ def plan(
     source: Source,
     overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(help=f"The GPU to plan for: {', '.join(KNOWN)}.", show_default=False)] = None,
-    device_gib: Annotated[float | None, typer.Option(min=0.1, help="Its memory, if it has another.", show_default=False)] = None,
+    device_gib: Annotated[float | None, typer.Option(min=0.1, max=1e6, help="Its memory, if it has another.", show_default=False)] = None,
     host_gib: Annotated[
-        float | None, typer.Option(min=0.1, help="The host's free memory; 128 for each GPU without it.", show_default=False)
+        float | None, typer.Option(min=0.1, max=1e6, help="The host's free memory; 128 for each GPU without it.", show_default=False)
     ] = None,
-    link: Annotated[float | None, typer.Option(min=0.1, help="GB/s of a pinned copy between the two.", show_default=False)] = None,
+    link: Annotated[float | None, typer.Option(min=0.1, max=1e6, help="GB/s of a pinned copy between the two.", show_default=False)] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="With `cluster`: GPUs of a node.")] = USUAL_NODE,
     network: Annotated[
-        float | None, typer.Option(min=0.01, help="With `cluster`: GB/s that each GPU has to other nodes.", show_default=False)
+        float | None, typer.Option(min=0.01, max=1e6, help="With `cluster`: GB/s that each GPU has to other nodes.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
@@ -122,11 +122,12 @@ def plan(
     shared = sharing(config.cluster, None, gpus_per_node)
     machine = machine_for(gpu, device_gib, host_gib, link, network, shared.here)
     shape = find_shape(config.model)
+    config.check_context(shape.context)
     predictor = Predictor(shape, machine, each=4 if config.model.dtype == "float32" else 2, sharing=shared)
     check_budget(config.memory.budget_gib, machine.device_gib)
     chosen = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib).choose(config)
     if as_json:
-        typer.echo(json.dumps(show.as_json(chosen, config, shape, machine), indent=1))
+        typer.echo(json.dumps(show.as_json(chosen, config, shape, machine), indent=1, allow_nan=False))
     else:
         typer.echo(show.text(chosen, config, shape, machine))
     if not chosen.fits:

@@ -18,7 +18,7 @@ from ebbtide.planner.machine import Machine, cpu_machine, this_machine
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.ranks import sharing
 from ebbtide.planner.shape import Shape, from_config, is_gguf
-from ebbtide.planner.show import as_json, compared, misfit, words
+from ebbtide.planner.show import as_json, compared, misfit, on_the_command_line, words
 from ebbtide.planner.work import Work, most_work
 from ebbtide.policy.model import model_config, pick_dtype
 
@@ -80,7 +80,8 @@ class RunPlan:
         nearest = Chooser(self.predictor, most_work(self.config), less, self.machine.host_gib, self.rehearsal).nearest(self.config)
         if nearest is None:
             return ". ".join([*said, "No plan for this model and these lengths takes much less"])
-        changes = " ".join(settings(self.config, nearest.config))
+        # The budget with them: else the cache would take what the others give up.
+        changes = on_the_command_line([f"memory.budget_gib={less:.3g}", *settings(self.config, nearest.config)])
         return ". ".join([*said, f"The nearest plan with less: {changes} ({nearest.prediction.peak / GIB:.3g} GiB)"])
 
 

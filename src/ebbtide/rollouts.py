@@ -151,8 +151,9 @@ class LastingRollouts(Rollouts):
 class SavedRollouts(Rollouts):
     """Those of another, written to a file as well."""
 
-    def __init__(self, of: Rollouts, path: str) -> None:
+    def __init__(self, of: Rollouts, prompts: Sequence[Prompt], path: str) -> None:
         self._of, self._path, self._begun = of, Path(path).expanduser(), False
+        self._places = {id(prompt): place for place, prompt in enumerate(prompts)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()
@@ -165,7 +166,7 @@ class SavedRollouts(Rollouts):
             self._begun = True
             forget_after(self._path, step - 1)
         lines = [
-            {"step": step, "prompt": prompt.tokens, "completions": [asdict(one) for one in group]}
+            {"step": step, "place": self._places[id(prompt)], "prompt": prompt.tokens, "completions": [asdict(one) for one in group]}
             for prompt, group in zip(prompts, groups, strict=True)
         ]
         with self._path.open("a") as file:
@@ -187,15 +188,14 @@ class ReplayedRollouts(Rollouts):
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], path: str) -> None:
         self._config, self._path = config, path
-        known = {tuple(prompt.tokens): prompt for prompt in prompts}
         self._steps: dict[int, list[tuple[Prompt, list[Completion]]]] = {}
         try:
             with Path(path).expanduser().open() as file:
                 for line in map(json.loads, file):
-                    found = known.get(tuple(line["prompt"]))
-                    if found is None:
+                    found = prompts[line["place"]] if line["place"] < len(prompts) else None
+                    if found is None or found.tokens != line["prompt"]:
                         raise UserError(
-                            f"`rollout.replay: {path}` has a prompt that this `task` and tokenizer do not have: replay it with those it was made with"
+                            f"`rollout.replay: {path}` has a prompt that this `task` and tokenizer do not have in its place: replay it with those it was made with"
                         )
                     self._steps.setdefault(line["step"], []).append((found, [Completion(**one) for one in line["completions"]]))
         except OSError as error:
@@ -234,4 +234,4 @@ def build_rollouts(
     if rollout.ahead:
         assert isinstance(engine, PagedEngine)  # the config sees to it
         made = LastingRollouts(config, engine, sampler, prompts, residency)
-    return made if rollout.save_to is None or not writes else SavedRollouts(made, rollout.save_to)
+    return made if rollout.save_to is None or not writes else SavedRollouts(made, prompts, rollout.save_to)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 from ebbtide.tasks.builtin import Digits
@@ -30,6 +31,23 @@ class Ends(Digits):
                 return super().problems()
             raise RuntimeError("rank 1 has had enough")
         return super().problems()
+
+
+class Waits(Digits):
+    """For ever, as a run begins: rank 0 when rank 1 does, and that one hears no signal."""
+
+    def __init__(self, pipe: str) -> None:
+        super().__init__(size=8, held_out=0, seed=0, reverse=False, digits=3)
+        self.pipe = Path(pipe)
+
+    def problems(self) -> Problems:
+        if os.environ["RANK"] == "1":
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            self.pipe.write_text("it does")
+        else:
+            os.write(1, f"the other waits: {self.pipe.read_text()}\n".encode())  # past what shows progress there
+        threading.Event().wait()
+        raise AssertionError("nobody sets it")
 
 
 class LosesAnActor(Digits):

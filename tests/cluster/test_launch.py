@@ -1,6 +1,7 @@
 """Ranks that the command starts, or joins: one report, the first error, and none that outlives the others."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import yaml
 
 from conftest import TINY, merged
 from ebbtide.checkpoint.store import listed
-from ebbtide.cluster.launch import free_port, show
+from ebbtide.cluster.launch import Asked, free_port, show
 from ebbtide.cluster.leash import Failure, Job
 from ebbtide.errors import UserError
 
@@ -124,6 +125,41 @@ def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said)
     assert "step 1" not in out
     assert time.monotonic() - start < 60  # and not the minutes of a timeout
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
+
+
+def test_a_run_that_is_stopped_as_it_begins_ends_also_where_one_rank_hears_nothing(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    changes = {"cluster": {"gpus": 2}, "task": {"python": {"object": "rank_task:Waits", "options": {"pipe": str(tmp_path / "pipe")}}}}
+    with command(tmp_path, changes) as process:
+        while "the other waits: it does" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "failed" not in err
+
+
+def test_how_long_ranks_may_go_on() -> None:
+    def left(codes=(), signals=()) -> float:
+        asked = Asked()
+        for number in signals:
+            asked.note(number)
+        for code in codes:
+            assert asked.ended(-code) == (130 if code in signals else -code)
+        return asked.left
+
+    assert left([0]) == left([0], [signal.SIGTERM]) == math.inf
+    assert left([-130]) > 60  # its own deadline was near, or it heard the one signal
+    assert left([signal.SIGTERM], [signal.SIGTERM]) > 60
+    for soon in (
+        left([-1]),
+        left([-130, -1]),
+        left([signal.SIGTERM]),
+        left([signal.SIGKILL], [signal.SIGTERM]),
+        left([], [signal.SIGTERM, signal.SIGINT]),
+    ):
+        assert soon < 20
 
 
 def test_of_several_errors_the_first_is_shown_and_one_that_a_user_can_mend_as_such(tmp_path) -> None:

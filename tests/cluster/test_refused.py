@@ -45,11 +45,13 @@ def test_models_that_cannot_be_cut(tmp_path) -> None:
         {"cluster": {"gpus": 2}, "model.dtype": "bfloat16", "optimizer.grad_dtype": "float32"},
         {"cluster": {"gpus": 4}},
         {"cluster": {"gpus": 2, "rollout_gpus": 1}},
+        {"rollout.ahead": 2},  # under `torchrun`, without a section for it
     ]
     configs = [Config.model_validate(merged(TINY, {**some, "run.folder": str(tmp_path / str(n))})) for n, some in enumerate(changes)]
-    for experts, heads, kind, count, beside in together(2, refused, configs):
+    for experts, heads, kind, count, beside, alone in together(2, refused, configs):
         assert "Qwen3MoeForCausalLM wants some modules cut as `moe_tp_experts`, `packed_colwise`" in experts
         assert "num_key_value_heads = 1, which is not a multiple of it" in heads
         assert "`optimizer.grad_dtype: float32` with `cluster` and weights in bfloat16" in kind
         assert "2 ranks were started, and `cluster` is for 4: start as many" in count
         assert "2 ranks were started, and `cluster` is for 2 that train and 1 that only generate: start as many" in beside
+        assert "2 ranks were started, and `rollout.ahead` is for one yet: start one, or remove it" in alone

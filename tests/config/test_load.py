@@ -65,6 +65,11 @@ def test_override_opens_a_section_that_was_off() -> None:
     assert load("quickstart", ["loss.kl.coefficient=0.5"]).loss.kl.coefficient == 0.5
 
 
+def test_a_date_that_does_not_exist_is_no_traceback() -> None:
+    with pytest.raises(UserError, match="not valid YAML: day is out of range"):
+        load("quickstart", ["run.name=2024-02-30"])
+
+
 def test_unknown_key_names_the_nearest() -> None:
     assert "unknown key `optimizer.learning_rte`" in refused("optimizer.learning_rte=1")
     assert "`train.microbatch_tokens`" in refused("train.micro_batch_tokens=1")

@@ -112,6 +112,11 @@ def test_an_alphabet_and_bytes_count_their_own_tokens() -> None:
             ).encode(),
             "1 or more",
         ),
+        (b'{"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1e400, "num_attention_heads": 1}', "config.json"),
+        (
+            b'{"model_type": "qwen3_moe", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8, "num_experts": -8}',
+            "1 or more",
+        ),
     ],
 )
 def test_what_cannot_be_planned_says_why(contents: bytes, says: str, tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ def test_lines_are_whole_and_config_reads_back(tmp_path) -> None:
     run.write_rollouts([{"completion": "é\n\x1b"}, {"completion": "", "answer": {1, 2}.__class__}])  # an answer may be any object
     assert [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "reward": 0.5}]
     assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
+    run.write_rollouts([{"step": 1, "answer": "half an emoji: \ud83d"}, {"step": 1, "answer": {(1, 2): "a key of its own"}, "reward": 1.0}])
+    *_, half, odd = (json.loads(line) for line in (run.path / "rollouts.jsonl").read_text().splitlines())
+    assert half["answer"] == "half an emoji: \ud83d"
+    assert odd == {"step": 1, "answer": "{(1, 2): 'a key of its own'}", "reward": 1.0}
     written = load(str(run.path / "config.yaml"))
     assert written == load("quickstart")  # run again, it takes a folder of its own
     run.close()

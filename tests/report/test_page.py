@@ -151,6 +151,8 @@ def test_what_a_user_can_mend(capsys, tmp_path, monkeypatch) -> None:
         ([tmp_path / "empty"], "is no run folder, as it has no metrics.jsonl"),
         ([run, tmp_path / "nowhere"], "is no run folder"),
         ([run, "--out", tmp_path / "nowhere" / "x.html"], "cannot be written to"),
+        ([run, "--out", tmp_path], "it is a folder"),
+        ([run, "--out", "."], "it is a folder"),
         ([run, "--serve", "--out", "x.html"], "`--serve` writes no file"),
     ):
         code, _, error = ebbtide(capsys, "report", *arguments)

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from ebbtide.cluster.leash import LEASH, Failure, Job
+from ebbtide.cluster.leash import LEASH, STOPPED, Failure, Job
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 
-STOPPED = 130  # exit code: by Ctrl-C or SIGTERM
 GRACE = 5.0  # seconds for the others to end by themselves when one has failed
+LAST_WORDS = 120.0  # seconds for the others when one has stopped as it was asked to: they were saved together, and one that still waits for another cannot hear
 LAST_LINES = 20  # of what a rank said before it was killed
 
 
@@ -90,9 +90,38 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+class Asked:
+    """The signals that were passed on to ranks, and how long these may go on: after the second signal, or when one of them has ended, the others must end too."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self._end = math.inf
+
+    def note(self, number: int) -> None:
+        self.sent.append(number)
+        if len(self.sent) > 1:
+            self._at_most(GRACE)
+
+    def ended(self, code: int) -> int:
+        """A rank's exit code: one that had no chance to handle a signal has stopped as well."""
+        code = STOPPED if -code in self.sent else code
+        if code:
+            self._at_most(LAST_WORDS if code == STOPPED else GRACE)
+        return code
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self._end - time.monotonic())
+
+    def _at_most(self, seconds: float) -> None:
+        self._end = min(self._end, time.monotonic() + seconds)
+
+
 class _Started:
     def __init__(self, folder: Path, count: int) -> None:
         self._folder = folder
+        self._asked = Asked()
         self._ended: queue.Queue[tuple[int, int, float]] = queue.Queue()
         self._lost: list[Failure] = []
         leash, self._end = os.pipe()
@@ -114,20 +143,19 @@ class _Started:
 
     def wait(self) -> int:
         """The exit code of the first rank that failed, or 0."""
-        going, code, end, killed = len(self._processes), 0, math.inf, False
+        going, code, killed = len(self._processes), 0, False
         while going:
-            left = max(0.0, end - time.monotonic())
-            try:
-                rank, ended, when = self._ended.get(timeout=left if math.isfinite(left) else None)
-            except queue.Empty:
-                killed, end = True, math.inf
+            if not self._asked.left and not killed:
+                killed = True
                 for process in self._processes:
                     process.kill()
+            try:
+                rank, ended, when = self._ended.get(timeout=1.0)
+            except queue.Empty:
                 continue
             going -= 1
+            ended = self._asked.ended(ended)
             code = code or ended
-            if code not in (0, STOPPED) and not killed:
-                end = min(end, time.monotonic() + GRACE)
             if ended < 0 and not killed:
                 self._lost.append(killed_by(self._folder, rank, -ended, when))
         os.close(self._end)
@@ -139,6 +167,7 @@ class _Started:
         return min([*self._lost, *([found] if found else [])], key=lambda one: one.when, default=None)
 
     def send(self, number: int) -> None:
+        self._asked.note(number)
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)

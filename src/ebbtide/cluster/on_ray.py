@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +19,11 @@ from typing import Any
 
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import listed, newest_sound
-from ebbtide.cluster.launch import GRACE, STOPPED, free_port, killed_by, show, start_rank
-from ebbtide.cluster.leash import Failure, Job
+from ebbtide.cluster.launch import Asked, free_port, killed_by, show, start_rank
+from ebbtide.cluster.leash import STOPPED, Failure, Job
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.report.folder import make_folder
+from ebbtide.report.folder import RunFolder
 
 Ended = tuple[int, Failure | None]
 """Exit code of a rank, and what ended it if that was an error."""
@@ -33,6 +34,8 @@ class RankActor:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._asked = Asked()
+        self._starting = threading.Lock()
 
     def where(self) -> tuple[str, str, int]:
         """(node, its address, a free port there)."""
@@ -41,21 +44,25 @@ class RankActor:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def run(self, job: Job, environment: dict[str, str], cwd: str) -> Ended:
-        rank = int(environment["RANK"])
-        leash, end = os.pipe()
         with tempfile.TemporaryDirectory(prefix="ebbtide-") as name:
             folder = Path(name)
             job.write(folder)
-            self._process = start_rank(folder, environment, leash, cwd)
+            with self._starting:
+                if self._asked.sent:
+                    return STOPPED, None
+                leash, end = os.pipe()
+                self._process = start_rank(folder, environment, leash, cwd)
             os.close(leash)
-            code = self._process.wait()
+            code = self._asked.ended(self._process.wait())
             os.close(end)
-            return (code, Failure.first(folder)) if code >= 0 else (1, killed_by(folder, rank, -code, time.time()))
+            return (code, Failure.first(folder)) if code >= 0 else (1, killed_by(folder, int(environment["RANK"]), -code, time.time()))
 
     def send(self, number: int) -> None:
         """Passes a signal on to the rank."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        with self._starting:
+            self._asked.note(number)
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(number)
 
 
 def launch_on_ray(job: Job, count: int, say: Callable[[str], None]) -> int:
@@ -63,23 +70,35 @@ def launch_on_ray(job: Job, count: int, say: Callable[[str], None]) -> int:
     cluster = job.config.cluster
     assert cluster is not None  # the config has the section
     ray = _connected(cluster.ray or "auto", count, job.config)
-    folder = job.resumed.path.parent.parent if job.resumed is not None else make_folder(job.config)[0]
-    job = replace(job, config=job.config.model_copy(update={"run": job.config.run.model_copy(update={"folder": str(folder.absolute())})}))
     try:
+        resources = _resources(ray, job.config, count)
+        folder = RunFolder(job.config, job.resumed)  # so that what is in it from now on is of this run, whenever its first rank is lost
+        folder.close()
+        for path in folder.aside:
+            say(f"a later checkpoint is kept aside, and yours to remove: {path}")
+        run = job.config.run.model_copy(update={"folder": str(folder.path.absolute()), "overwrite": True})
+        job = replace(job, config=job.config.model_copy(update={"run": run}))
         for left in range(cluster.tries, -1, -1):
-            code, failure = _Group(ray, job, count).wait()
+            code, failure = _tried(ray, job, count, resources)
             if failure is None or not failure.lost or left == 0:
                 if failure is not None:
                     show(failure, count, say)
                 return code
-            saved = newest_sound(listed(folder / FOLDER), say)
+            saved = newest_sound(listed(folder.path / FOLDER), say)
             begin = "anew" if saved is None else f"after step {saved.step}"
             say(f"rank {failure.rank} of {count} was lost ({failure.text.splitlines()[0]}): starting again {begin}, {left} tries left")
-            fresh = job.config.run.model_copy(update={"overwrite": True})
-            job = replace(job, resumed=saved, config=job.config if saved else job.config.model_copy(update={"run": fresh}))
+            job = replace(job, resumed=saved)
         raise AssertionError("the last try returns")
     finally:
         ray.shutdown()
+
+
+def _tried(ray: Any, job: Job, count: int, resources: dict[str, float]) -> Ended:
+    group = _Group(ray, job, count, resources)
+    try:
+        return group.wait()
+    finally:
+        group.end()
 
 
 def _connected(address: str, count: int, config: Config) -> Any:
@@ -103,40 +122,54 @@ def _connected(address: str, count: int, config: Config) -> Any:
     return ray
 
 
+def _resources(ray: Any, config: Config, count: int) -> dict[str, float]:
+    """Of each rank, where the cluster has them for all. When one is lost it may take a while until it has them again."""
+    there = ray.cluster_resources()
+    wanted = {"CPU": 1.0} if config.device == "cpu" or not there.get("GPU") else {"CPU": 1.0, "GPU": 1.0}
+    for kind, each in wanted.items():
+        if there.get(kind, 0) < each * count:
+            raise UserError(
+                f"`cluster.ray`: {count} ranks need {each * count:g} {kind}s, and the Ray cluster has {there.get(kind, 0):g}: start fewer, or add nodes"
+            )
+    return wanted
+
+
 class _Group:
     """The ranks of one try."""
 
-    def __init__(self, ray: Any, job: Job, count: int) -> None:
-        self._ray = ray
-        resources = self._resources(job.config, count)
+    def __init__(self, ray: Any, job: Job, count: int, resources: dict[str, float]) -> None:
+        self._ray, self._job = ray, job
+        self._asked = Asked()
         self._placed = ray.util.placement_group([resources] * count, strategy="PACK")
+        self._actors = [self._actor(resources, place) for place in range(count)]
+        self._resources = resources
+
+    def _start(self, failures: list[Failure]) -> dict[Any, int]:
+        """What each rank's end will be, and its number; nothing where one is lost before it begins."""
+        ray, job, count = self._ray, self._job, len(self._actors)
         minutes = job.config.run.distributed_timeout_minutes
         if not ray.wait([self._placed.ready()], timeout=60 * minutes)[0]:
             raise UserError(
-                f"`cluster.ray`: no room for {count} ranks of {resources} within {minutes:g} minutes: start fewer, or add nodes"
+                f"`cluster.ray`: no room for {count} ranks of {self._resources} within {minutes:g} minutes: start fewer, or add nodes"
             )
-        made = [self._actor(resources, place) for place in range(count)]
-        places = ray.get([actor.where.remote() for actor in made])
+        places = []
+        for place, found in enumerate([actor.where.remote() for actor in self._actors]):
+            try:
+                places.append(ray.get(found))
+            except ray.exceptions.RayActorError as error:
+                failures.append(_lost(place, error))
+                return {}
         order = sorted(range(count), key=lambda place: places[place][0])  # ranks of a node are neighbours
-        self._actors = [made[place] for place in order]
+        self._actors = [self._actors[place] for place in order]
         nodes = [places[place][0] for place in order]
         _, address, port = places[order[0]]
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        self._running = {}
+        running = {}
         for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
             # Ray shows each actor its own GPU only: that is number 0 there.
             mine = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(nodes.count(node))}
-            self._running[actor.run.remote(job, {**shared, **mine}, os.getcwd())] = rank
-
-    def _resources(self, config: Config, count: int) -> dict[str, float]:
-        there = self._ray.cluster_resources()
-        wanted = {"CPU": 1.0} if config.device == "cpu" or not there.get("GPU") else {"CPU": 1.0, "GPU": 1.0}
-        for kind, each in wanted.items():
-            if there.get(kind, 0) < each * count:
-                raise UserError(
-                    f"`cluster.ray`: {count} ranks need {each * count:g} {kind}s, and the Ray cluster has {there.get(kind, 0):g}: start fewer, or add nodes"
-                )
-        return wanted
+            running[actor.run.remote(job, {**shared, **mine}, os.getcwd())] = rank
+        return running
 
     def _actor(self, resources: dict[str, float], place: int) -> Any:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, placement_group_bundle_index=place)
@@ -148,36 +181,44 @@ class _Group:
 
     def wait(self) -> Ended:
         """How the run ended: with the first failure, and a rank that was lost before any error that followed from it."""
-        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
         codes: list[int] = []
         failures: list[Failure] = []
-        going = dict(self._running)
+        going = self._start(failures)
+        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while going:
-                done, _ = self._ray.wait(list(going), timeout=GRACE if failures else 1.0)
-                if not done and failures:
+                done, _ = self._ray.wait(list(going), timeout=1.0)
+                if not done and not self._asked.left:
                     break
                 for one in done:
                     code, failure = self._ended(one, going.pop(one))
-                    codes.append(code)
+                    codes.append(self._asked.ended(code))
                     failures += [failure] if failure is not None else []
         finally:
-            for actor in self._actors:
-                self._ray.kill(actor)
-            self._ray.util.remove_placement_group(self._placed)
             for number, handler in before.items():
                 signal.signal(number, handler)
         first = min(failures, key=lambda one: (not one.lost, one.when), default=None)
-        return next((code for code in codes if code), 0), first
+        return next((code for code in codes if code), 1 if failures else 0), first
+
+    def end(self) -> None:
+        """Nothing of it stays, whatever came of it."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._ray.util.remove_placement_group(self._placed)
 
     def _ended(self, one: Any, rank: int) -> Ended:
         try:
             code, failure = self._ray.get(one)
             return code, failure if code not in (0, STOPPED) else None
         except self._ray.exceptions.RayActorError as error:
-            return 1, Failure(rank, " ".join(str(error).split()), False, time.time(), lost=True)
+            return 1, _lost(rank, error)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-C and SIGTERM are the ranks' to handle: the step under way ends and is saved."""
+        self._asked.note(number)
         for actor in self._actors:
             actor.send.remote(number)
+
+
+def _lost(rank: int, error: Exception) -> Failure:
+    return Failure(rank, " ".join(str(error).split()), False, time.time(), lost=True)

@@ -189,6 +189,8 @@ def join(config: Config) -> World:
     _check(cluster, count)
     if count == 1:
         return World()
+    if config.alone is not None:
+        raise UserError(f"{count} ranks were started, and `{config.alone}` is for one yet: start one, or remove it")
     from ebbtide.policy.model import pick_device
 
     if torch.cuda.is_available() and config.device != "cpu":

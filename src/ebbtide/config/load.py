@@ -104,7 +104,7 @@ def _read(source: str) -> tuple[dict[str, Any], str]:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, _Yaml)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that does not exist
         raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         raise UserError(f"{where} is empty: it must hold `key: value` lines")
@@ -121,7 +121,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"`{override}` is not an override: write `section.key=value`, as in `train.steps=50`")
     try:
         value = yaml.load(text, _Yaml) if text else ""  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"the value of `{override}` is not valid YAML: {' '.join(str(error).split())}") from None
     for depth, key in enumerate(keys[:-1]):
         below = tree.get(key)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ebbtide.errors import UserError
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
@@ -852,14 +854,8 @@ class Config(Section):
                 "`rollout.engine: vllm` gives log-probs at a temperature other than 1 only over the tokens that `rollout.top_p`, `top_k` and `min_p` "
                 "keep, and the trainer's are over all: leave those out, set every temperature to 1 (`evaluate.temperature`: or 0), or use another engine"
             )
-        if self.cluster is not None:
-            alone = {
-                "rollout.ahead": rollout.ahead,
-                "rollout.serve_port": rollout.serve_port is not None,
-                "rollout.engine: vllm": rollout.engine == "vllm",
-            }
-            if (other := next((name for name, value in alone.items() if value), None)) is not None:
-                raise ValueError(f"`cluster` and `{other}` do not go together yet: remove one of the two")
+        if self.cluster is not None and self.alone is not None:
+            raise ValueError(f"`cluster` and `{self.alone}` do not go together yet: remove one of the two")
         brings_its_own = self.task.python is not None or (self.task.file is not None and self.task.file.held_out is not None)
         if self.evaluate is not None and self.task.held_out == 0 and not brings_its_own:
             raise ValueError("`evaluate` needs held-out problems and `task.held_out: 0` sets none aside: raise it, or set `evaluate: null`")
@@ -868,6 +864,24 @@ class Config(Section):
                 f"`evaluate.problems: {self.evaluate.problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside: lower it, or raise those"
             )
         return self
+
+    @property
+    def alone(self) -> str | None:
+        """The first setting that several ranks cannot have yet."""
+        found = {
+            "rollout.ahead": self.rollout.ahead,
+            "rollout.serve_port": self.rollout.serve_port is not None,
+            "rollout.engine: vllm": self.rollout.engine == "vllm",
+        }
+        return next((name for name, value in found.items() if value), None)
+
+    def check_context(self, context: int | None) -> None:
+        """That of the model, where it is known."""
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        if context is not None and longest > context:
+            raise UserError(
+                f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context of {context}: lower one of them"
+            )
 
     def gathering(self, parts: int) -> Gathering | None:
         """How weights of which each rank has one part in so many come together to generate; None where there is nothing to gather. What `cluster.generate` leaves open is decided here."""

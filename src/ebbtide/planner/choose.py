@@ -82,7 +82,7 @@ class Chooser:
     def choose(self, config: Config) -> Chosen:
         """As it is, where that fits with all the cache that is of use; else the fastest of what may be changed; else the nearest, whatever was set by hand."""
         config = self._settled(config)
-        as_it_is = next(self._tried(config, ()))
+        as_it_is = self._foretold(config, {})
         lacks = self.lacks(as_it_is)
         planned = config.memory.plan == "auto"
         if lacks is None and (as_it_is.prediction.roomy or not planned):
@@ -97,11 +97,14 @@ class Chooser:
         everything = tried if free == groups_of(config) else list(self._tried(config, groups_of(config)))
         nearest = self._nearest(everything)
         least = None if nearest is not None else self._least(everything)
+        if nearest is None and least is None and any(self._host_lacks(one) == "loading" for one in everything):
+            lacks = "loading"  # before anything could be too much for the device, and no plan changes it
         return Chosen(as_it_is, lacks, (), nearest, least, keys_by_hand(config))
 
     def nearest(self, config: Config) -> Tried | None:
-        """What fits with the fewest changes, of anything; of those, the fastest."""
-        return self._nearest(self._tried(config, groups_of(config)))
+        """What fits with the fewest changes, of anything, or with none; of those, the fastest."""
+        as_it_is = self._foretold(config, {})
+        return as_it_is if self.lacks(as_it_is) is None else self._nearest(self._tried(config, groups_of(config)))
 
     def _nearest(self, tried: Iterable[Tried]) -> Tried | None:
         fitting = (one for one in tried if one.changes and self.lacks(one) is None)
@@ -214,19 +217,20 @@ class Chooser:
             lacks, tight = self.lacks(without), without.prediction.tightest
             over = without.prediction.phases[tight].peak / GIB
             why = {
-                "device": f"without it {tight} would take {over:.3g} GiB of the {self.budget_gib:.3g}",
+                "device": f"without it {tight} would take {over:.3g} GiB of the {self.usable / GIB:.3g} that can be filled",
                 "cache": "without it generate would have no room for the cache of one sample",
                 "host": "without it the host's memory would not do",
                 "loading": "",  # of which no change makes less
                 None: "it is faster with it",
             }[lacks]
-            found.append(Reason(settings(without.config, best.config), why, _cost(best.prediction, without.prediction)))
+            cost = _cost(best.prediction, without.prediction, whole=lacks is None)
+            found.append(Reason(settings(without.config, best.config), why, cost))
         return found
 
 
-def _cost(mine: Prediction, other: Prediction) -> float:
-    """Seconds of a step that one takes more than the other. Where the other would generate with less cache than is of use, generation is left out: that is what was changed for."""
-    compared = [phase for phase in CYCLE if other.roomy or phase != "generate"]
+def _cost(mine: Prediction, other: Prediction, *, whole: bool) -> float:
+    """Seconds of a step that one takes more than the other. Where the other does not fit, not even `whole`, and has less cache than is of use, generation is left out: it would not generate so."""
+    compared = [phase for phase in CYCLE if whole or other.roomy or phase != "generate"]
     return sum(mine.phases[phase].seconds - other.phases[phase].seconds for phase in compared)
 
 

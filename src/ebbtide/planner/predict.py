@@ -75,7 +75,8 @@ class Predictor:
         else:
             self._train(config, work, choice, phases["train"])
             phases["step"].device["workspace"] = ring_bytes(config.optimizer, self._held, self.each)
-        generation = self._generate(config, work, phases["generate"], budget)
+        nothing = Generation(None, BLOCKS[self._kind], 0, roomy=True, at_once=0, least_peak=0.0)
+        generation = self._generate(config, work, phases["generate"], budget) if config.rollout.replay is None else nothing
         if config.evaluate is not None:
             tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
             self._generate(config, tests, phases["evaluate"], budget)

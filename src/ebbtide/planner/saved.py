@@ -11,6 +11,7 @@ from functools import cache
 from itertools import combinations
 from typing import get_args
 
+from ebbtide.config.activation_lists import check_names, check_sense
 from ebbtide.config.tree import Activation
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.planner.shape import Shape
@@ -156,6 +157,7 @@ def held(shape: Shape, each: int, choice: Choice, keep_last: int) -> Held:
 def chosen(config: ActivationsConfig, shape: Shape, each: int, carried: float) -> Choice:
     """What `memory.activations` comes to, where the link carries so many bytes of a token and block beside the forward."""
     names, local = names_of(shape), local_names(shape)
+    check_names(config, names, f"a block of {shape.family}")
     listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
     if config.preset == "balanced":
         places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
@@ -168,6 +170,7 @@ def chosen(config: ActivationsConfig, shape: Shape, each: int, carried: float) -
         whole = {name: "keep" if name == "block_input" else "recompute" for name in names}
         base = {"keep": dict.fromkeys(names, "keep"), "recompute": whole, "offload": whole | {"block_input": "offload"}}
         places = base[config.preset] | listed
+    check_sense(places, local)
     return _choice(places)
 
 

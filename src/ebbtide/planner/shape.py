@@ -59,6 +59,8 @@ class Shape:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    context: int | None = None
+    """Tokens of the longest sequence; None where the config.json does not say."""
 
     @property
     def queries(self) -> int:
@@ -198,11 +200,13 @@ def from_config(found: Mapping[str, Any], called: str) -> Shape:
             qkv_bias=biased or family == "qwen2",
             out_bias=biased,
             mlp_bias=bool(text.get("mlp_bias", False)),
+            context=int(text["max_position_embeddings"]) if "max_position_embeddings" in text else None,
         )
-        if min(made.layers, made.hidden, made.heads, made.kv_heads, made.head_dim, made.mlp, made.vocabulary) < 1:
+        sizes = (made.layers, made.hidden, made.heads, made.kv_heads, made.head_dim, made.mlp, made.vocabulary)
+        if min(*sizes, *((made.experts, made.experts_per_token) if sparse else ())) < 1:
             raise ValueError("a size is not a whole number of 1 or more")
         return made
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{called} has a config.json that a plan cannot be made from: {error}") from None
 
 

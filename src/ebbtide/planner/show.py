@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -91,10 +92,10 @@ def _of_ranks(prediction: Prediction, machine: Machine) -> list[str]:
     sharing, links = prediction.sharing, machine.links
     if sharing.size == 1:
         return []
-    loading = f", and {prediction.loading / GIB:.3g} before they begin, when each loads the whole model" if prediction.loading else ""
+    loading = f", and {_number(prediction.loading / GIB)} before they begin, when each loads the whole model" if prediction.loading else ""
     said = [
         sharing.words(),
-        f"the host of a node: {prediction.host / GIB:.3g} GiB for its ranks{loading}",
+        f"the host of a node: {_number(prediction.host / GIB)} GiB for its ranks{loading}",
     ]
     if machine.timed:
         talk, waited = (sum(getattr(prediction.phases[phase], name) for phase in CYCLE) for name in ("talk", "waited"))
@@ -121,19 +122,37 @@ def misfit(chosen: Chosen, asked: Config, machine: Machine) -> str:
     prediction, budget = chosen.tried.prediction, asked.memory.budget_gib
     limit, of = budget if budget is not None else machine.device_gib, _of(machine, budget)
     peak, can = prediction.peak / GIB, usable(limit)
+    taken_by: str = prediction.tightest
+    if prediction.generation.beside > prediction.peak:
+        peak, taken_by = prediction.generation.beside / GIB, "a rank that only generates"
     why = {
-        "device": f"does not fit into {of}: {prediction.tightest} takes {peak:.3g} GiB, {peak - can:.3g} more than the {can:.3g} that can be filled",
+        "device": f"does not fit into {of}: {taken_by} takes {_number(peak)} GiB, {_number(peak - can)} more than the {_number(can)} that can be filled",
         "cache": f"does not fit into {of}: generate has no room for the cache of one sample of {asked.rollout.max_prompt_tokens + asked.rollout.max_new_tokens:,} tokens",
-        "host": f"does not fit: {prediction.host / GIB:.3g} GiB of host memory are wanted{_here(prediction)}, more than {_host(asked, machine)}",
-        "loading": f"does not fit: {prediction.loading / GIB:.3g} GiB of host memory are wanted to load the model whole{_here(prediction)}, more than the {machine.host_gib:.3g} that are free",
+        "host": f"does not fit: {_number(prediction.host / GIB)} GiB of host memory are wanted{_here(prediction)}, more than {_host(asked, machine)}",
+        "loading": f"does not fit: {_number(prediction.loading / GIB)} GiB of host memory are wanted to load the model whole{_here(prediction)}, more than the {_number(machine.host_gib)} that are free",
         None: "",
     }[chosen.lacks]
     alone = f" ({', '.join(chosen.by_hand)} were left alone, as they are set)" if chosen.by_hand and asked.memory.plan == "auto" else ""
     if chosen.nearest is not None:
         at = f", at {chosen.nearest.prediction.seconds:.1f} s a step" if machine.timed else ""
-        return f"{why}{alone}. The nearest that fits: {' '.join(settings(asked, chosen.nearest.config))}{at}"
-    least = f". No plan does with less than {chosen.least:.3g} GiB" if chosen.least is not None else ", whatever the plan"
+        return f"{why}{alone}. The nearest that fits: {on_the_command_line(settings(asked, chosen.nearest.config))}{at}"
+    least = f". No plan does with less than {_rounded_up(chosen.least)} GiB" if chosen.least is not None else ", whatever the plan"
     return f"{why}{least}"
+
+
+def on_the_command_line(changes: Iterable[str]) -> str:
+    """As a shell takes them."""
+    return " ".join(map(shlex.quote, changes))
+
+
+def _number(gib: float) -> str:
+    return f"{gib:,.0f}" if gib >= 1000 else f"{gib:.3g}"
+
+
+def _rounded_up(gib: float) -> str:
+    """So that as much as is shown is enough."""
+    each = 10 ** (math.floor(math.log10(gib)) - 2)
+    return _number(math.ceil(gib / each - 1e-9) * each)
 
 
 def _here(prediction: Prediction) -> str:
@@ -142,7 +161,7 @@ def _here(prediction: Prediction) -> str:
 
 def _host(asked: Config, machine: Machine) -> str:
     budget = asked.memory.host_budget_gib
-    return f"`memory.host_budget_gib` = {budget:g}" if budget is not None else f"{HOST_SHARE:.0%} of the host's {machine.host_gib:.3g}"
+    return f"`memory.host_budget_gib` = {budget:g}" if budget is not None else f"{HOST_SHARE:.0%} of the host's {_number(machine.host_gib)}"
 
 
 def compared(
@@ -192,7 +211,7 @@ def text(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> str:
     )
     lines = [header, "", plain_table(rows(chosen.tried.prediction)), "", *words(chosen, asked, machine)]
     if found := settings(asked, chosen.tried.config):
-        lines += ["", f"to set it by hand: {' '.join(map(shlex.quote, found))}"]
+        lines += ["", f"to set it by hand: {on_the_command_line(found)}"]
     return "\n".join(lines)
 
 

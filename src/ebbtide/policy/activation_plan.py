@@ -12,13 +12,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ebbtide.config.activation_lists import ON_THE_WAY, check_names, check_sense
 from ebbtide.config.tree import Activation
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.limit import free_bytes
 from ebbtide.memory.meter import GIB
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activations import ON_THE_WAY, Activations, Choice, local_names, names_of
+from ebbtide.policy.activations import Activations, Choice, local_names, names_of
 
 SHARE = 0.9  # of what the link carries during a forward is planned for
 LONG_PROBE = 8192  # tokens to time
@@ -57,7 +58,7 @@ Weigh = Callable[[Choice], dict[Activation, int]]
 def choose(config: ActivationsConfig, block: nn.Module, figures: Figures, weigh: Weigh) -> tuple[Choice, list[str]]:
     """The choice, and what a person should know of it."""
     names, local = names_of(block), local_names(block)
-    _check_names(config, names, type(block).__name__)
+    check_names(config, names, type(block).__name__)
     listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
     notes: list[str] = []
     base = {
@@ -69,8 +70,8 @@ def choose(config: ActivationsConfig, block: nn.Module, figures: Figures, weigh:
         places, notes = _balanced(listed, names, local, figures, weigh)
     else:
         places = base[config.preset] | listed
+    check_sense(places, local)
     choice = _choice(places, local)
-    _check_sense(places, choice)
     if figures.forward and choice.offload:
         choice, gated = _gate(config, choice, figures, weigh(choice))
         notes += gated
@@ -80,36 +81,6 @@ def choose(config: ActivationsConfig, block: nn.Module, figures: Figures, weigh:
 def _choice(places: dict[Activation, str], local: frozenset[Activation]) -> Choice:
     offload, recompute = (frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute"))
     return Choice(offload, recompute, local)
-
-
-def _check_names(config: ActivationsConfig, names: Sequence[Activation], kind: str) -> None:
-    for place in ("keep", "offload", "recompute"):
-        for name in getattr(config, place) or []:
-            if name not in names:
-                raise UserError(f"`memory.activations.{place}` names `{name}`, which {kind} does not have: it has {', '.join(names)}")
-
-
-def _check_sense(places: dict[Activation, str], choice: Choice) -> None:
-    if places["block_input"] == "recompute":
-        raise UserError(
-            "`memory.activations.recompute` names `block_input`: that would run the block before again. A block is made again from its input: keep or offload it"
-        )
-    if places["block_input"] == "offload" and not choice.whole_block and "attn_norm" not in choice.recompute:
-        raise UserError(
-            "`memory.activations.offload` names `block_input`, which is saved only where `attn_norm` or more is made again from it: "
-            "add `memory.activations.recompute: [attn_norm]`, or remove it"
-        )
-    if places["attn_proj"] == "offload" and places["core_attn"] == "keep":
-        raise UserError(
-            "`memory.activations.offload` names `attn_proj` without `core_attn`: both save the same tensor, which would stay on the device for the latter. "
-            "Offload both, or neither"
-        )
-
-    if choice.whole_block and (idle := sorted(choice.offload & ON_THE_WAY)):
-        raise UserError(
-            f"`memory.activations.offload` names {', '.join(f'`{name}`' for name in idle)}, and a block that is run again for "
-            f"{', '.join(f'`{name}`' for name in sorted(choice.recompute - choice.local))} makes it on the way: offloading it would spare nothing. Remove it from the list"
-        )
 
 
 def _bytes(names: Iterable[Activation], saved: dict[Activation, int]) -> int:

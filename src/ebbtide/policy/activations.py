@@ -33,9 +33,6 @@ from ebbtide.policy.again import Again, Call, GatedCall, NormCall, gated, norm_f
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
 
-# What a block that runs again makes on the way: elementwise, from what products gave. Keeping or offloading it would spare nothing.
-ON_THE_WAY: frozenset[Activation] = frozenset({"attn_norm", "qkv_linear", "mlp_norm", "mlp_fc1", "expert_fc1"})
-
 # Submodule of a block -> the name of what it saves. A submodule's own arithmetic, outside of those below it, has its name too.
 _DENSE: dict[str, Activation] = {
     "input_layernorm": "attn_norm",

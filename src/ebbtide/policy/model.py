@@ -67,11 +67,7 @@ def load_model(config: Config, device: torch.device | None = None) -> Loaded:
             model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
         loaded = ready(model, _tokenizer(config.model), config.model)
     context = getattr(loaded.model.config, "max_position_embeddings", None)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if context is not None and longest > context:
-        raise UserError(
-            f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context of {context}: lower one of them"
-        )
+    config.check_context(context)
     return loaded
 
 

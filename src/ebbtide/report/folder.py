@@ -146,4 +146,20 @@ def _locked(folder: Path) -> TextIOWrapper:
 
 def _write(file: FileIO, lines: list[dict[str, Any]]) -> None:
     """All lines in one write to the file: Ctrl-C comes before or after it, and no line is cut in two."""
-    file.write("".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines).encode())
+    text = "".join(_json(line) + "\n" for line in lines)
+    file.write(text.encode(errors="backslashreplace"))  # half of a pair of surrogates, as JSON itself would write it
+
+
+def _json(line: dict[str, Any]) -> str:
+    try:
+        return json.dumps(line, ensure_ascii=False, default=str)
+    except TypeError:  # a key that JSON has none of, in something of a task's own
+        return json.dumps({key: _plain(value) for key, value in line.items()}, default=str)
+
+
+def _plain(value: Any) -> Any:
+    try:
+        json.dumps(value, default=str)
+    except TypeError:
+        return str(value)
+    return value

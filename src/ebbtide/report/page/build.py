@@ -73,6 +73,8 @@ def _inside_a_script(script: str) -> str:
 
 def write(folders: Sequence[Path], out: Path) -> None:
     """The page of these runs, whole or not at all."""
+    if out.is_dir() or not out.name:
+        raise UserError(f"the page cannot be written to {out}: it is a folder. Name a file with --out")
     made = page(named(folders))
     beside = out.with_name(f".{out.name}.new")
     try:
