@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from conftest import TINY, merged
 from ebbtide.checkpoint.store import listed
+from ebbtide.cluster import on_ray
 from ebbtide.cluster.launch import Asked, free_port, show
 from ebbtide.cluster.leash import Failure, Job
 from ebbtide.errors import UserError
@@ -183,3 +185,30 @@ def test_a_rank_hears_signals_that_its_starter_had_blocked(tmp_path, tiny) -> No
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_on_ray_a_run_takes_its_folder_before_a_rank_can_be_lost(tmp_path, tiny, monkeypatch) -> None:
+    """What is there when it starts again is its own: nothing of an earlier run is taken for it, or removed."""
+    jobs: list[Job] = []
+
+    def tried(ray, job, count, resources):
+        jobs.append(job)
+        return (1, Failure(1, "gone", False, 0.0, lost=True)) if len(jobs) == 1 else (0, None)
+
+    monkeypatch.setattr(on_ray, "_connected", lambda *_: SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(on_ray, "_resources", lambda *_: {})
+    monkeypatch.setattr(on_ray, "_tried", tried)
+    config = tiny({"cluster": {"gpus": 2, "ray": "auto"}, "run.folder": str(tmp_path / "run")})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("an earlier run's")
+    with pytest.raises(UserError, match="is not empty"):
+        on_ray.launch_on_ray(Job("test", config, None), 2, print)
+    assert not jobs
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "an earlier run's"
+
+    overwriting = config.model_copy(update={"run": config.run.model_copy(update={"overwrite": True})})
+    said: list[str] = []
+    assert on_ray.launch_on_ray(Job("test", overwriting, None), 2, said.append) == 0
+    assert said == ["rank 1 of 2 was lost (gone): starting again anew, 3 tries left"]
+    assert [(job.resumed, job.config.run.folder) for job in jobs] == [(None, str(tmp_path / "run"))] * 2
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
