@@ -182,6 +182,13 @@ def test_what_a_run_would_refuse_is_not_planned(options: list[str], says: str) -
     assert says in str(done.exception)
 
 
+def test_what_a_slow_link_cannot_carry_is_made_again_as_in_a_run() -> None:
+    options = [*PLAN, SHAPE, "--link", "2", "memory.activations.offload=[core_attn, mlp_act, mlp_norm]", "memory.plan=manual"]
+    found = {gate: CliRunner().invoke(app, [*options, f"memory.activations.gate={gate}"]).stdout for gate in ("downgrade", "ignore")}
+    assert "activations: offload core_attn, mlp_act, mlp_norm\n" in found["ignore"]
+    assert "activations: recompute core_attn, mlp_act, mlp_norm\n" in found["downgrade"]
+
+
 def of_folder(tmp_path: Path, **sizes: Any) -> str:
     """A setting that names a model of these sizes, of which there is only the config.json."""
     known = {"model_type": "llama", "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}

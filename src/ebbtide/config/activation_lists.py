@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from ebbtide.config.tree import Activation, Activations
 from ebbtide.errors import UserError
@@ -42,3 +43,19 @@ def check_sense(places: Mapping[Activation, str], local: frozenset[Activation]) 
             f"`memory.activations.offload` names {', '.join(f'`{name}`' for name in idle)}, and a block that is run again for "
             f"{', '.join(f'`{name}`' for name in sorted(whole_block))} makes it on the way: offloading it would spare nothing. Remove it from the list"
         )
+
+
+def within_link(
+    offload: AbstractSet[Activation],
+    recompute: AbstractSet[Activation],
+    local: AbstractSet[Activation],
+    sizes: Mapping[Activation, int],
+    carried: float,
+) -> tuple[frozenset[Activation], frozenset[Activation]]:
+    """(what is offloaded, what is made again), where of the former only so much goes as the link carries: the largest are made again instead."""
+    again: set[Activation] = set()
+    for name in sorted(offload - {"block_input"}, key=lambda name: -sizes.get(name, 0)):
+        if sum(sizes.get(one, 0) for one in offload - again) > carried:
+            again.add(name)
+    made, left = frozenset(recompute | again), frozenset(offload - again)
+    return left - ON_THE_WAY if made - local else left, made

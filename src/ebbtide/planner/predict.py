@@ -119,7 +119,7 @@ class Predictor:
         both, _ = self._speed.update(Part(tokens, tokens), length, Choice(), 0)
         layers = max(1, self._part.layers - config.memory.activations.keep_last)
         carried = CARRIED * self.machine.rates.link_out * both / 3 / tokens / layers
-        return chosen(config.memory.activations, self._part, self.each, carried)
+        return chosen(config.memory.activations, self._part, self.each, carried, gated=self.machine.timed)
 
     # Memory
 

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import combinations
 from typing import get_args
 
-from ebbtide.config.activation_lists import check_names, check_sense
+from ebbtide.config.activation_lists import check_names, check_sense, within_link
 from ebbtide.config.tree import Activation
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.planner.shape import Shape
@@ -154,8 +154,8 @@ def held(shape: Shape, each: int, choice: Choice, keep_last: int) -> Held:
     )
 
 
-def chosen(config: ActivationsConfig, shape: Shape, each: int, carried: float) -> Choice:
-    """What `memory.activations` comes to, where the link carries so many bytes of a token and block beside the forward."""
+def chosen(config: ActivationsConfig, shape: Shape, each: int, carried: float, *, gated: bool = True) -> Choice:
+    """What `memory.activations` comes to, where the link carries so many bytes of a token and block beside the forward. `gated`: lists are held against that, as the config says."""
     names, local = names_of(shape), local_names(shape)
     check_names(config, names, f"a block of {shape.family}")
     listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
@@ -171,7 +171,11 @@ def chosen(config: ActivationsConfig, shape: Shape, each: int, carried: float) -
         base = {"keep": dict.fromkeys(names, "keep"), "recompute": whole, "offload": whole | {"block_input": "offload"}}
         places = base[config.preset] | listed
     check_sense(places, local)
-    return _choice(places)
+    choice = _choice(places)
+    sizes = saved(shape, each, choice)
+    if not gated or config.gate != "downgrade" or sum(sizes.get(name, 0) for name in choice.offload) <= carried:
+        return choice
+    return Choice(*within_link(choice.offload, choice.recompute, local, sizes, carried))
 
 
 def most_within(names: Iterable[Activation], sizes: dict[Activation, int], room: float) -> tuple[Activation, ...]:

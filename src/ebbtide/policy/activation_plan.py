@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ebbtide.config.activation_lists import ON_THE_WAY, check_names, check_sense
+from ebbtide.config.activation_lists import check_names, check_sense, within_link
 from ebbtide.config.tree import Activation
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.errors import UserError
@@ -126,14 +126,9 @@ def _gate(config: ActivationsConfig, choice: Choice, figures: Figures, saved: di
         return choice, [f"activations: {said}: compute will wait"]
     if config.gate == "refuse":
         raise UserError(f"{said}: offload less, or set `memory.activations.gate` to `downgrade` or `ignore`")
-    again: set[Activation] = set()
-    for name in sorted(choice.offload - {"block_input"}, key=lambda name: -saved.get(name, 0)):
-        if _bytes(choice.offload - again, saved) > figures.carried():
-            again.add(name)
-    recompute = choice.recompute | again
-    left = choice.offload - again
-    mended = Choice(left - ON_THE_WAY if recompute - choice.local else left, recompute, choice.local)
-    return mended, [f"activations: {said}; made again instead: {', '.join(sorted(again))}"]
+    offload, recompute = within_link(choice.offload, choice.recompute, choice.local, saved, figures.carried())
+    again = recompute - choice.recompute
+    return Choice(offload, recompute, choice.local), [f"activations: {said}; made again instead: {', '.join(sorted(again))}"]
 
 
 def measure(blocks: Sequence[nn.Module], choice: Choice, run: Probe) -> dict[Activation, int]:
