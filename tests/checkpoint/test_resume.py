@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebbtide.checkpoint.export import export, pick
 from ebbtide.checkpoint.keep import Keeper
-from ebbtide.checkpoint.resume import find
+from ebbtide.checkpoint.resume import FOLDER, find
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.store import UNFINISHED, begin, finish, listed, prune
 from ebbtide.checkpoint.tensors import read_tensors
@@ -114,7 +114,11 @@ def test_where_resume_looks(tiny, tmp_path, monkeypatch) -> None:
     longer = {**fresh, "train.steps": 3}
     place = Path("runs/mine-001/checkpoints/step-000002")
     for where in ("auto", "runs/mine-001", str(place)):
-        assert find(tiny({**longer, "resume": where}), print).path == place
+        assert find(tiny({**longer, "resume": where}), print).path.absolute() == place.absolute()
+    monkeypatch.chdir(place.parent)
+    for where in (".", place.name, "..", f"../{FOLDER}/{place.name}"):
+        assert find(tiny({**longer, "resume": where}), print).path == tmp_path / place  # whose grandparent is the run's folder
+    monkeypatch.chdir(tmp_path)
     assert find(tiny(longer), print) is None
     with pytest.raises(UserError, match="no complete checkpoint"):
         find(tiny({**longer, "resume": "runs/elsewhere"}), print)
@@ -136,7 +140,7 @@ def test_a_checkpoint_outside_a_run_is_not_taken_for_one_in_it(tiny, tmp_path, m
         with pytest.raises(UserError, match="not in a run's folder"):
             find(tiny({**longer, "resume": where}), print)
     shutil.copytree("keep", "new/checkpoints")
-    assert find(tiny({**longer, "resume": "new"}), print).path == Path("new/checkpoints/step-000002")
+    assert find(tiny({**longer, "resume": "new"}), print).path == tmp_path / "new/checkpoints/step-000002"
 
 
 def test_later_checkpoints_are_kept_aside_when_a_run_goes_on_from_an_earlier_one(tiny, tmp_path) -> None:
@@ -397,6 +401,18 @@ def test_a_run_stops_before_its_deadline(tiny, tmp_path) -> None:
             break
     assert made.stopping
     assert clock.now == 540  # another step of 60 s, half as long again, would end after 600 s
+
+
+def test_what_the_first_save_took_counts_for_the_deadline_at_once(tiny, tmp_path, monkeypatch) -> None:
+    made, clock = keeper(tiny, tmp_path, every=3, deadline_minutes=10.0)
+    save = Saver.save
+    monkeypatch.setattr(Saver, "save", lambda *args, **options: (setattr(clock, "now", clock.now + 240), save(*args, **options)))
+    for step in range(1, 4):
+        clock.now += 60
+        due = made.step_done(step)
+    assert (due, made.stopping) == (True, False)
+    made.save(3, {})
+    assert made.stopping  # another step, and another save of 240 s, would end after 600 s
 
 
 def test_the_first_signal_waits_for_the_step_and_the_second_does_not(tiny, tmp_path) -> None:

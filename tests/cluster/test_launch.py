@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,9 +130,11 @@ def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said)
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
 
 
-def test_a_run_that_is_stopped_as_it_begins_ends_also_where_one_rank_hears_nothing(tmp_path) -> None:
+@pytest.mark.parametrize("deaf", [[1], [0, 1]])
+def test_a_run_that_is_stopped_as_it_begins_ends_also_where_ranks_hear_nothing(tmp_path, deaf) -> None:
     os.mkfifo(tmp_path / "pipe")
-    changes = {"cluster": {"gpus": 2}, "task": {"python": {"object": "rank_task:Waits", "options": {"pipe": str(tmp_path / "pipe")}}}}
+    waits = {"object": "rank_task:Waits", "options": {"pipe": str(tmp_path / "pipe"), "deaf": deaf}}
+    changes = {"cluster": {"gpus": 2}, "task": {"python": waits}}
     with command(tmp_path, changes) as process:
         while "the other waits: it does" not in (line := process.stdout.readline()):
             assert line, process.stderr.read()
@@ -191,13 +194,17 @@ def test_on_ray_a_run_takes_its_folder_before_a_rank_can_be_lost(tmp_path, tiny,
     """What is there when it starts again is its own: nothing of an earlier run is taken for it, or removed."""
     jobs: list[Job] = []
 
-    def tried(ray, job, count, resources):
-        jobs.append(job)
-        return (1, Failure(1, "gone", False, 0.0, lost=True)) if len(jobs) == 1 else (0, None)
+    class Group(nullcontext):
+        def __init__(self, *_: object) -> None:
+            super().__init__(self)
+
+        def run(self, job: Job) -> on_ray.Ended:
+            jobs.append(job)
+            return (1, Failure(1, "gone", False, 0.0, lost=True)) if len(jobs) == 1 else (0, None)
 
     monkeypatch.setattr(on_ray, "_connected", lambda *_: SimpleNamespace(shutdown=lambda: None))
     monkeypatch.setattr(on_ray, "_resources", lambda *_: {})
-    monkeypatch.setattr(on_ray, "_tried", tried)
+    monkeypatch.setattr(on_ray, "_Group", Group)
     config = tiny({"cluster": {"gpus": 2, "ray": "auto"}, "run.folder": str(tmp_path / "run")})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("an earlier run's")
@@ -212,3 +219,24 @@ def test_on_ray_a_run_takes_its_folder_before_a_rank_can_be_lost(tmp_path, tiny,
     assert said == ["rank 1 of 2 was lost (gone): starting again anew, 3 tries left"]
     assert [(job.resumed, job.config.run.folder) for job in jobs] == [(None, str(tmp_path / "run"))] * 2
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_on_ray_a_run_that_was_told_to_stop_does_not_start_again(lost, monkeypatch) -> None:
+    """Ranks that hear nothing, and one that is lost meanwhile: either way it has stopped."""
+
+    class Ray:
+        exceptions = SimpleNamespace(RayActorError=ConnectionError)
+
+        def wait(self, going, timeout):
+            signal.raise_signal(signal.SIGTERM)
+            return (going, []) if lost else ([], going)
+
+        def get(self, one):
+            raise ConnectionError("gone")
+
+    group = object.__new__(on_ray._Group)
+    group._ray, group._actors, group._asked = Ray(), [], Asked()
+    monkeypatch.setattr("ebbtide.cluster.launch.GRACE", 0.0)
+    monkeypatch.setattr(group, "_start", lambda job, failures: {"its end": 0})
+    assert group.run(None) == (130, None)

@@ -40,7 +40,7 @@ class Keeper:
         self._step_seconds = self._blocked_seconds = 0.0
         self._asked = self._hurried = False
         self.stopping = False
-        """The run is to end with the step that just ended: decided once, in `step_done`. What is asked for later is for the next step."""
+        """The run is to end with the step that just ended: decided in `step_done`, and again once that step is saved. What is asked for in between is for the next step."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Keeper:
@@ -92,9 +92,11 @@ class Keeper:
         return config.deadline_minutes is not None and self._stepped - self._began + another > 60 * config.deadline_minutes
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Saves a step; those that are neither new nor good enough go when it is there."""
+        """Saves a step; those that are neither new nor good enough go when it is there. All ranks come here together."""
         assert self._saver is not None
+        assert self._config.checkpoint is not None
         start = self._clock()
         self._saver.save(step, metrics, last=self.stopping or step == self._config.train.steps)
         self._saved = self._stepped = self._clock()
         self._blocked_seconds = self._saved - start
+        self.stopping = self._agreed(self.stopping or self._asked or self._too_late_for_another(self._config.checkpoint))

@@ -31,13 +31,13 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
             if saved := newest_sound(listed(folder / FOLDER), say):
                 return _fitting(saved, config, say)
         return None
-    path = Path(config.resume).expanduser()
+    path = Path(os.path.abspath(Path(config.resume).expanduser()))  # its parents are looked at
     found = [saved for saved in listed(path.parent) if saved.path.name == path.name] or listed(path / FOLDER) or listed(path)
     if not found:
         raise UserError(
             f"`resume: {config.resume}` has no complete checkpoint: name a run folder or a checkpoint in it (`ebbtide checkpoints RUN` lists them)"
         )
-    if (folder := found[0].path.absolute().parent).name != FOLDER:  # its grandparent would be taken for the run's folder
+    if (folder := found[0].path.parent).name != FOLDER:  # its grandparent would be taken for the run's folder
         raise UserError(
             f"`resume: {config.resume}` is not in a run's folder, and a run goes on in its own: put the checkpoint into RUN/{FOLDER}, also of a new RUN, "
             f"and name that (its folder now: {folder})"

@@ -154,7 +154,7 @@ class _Started:
             except queue.Empty:
                 continue
             going -= 1
-            ended = self._asked.ended(ended)
+            ended = STOPPED if killed and self._asked.sent else self._asked.ended(ended)
             code = code or ended
             if ended < 0 and not killed:
                 self._lost.append(killed_by(self._folder, rank, -ended, when))

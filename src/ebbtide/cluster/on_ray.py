@@ -72,15 +72,15 @@ def launch_on_ray(job: Job, count: int, say: Callable[[str], None]) -> int:
     ray = _connected(cluster.ray or "auto", count, job.config)
     try:
         resources = _resources(ray, job.config, count)
-        folder = RunFolder(job.config, job.resumed)  # so that what is in it from now on is of this run, whenever its first rank is lost
-        folder.close()
-        for path in folder.aside:
-            say(f"a later checkpoint is kept aside, and yours to remove: {path}")
-        run = job.config.run.model_copy(update={"folder": str(folder.path.absolute()), "overwrite": True})
-        job = replace(job, config=job.config.model_copy(update={"run": run}))
+        folder: RunFolder | None = None
         for left in range(cluster.tries, -1, -1):
-            code, failure = _tried(ray, job, count, resources)
+            with _Group(ray, count, resources, job.config.run.distributed_timeout_minutes) as group:
+                if folder is None:
+                    folder, job = _taken(job, say)
+                code, failure = group.run(job)
             if failure is None or not failure.lost or left == 0:
+                if code == 2 and job.resumed is None:
+                    folder.leave()
                 if failure is not None:
                     show(failure, count, say)
                 return code
@@ -93,12 +93,14 @@ def launch_on_ray(job: Job, count: int, say: Callable[[str], None]) -> int:
         ray.shutdown()
 
 
-def _tried(ray: Any, job: Job, count: int, resources: dict[str, float]) -> Ended:
-    group = _Group(ray, job, count, resources)
-    try:
-        return group.wait()
-    finally:
-        group.end()
+def _taken(job: Job, say: Callable[[str], None]) -> tuple[RunFolder, Job]:
+    """The run's folder, and the job with it: what is in it from now on is of this run, however early its first rank is lost."""
+    folder = RunFolder(job.config, job.resumed)
+    folder.close()
+    for path in folder.aside:
+        say(f"a later checkpoint is kept aside, and yours to remove: {path}")
+    run = job.config.run.model_copy(update={"folder": str(folder.path.absolute()), "overwrite": True})
+    return folder, replace(job, config=job.config.model_copy(update={"run": run}))
 
 
 def _connected(address: str, count: int, config: Config) -> Any:
@@ -137,21 +139,33 @@ def _resources(ray: Any, config: Config, count: int) -> dict[str, float]:
 class _Group:
     """The ranks of one try."""
 
-    def __init__(self, ray: Any, job: Job, count: int, resources: dict[str, float]) -> None:
-        self._ray, self._job = ray, job
-        self._asked = Asked()
+    def __init__(self, ray: Any, count: int, resources: dict[str, float], minutes: float) -> None:
+        """There is room for all of them within so many minutes, or an error."""
+        self._ray, self._asked = ray, Asked()
+        self._actors: list[Any] = []
         self._placed = ray.util.placement_group([resources] * count, strategy="PACK")
-        self._actors = [self._actor(resources, place) for place in range(count)]
-        self._resources = resources
+        try:
+            if not ray.wait([self._placed.ready()], timeout=60 * minutes)[0]:
+                raise UserError(
+                    f"`cluster.ray`: no room for {count} ranks of {resources} within {minutes:g} minutes: start fewer, or add nodes"
+                )
+            self._actors = [self._actor(resources, place) for place in range(count)]
+        except BaseException:
+            self.__exit__()
+            raise
 
-    def _start(self, failures: list[Failure]) -> dict[Any, int]:
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing of it stays, whatever came of it."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._ray.util.remove_placement_group(self._placed)
+
+    def _start(self, job: Job, failures: list[Failure]) -> dict[Any, int]:
         """What each rank's end will be, and its number; nothing where one is lost before it begins."""
-        ray, job, count = self._ray, self._job, len(self._actors)
-        minutes = job.config.run.distributed_timeout_minutes
-        if not ray.wait([self._placed.ready()], timeout=60 * minutes)[0]:
-            raise UserError(
-                f"`cluster.ray`: no room for {count} ranks of {self._resources} within {minutes:g} minutes: start fewer, or add nodes"
-            )
+        ray, count = self._ray, len(self._actors)
         places = []
         for place, found in enumerate([actor.where.remote() for actor in self._actors]):
             try:
@@ -179,11 +193,11 @@ class _Group:
         )
         return made.remote()
 
-    def wait(self) -> Ended:
+    def run(self, job: Job) -> Ended:
         """How the run ended: with the first failure, and a rank that was lost before any error that followed from it."""
         codes: list[int] = []
         failures: list[Failure] = []
-        going = self._start(failures)
+        going = self._start(job, failures)
         before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while going:
@@ -198,13 +212,9 @@ class _Group:
             for number, handler in before.items():
                 signal.signal(number, handler)
         first = min(failures, key=lambda one: (not one.lost, one.when), default=None)
+        if self._asked.sent and (first is None or first.lost) and (going or first is not None):
+            return STOPPED, None  # it was told to stop: those that did not hear it, or were lost meanwhile, are not to start again
         return next((code for code in codes if code), 1 if failures else 0), first
-
-    def end(self) -> None:
-        """Nothing of it stays, whatever came of it."""
-        for actor in self._actors:
-            self._ray.kill(actor)
-        self._ray.util.remove_placement_group(self._placed)
 
     def _ended(self, one: Any, rank: int) -> Ended:
         try:

@@ -854,6 +854,8 @@ class Config(Section):
                 "`rollout.engine: vllm` gives log-probs at a temperature other than 1 only over the tokens that `rollout.top_p`, `top_k` and `min_p` "
                 "keep, and the trainer's are over all: leave those out, set every temperature to 1 (`evaluate.temperature`: or 0), or use another engine"
             )
+        if self.cluster is not None and self.cluster.rollout_gpus and rollout.replay is not None:
+            raise ValueError("`rollout.replay` generates nothing, and `cluster.rollout_gpus` are there for that: remove one of the two")
         if self.cluster is not None and self.alone is not None:
             raise ValueError(f"`cluster` and `{self.alone}` do not go together yet: remove one of the two")
         brings_its_own = self.task.python is not None or (self.task.file is not None and self.task.file.held_out is not None)

@@ -75,12 +75,13 @@ class Predictor:
         else:
             self._train(config, work, choice, phases["train"])
             phases["step"].device["workspace"] = ring_bytes(config.optimizer, self._held, self.each)
-        nothing = Generation(None, BLOCKS[self._kind], 0, roomy=True, at_once=0, least_peak=0.0)
-        generation = self._generate(config, work, phases["generate"], budget) if config.rollout.replay is None else nothing
+        generation = Generation(None, BLOCKS[self._kind], 0, roomy=True, at_once=0, least_peak=0.0)  # of a replay
         if config.evaluate is not None:
             tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
-            self._generate(config, tests, phases["evaluate"], budget)
-        else:
+            generation = self._generate(config, tests, phases["evaluate"], budget)
+        if config.rollout.replay is None:
+            generation = self._generate(config, work, phases["generate"], budget)
+        if config.evaluate is None:
             del phases["evaluate"]
         if config.checkpoint is None:
             del phases["save"]

@@ -85,6 +85,11 @@ class RunFolder:
         if discard and self._made:
             self.path.rmdir()
 
+    def leave(self) -> None:
+        """Of a run that others began in it, and that took back what it had written: the folder goes too, where it was made for it."""
+        if self._made and not any(self.path.iterdir()):
+            self.path.rmdir()
+
 
 def make_folder(config: Config) -> tuple[Path, bool]:
     """The run's folder, and whether it is new."""
