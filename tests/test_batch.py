@@ -1,11 +1,12 @@
 """From samples to trajectories: what is dropped, what is masked, how minibatches are cut; and pass@k."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from ebbtide.batch import assemble, averaged, minibatches, requests
-from ebbtide.evaluate import pass_at_k
+from ebbtide.evaluate import evaluate, pass_at_k
 from ebbtide.rollout.engine import Completion
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.scoring import Scored
@@ -96,3 +97,14 @@ def test_seeds_differ_everywhere() -> None:
 def test_pass_at_k_is_the_share_of_draws_that_pass(samples, passed, k) -> None:
     draws = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
     assert pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_what_could_not_be_scored_has_not_passed(tiny) -> None:
+    """Whatever reward passes: a failure's 0 is none that a scorer gave."""
+    config = tiny({"evaluate": {"every": 1, "problems": 1, "samples": 4, "k": [1], "pass_reward": -0.5}})
+    scored = [Scored(-1.0), Scored(0.0), Scored(0.0, failure="timeout"), Scored(0.0, failure="error")]
+    done = Completion([1], [0.0], [0.0], "length", "text")
+    engine = SimpleNamespace(generate=lambda *_: [[done] * 4])
+    scoring = SimpleNamespace(score=lambda *_: scored)
+    figures = evaluate(config, engine, scoring, PROMPTS[:1], lambda *_: None)
+    assert figures["evaluate/pass@1"] == 0.25

@@ -37,7 +37,8 @@ def evaluate(config: Config, engine: Engine, scoring: ScoringPool, prompts: Sequ
     scored = scoring.score([(prompt.problem, done.text) for prompt, group in zip(prompts, groups, strict=True) for done in group])
     rewards = [score.value for score in scored]
     cut = settings.samples
-    passed = [sum(reward >= settings.pass_reward for reward in rewards[i : i + cut]) for i in range(0, len(rewards), cut)]
+    right = [score.failure is None and score.value >= settings.pass_reward for score in scored]
+    passed = [sum(right[i : i + cut]) for i in range(0, len(right), cut)]
     figures = {f"evaluate/pass@{k}": fmean(pass_at_k(cut, count, k) for count in passed) for k in settings.k}
     failures = Counter(score.failure for score in scored if score.failure is not None)
     return {"evaluate/reward": fmean(rewards), **figures, **{f"evaluate/score_failures/{name}": float(n) for name, n in failures.items()}}

@@ -65,6 +65,18 @@ def test_override_opens_a_section_that_was_off() -> None:
     assert load("quickstart", ["loss.kl.coefficient=0.5"]).loss.kl.coefficient == 0.5
 
 
+def test_an_empty_stop_text_would_end_everything() -> None:
+    with pytest.raises(UserError, match=r"rollout.stop"):
+        load("quickstart", ["rollout.stop=['']"])
+
+
+def test_names_and_nestings_without_end_are_no_traceback() -> None:
+    with pytest.raises(UserError, match="neither a recipe nor a config file"):
+        load("x" * 5000)
+    with pytest.raises(UserError, match="not valid YAML"):
+        load("quickstart", [f"rollout.stop={'[' * 5000}"])
+
+
 def test_a_date_that_does_not_exist_is_no_traceback() -> None:
     with pytest.raises(UserError, match="not valid YAML: day is out of range"):
         load("quickstart", ["run.name=2024-02-30"])

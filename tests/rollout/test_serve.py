@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -363,6 +364,20 @@ def test_text_comes_whole_and_never_with_a_stop(parts, stops, chance) -> None:
     assert not tokens or shown == whole
 
 
+@pytest.mark.parametrize("kind", ["broken", "special", "mixed"])
+def test_a_long_run_without_characters_is_not_decoded_over_and_over(kind) -> None:
+    chance = random.Random(0)
+    broken = [TOKEN_OF_BYTE[byte] for byte in chance.choices([0x80, 0xBF, 0xC3, 0xE2, 0xF0, 0x9F, 0xFF], k=2000)]
+    special = [BYTES.eos_token_id] * 2000
+    tokens = {"broken": broken, "special": special, "mixed": [one for pair in zip(broken, special, strict=True) for one in pair]}[kind]
+    text, shown, longest = Text(BYTES, []), "", 0
+    for place, token in enumerate(tokens):
+        shown += text.add([token], last=place == len(tokens) - 1)
+        longest = max(longest, len(text._window))
+    assert shown == BYTES.decode(tokens, skip_special_tokens=True)
+    assert longest < 200
+
+
 # Errors
 
 
@@ -373,6 +388,7 @@ def test_errors_say_what_is_wrong(loaded) -> None:
         ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
         ({"n": 10**12}, 400, "n", "more than the limit of 100"),
+        ({"n": 10**4000}, 400, "n", "less than or equal to"),
         ({"n": "2"}, 400, "n", "valid integer"),
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
         ({"temperature": "hot"}, 400, "temperature", "valid number"),
@@ -420,6 +436,8 @@ def test_errors_say_what_is_wrong(loaded) -> None:
             assert bad.status_code == 400
             assert words in bad.json()["error"]["message"]
         assert httpx.post(f"{server.url}/completions", content="{}").status_code == 415
+        for name, code in (("evil.example:8000", 403), ("localhost", 200), ("127.0.0.1:1", 200)):  # a name of another site's may lead here
+            assert httpx.get(f"{server.url}/models", headers={"Host": name}).status_code == code
         assert httpx.post(f"{server.url}/completions", content=b"x" * 10_001, headers=as_json).status_code == 413
         parts = httpx.post(f"{server.url}/completions", content=(b"x" * 4000 for _ in range(3)), headers=as_json)
         assert parts.status_code == 413
@@ -500,7 +518,7 @@ def raw(server, body: dict) -> socket.socket:
     """A request whose connection is the caller's to cut."""
     text = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", int(server.url.split(":")[2].split("/")[0])))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
     connection.sendall(head.encode() + text)
     return connection
 

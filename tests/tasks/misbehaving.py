@@ -31,6 +31,9 @@ class Misbehaving:
                 print("a scorer's chatter")
             case "child":
                 subprocess.run(["sleep", "1000"], check=False)
+            case "fork":
+                if os.fork() == 0:
+                    raise OSError("what was to run in the child is not there")
             case "nothing":
                 return None  # type: ignore[return-value]
         return Score(0.5, {"whole": 0.5})

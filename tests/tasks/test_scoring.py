@@ -48,6 +48,19 @@ def test_results_come_back_in_order() -> None:
     assert [score.value for score in scored] == [float(bool(i % 3)) for i in range(200)]
 
 
+def test_a_child_of_the_scorer_answers_for_nobody() -> None:
+    """One that raises in a child that it forked: the child must not go on as a second worker, whose answers would be taken for those of others."""
+    with ScoringPool(task(seconds=20.0, workers=1), seed=0) as pool:
+        scored = [pool.score([(PROBLEM, text)])[0] for text in ("fork", "raise", "fine", "fork", "nan", "fine")]
+    assert [score.failure for score in scored] == [None, "error", None, None, "not_finite", None]
+
+
+def test_workers_hold_nothing_out() -> None:
+    """As the run that asks them, which has no evaluation: there are 55 sums, and 64 held out would leave none."""
+    with ScoringPool(Task.model_validate({"builtin": {"name": "add"}, "scoring": {"workers": 1}}), seed=0) as pool:
+        assert pool.score([(Problem(ask("p"), "3"), "3")])[0].value == 1.0
+
+
 def test_nothing_to_score() -> None:
     with ScoringPool(task(workers=1), seed=0) as pool:
         assert pool.score([]) == []

@@ -154,6 +154,15 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("scorer", "answer"), [("numeric", "so 40+2\n#### 42"), ("numeric", "$42"), ("numeric", "nan"), ("regex", "("), ("exact", None)]
+)
+def test_an_answer_that_cannot_be_judged_by_is_named_with_its_row(tmp_path, scorer, answer) -> None:
+    write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": answer}])
+    with pytest.raises(UserError, match=f"line 2, has an answer that `task.file.scorer: {scorer}` cannot judge by"):
+        build(file={"train": str(tmp_path / "a.jsonl"), "scorer": scorer}, held_out=1).problems()
+
+
+@pytest.mark.parametrize(
     ("name", "content", "needle"),
     [
         ("a.jsonl", "", "no problems in it"),
@@ -163,6 +172,11 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
         ("a.jsonl", b"\xff\xfe", "not JSON in UTF-8"),
         ("a.jsonl", "[1]\n", "line 1, must be a JSON object"),
         ("a.jsonl", '{"prompt": 3, "answer": 1}\n', "must be a text or a list of messages"),
+        ("a.jsonl", '{"prompt": [], "answer": 1}\n', "must be a text or a list of messages"),
+        ("a.jsonl", '{"prompt": "half \\ud83d", "answer": 1}\n', "half of a character"),
+        ("a.jsonl", '{"prompt": "x", "answer": ' + "9" * 5000 + "}\n", "line 1, is not JSON"),
+        ("a.jsonl", "[" * 100_000 + "\n", "line 1, is not JSON"),
+        ("a.jsonl", '{"prompt": "x", "answer": null}\n', "cannot judge by, 'None': there is none"),
         ("a.jsonl", '{"prompt": "x", "answer": 1}\n', "takes all 1 problems"),
         ("a.csv", "prompt,answer\n", "must end in .jsonl or .parquet"),
         ("a.parquet", "not parquet", "not a readable Parquet file"),
@@ -189,6 +203,9 @@ def test_bad_files_say_where_and_why(tmp_path, name, content, needle) -> None:
         ("numeric", "none", 3, 0.0),
         ("numeric", "-.5e1", -5, 1.0),
         ("numeric", "10-7", 7, 1.0),
+        ("numeric", "it is \N{MINUS SIGN}5", 5, 0.0),
+        ("numeric", "it is \N{MINUS SIGN}5", "\N{MINUS SIGN}5", 1.0),
+        ("numeric", "it is \N{MINUS SIGN}5", -5, 1.0),
         ("numeric", "10 - -7", -7, 1.0),
         ("numeric", "1,2", 2, 1.0),
         ("numeric", "12,345,678.", 12345678, 1.0),

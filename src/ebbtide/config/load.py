@@ -87,7 +87,7 @@ def _read(source: str) -> tuple[dict[str, Any], str]:
         tree.setdefault("run", {}).setdefault("name", source)
         return tree, f"recipe `{source}`"
     path = Path(source)
-    if path.is_file():
+    if _is_file(path):
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -101,10 +101,17 @@ def _read(source: str) -> tuple[dict[str, Any], str]:
     raise UserError(f"`{source}` is neither a recipe nor a config file. {hint}")
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, _Yaml)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist, a thousand brackets
         raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         raise UserError(f"{where} is empty: it must hold `key: value` lines")
@@ -121,7 +128,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"`{override}` is not an override: write `section.key=value`, as in `train.steps=50`")
     try:
         value = yaml.load(text, _Yaml) if text else ""  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"the value of `{override}` is not valid YAML: {' '.join(str(error).split())}") from None
     for depth, key in enumerate(keys[:-1]):
         below = tree.get(key)

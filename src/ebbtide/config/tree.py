@@ -281,7 +281,7 @@ class Rollout(Section):
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Sample from tokens with at least this share of the likeliest one's probability; 0 is all."""
 
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion. What stands before the text is scored; the tokens up to and with it are trained on."""
 
     batch: Count = 512

@@ -9,7 +9,7 @@ from typing import Any
 
 from ebbtide.config.tree import FileTask
 from ebbtide.errors import UserError
-from ebbtide.tasks.scorers import scorer
+from ebbtide.tasks.scorers import check_answer, scorer
 from ebbtide.tasks.task import Message, Problem, Problems, Score, ask
 
 
@@ -47,10 +47,15 @@ class Files:
                 raise UserError(
                     f"{where} has no field `{name}`, which `task.file.{key}` names; its fields are: {', '.join(map(str, row)) or 'none'}"
                 )
+        answer = row[self.config.answer_field]
+        try:
+            check_answer(self.config.scorer, answer)
+        except ValueError as error:
+            raise UserError(
+                f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot judge by, {str(answer)[:60]!r}: {error}. Mend the row, or choose another scorer"
+            ) from None
         rest = {key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)}
-        return Problem(
-            _messages(row[self.config.prompt_field], f"{where}, field `{self.config.prompt_field}`"), row[self.config.answer_field], rest
-        )
+        return Problem(_messages(row[self.config.prompt_field], f"{where}, field `{self.config.prompt_field}`"), answer, rest)
 
 
 def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
@@ -74,7 +79,7 @@ def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
             where = f"{file}, line {number},"
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and a thousand brackets
                 raise UserError(f"{where} is not JSON in UTF-8: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where} must be a JSON object with fields, and is {type(row).__name__}")
@@ -96,10 +101,17 @@ def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _messages(prompt: Any, where: str) -> list[Message]:
+    made: list[Message] = []
     if isinstance(prompt, str):
-        return ask(prompt)
-    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        return [{"role": message["role"], "content": message["content"]} for message in prompt]
+        made = ask(prompt)
+    elif isinstance(prompt, list) and all(_is_message(message) for message in prompt):
+        made = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    try:
+        "".join(message["content"] for message in made).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} holds half of a character (a lone surrogate), which no tokenizer takes: mend it") from None
+    if made:
+        return made
     raise UserError(f"{where} must be a text or a list of messages with `role` and `content`")
 
 

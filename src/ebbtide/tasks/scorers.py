@@ -17,17 +17,21 @@ def exact(completion: str, answer: Any) -> float:
     return float(completion.strip() == str(answer).strip())
 
 
+MINUS = "\N{MINUS SIGN}"
 # A sign only where no digit stands before it (`10-7` ends in 7), commas only between thousands (`1,2` are two numbers).
 _NUMBER = re.compile(r"(?:(?<![\d.])[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def numeric(completion: str, answer: Any) -> float:
     """The last number of the completion equals the answer, to one part in a million."""
-    found = _NUMBER.findall(completion)
+    found = _NUMBER.findall(completion.replace(MINUS, "-"))
     if not found:
         return 0.0
-    said = float(found[-1].replace(",", ""))
-    return float(math.isclose(said, float(str(answer).replace(",", "")), rel_tol=1e-6, abs_tol=1e-9))
+    return float(math.isclose(_number(found[-1]), _number(answer), rel_tol=1e-6, abs_tol=1e-9))
+
+
+def _number(text: Any) -> float:
+    return float(str(text).replace(MINUS, "-").replace(",", ""))
 
 
 def regex(completion: str, answer: Any) -> float:
@@ -43,6 +47,19 @@ def math_verify(completion: str, answer: Any) -> float:
 
 
 SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, "regex": regex, "math_verify": math_verify}
+
+
+def check_answer(name: str, answer: Any) -> None:
+    """That this scorer can judge by it: raises ValueError with what is wrong."""
+    if answer is None:
+        raise ValueError("there is none")
+    if name == "numeric" and not math.isfinite(_number(answer)):
+        raise ValueError("it is not finite")
+    if name == "regex":
+        try:
+            re.compile(str(answer))
+        except re.error as error:
+            raise ValueError(f"it is no pattern: {error}") from None
 
 
 def scorer(name: str) -> Scorer:

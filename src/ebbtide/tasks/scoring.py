@@ -57,12 +57,15 @@ def _work(pipe: Connection, config: TaskConfig, seed: int) -> None:
     os.setsid()  # a group of its own: Ctrl-C is the parent's to handle, and what a scorer starts can be ended with it
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # a scorer's prints are not the run's output
-    task = build_task(config, seed)
+    task, mine = build_task(config, seed, evaluated=False), os.getpid()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone, or wants no more
         pipe.send("ready")
         while True:
-            problem, completion = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from the parent alone)
-            pipe.send(score_one(task, problem, completion))
+            index, item = pipe.recv()
+            scored = score_one(task, *pickle.loads(item))  # noqa: S301 (from the parent alone)
+            if os.getpid() != mine:
+                os._exit(1)  # a scorer forked, and this is the child: the answer is not its to give
+            pipe.send((index, scored))
 
 
 class _Worker:
@@ -131,7 +134,7 @@ class ScoringPool:
         worker.deadline = time.monotonic() + self._config.scoring.seconds
         # A worker that died between two completions: `_collect` finds its pipe at the end and replaces it.
         with suppress(BrokenPipeError, ConnectionResetError):
-            worker.pipe.send_bytes(item)
+            worker.pipe.send((index, item))
 
     def _due(self) -> list[_Worker]:
         """Waits until a worker has answered, died or run out of time."""
@@ -143,13 +146,18 @@ class ScoringPool:
 
     def _collect(self, worker: _Worker) -> tuple[int, Scored] | None:
         """What a due worker has to say of its completion; None if it has none yet."""
+        said: Scored | None = None
         try:
-            said = worker.pipe.recv() if worker.pipe.poll() else None
+            if worker.pipe.poll():
+                answer = worker.pipe.recv()
+                if answer == "ready":
+                    worker.ready, self._failed_starts = True, 0
+                    return None
+                said = (
+                    answer[1] if answer[0] == worker.item else Scored(0.0, failure="crash", message="the scorer's process answered twice")
+                )
         except (EOFError, ConnectionResetError):
             said = Scored(0.0, failure="crash", message="the scorer's process died")
-        if said == "ready":
-            worker.ready, self._failed_starts = True, 0
-            return None
         if not worker.ready:
             self._start_again(worker)
             return None

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from ebbtide.rollout.serve.answer import Answer, Said
 from ebbtide.rollout.serve.ask import Served, job_of
 from ebbtide.rollout.serve.body import ChatBody, CompletionBody, parsed
+from ebbtide.rollout.serve.checks import OWN
 from ebbtide.rollout.serve.desk import Desk, Job, Piece
 from ebbtide.rollout.serve.error import ApiError
 
@@ -77,6 +78,9 @@ class Api:
 
     def _admit(self, request: Request) -> None:
         if self._key is None:
+            # A page of another site may have its own name lead to this machine: the name it asks for gives it away.
+            if (request.scope.get("server") or ("",))[0] in OWN and request.url.hostname not in OWN:
+                raise ApiError(403, "ask for 127.0.0.1 or localhost, or have the server started with a key")
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):

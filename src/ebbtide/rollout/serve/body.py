@@ -46,7 +46,7 @@ WANTED = {
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0)]
-Limit = Annotated[int, Field(ge=1)]
+Limit = Annotated[int, Field(ge=1, le=10**15)]
 
 
 class Part(BaseModel):

@@ -16,12 +16,10 @@ from ebbtide.errors import UserError
 from ebbtide.policy.model import Loaded, load_pretrained, pick_device, pick_dtype, ready
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.serve.ask import Limits, serve_as
-from ebbtide.rollout.serve.checks import KEY
+from ebbtide.rollout.serve.checks import KEY, OWN
 from ebbtide.rollout.serve.desk import Desk
 from ebbtide.rollout.serve.http import answering, listen, url
 from ebbtide.rollout.serve.shift import work
-
-OWN = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
 
 
 def serve(source: str, config: Serve, key: str | None, say: Callable[[str], None]) -> None:
