@@ -101,7 +101,7 @@ def test_pass_at_k_is_the_share_of_draws_that_pass(samples, passed, k) -> None:
 
 def test_what_could_not_be_scored_has_not_passed(tiny) -> None:
     """Whatever reward passes: a failure's 0 is none that a scorer gave."""
-    config = tiny({"evaluate": {"every": 1, "problems": 1, "samples": 4, "k": [1], "pass_reward": -0.5}})
+    config = tiny({"evaluate": {"every": 1, "problems": 1, "samples": 4, "temperature": 1.0, "k": [1], "pass_reward": -0.5}})
     scored = [Scored(-1.0), Scored(0.0), Scored(0.0, failure="timeout"), Scored(0.0, failure="error")]
     done = Completion([1], [0.0], [0.0], "length", "text")
     engine = SimpleNamespace(generate=lambda *_: [[done] * 4])
