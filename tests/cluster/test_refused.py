@@ -54,4 +54,4 @@ def test_models_that_cannot_be_cut(tmp_path) -> None:
         assert "`optimizer.grad_dtype: float32` with `cluster` and weights in bfloat16" in kind
         assert "2 ranks were started, and `cluster` is for 4: start as many" in count
         assert "2 ranks were started, and `cluster` is for 2 that train and 1 that only generate: start as many" in beside
-        assert "2 ranks were started, and `rollout.ahead` is for one yet: start one, or remove it" in alone
+        assert "2 ranks were started, and `rollout.ahead` goes with one only so far: start one, or remove it" in alone

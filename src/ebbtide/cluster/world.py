@@ -190,7 +190,7 @@ def join(config: Config) -> World:
     if count == 1:
         return World()
     if config.alone is not None:
-        raise UserError(f"{count} ranks were started, and `{config.alone}` is for one yet: start one, or remove it")
+        raise UserError(f"{count} ranks were started, and `{config.alone}` goes with one only so far: start one, or remove it")
     from ebbtide.policy.model import pick_device
 
     if torch.cuda.is_available() and config.device != "cpu":

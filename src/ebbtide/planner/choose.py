@@ -76,7 +76,7 @@ class Chosen:
 class Chooser:
     def __init__(self, predictor: Predictor, work: Work, budget_gib: float, host_gib: float, rehearsal: Rehearsal | None = None) -> None:
         self._predictor, self._work, self._rehearsal = predictor, work, rehearsal
-        self.budget_gib, self._host = budget_gib, host_gib * GIB
+        self._host = host_gib * GIB
         self.usable = usable(budget_gib) * GIB
 
     def choose(self, config: Config) -> Chosen:
@@ -229,7 +229,7 @@ class Chooser:
 
 
 def _cost(mine: Prediction, other: Prediction, *, whole: bool) -> float:
-    """Seconds of a step that one takes more than the other. Where the other does not fit, not even `whole`, and has less cache than is of use, generation is left out: it would not generate so."""
+    """Seconds of a step that one takes more than the other. Generation is left out where the other does not fit and has less cache than is of use: it would not generate so. `whole`: the other fits."""
     compared = [phase for phase in CYCLE if whole or other.roomy or phase != "generate"]
     return sum(mine.phases[phase].seconds - other.phases[phase].seconds for phase in compared)
 

@@ -45,7 +45,7 @@ class RunFolder:
                 forget_after(self.path / name, resumed.step)
             self.aside = set_aside(resumed.path.parent, resumed.step)
         else:
-            self.path, self._made = make_folder(config)
+            self.path, self._made = _make_folder(config)
             _refuse_what_is_there(self.path, config.run.overwrite)
             self._lock = _locked(self.path)
             _remove_run(self.path)
@@ -91,7 +91,7 @@ class RunFolder:
             self.path.rmdir()
 
 
-def make_folder(config: Config) -> tuple[Path, bool]:
+def _make_folder(config: Config) -> tuple[Path, bool]:
     """The run's folder, and whether it is new."""
     try:
         if config.run.folder is not None:
