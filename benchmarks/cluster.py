@@ -1,5 +1,5 @@
-"""What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under FSDP2, in turns. And in one process in which a kernel has run on a second
-stream, as FSDP2 and NCCL have them on several ranks.
+"""What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under FSDP2, in turns. And in one process in which kernels have run on four more
+streams, as FSDP2 has them on several ranks.
 
     python benchmarks/cluster.py
 
@@ -23,7 +23,7 @@ from ebbtide.cluster.world import Ranks
 from ebbtide.config.tree import Cluster
 
 TURNS = 2
-ALONE, SHARDED, BESIDE = "one process", "one rank under FSDP2", "one process, a second stream"
+ALONE, SHARDED, BESIDE = "one process", "one rank under FSDP2", "one process, four more streams"
 
 
 def main() -> None:
@@ -41,8 +41,9 @@ def main() -> None:
 
 def run(case: str) -> list[dict[str, float]]:
     if case == BESIDE:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.zeros(1, device="cuda").add_(1)
+        for _ in range(4):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.zeros(1, device="cuda").add_(1)
     if case != SHARDED:
         return steps([])
     with Ranks(Cluster(), torch.device("cuda"), HashStore(), rank=0, size=1, timeout=timedelta(minutes=10)) as ranks:
