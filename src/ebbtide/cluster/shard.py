@@ -41,8 +41,8 @@ def shard(policy: Policy, mesh: DeviceMesh, device: torch.device) -> None:
 
 
 def _on_one_stream(root: nn.Module) -> None:
-    """FSDP works on the stream that computes, not on others of its own: where nothing is sent there is nothing to do meanwhile. Once kernels have run on a second stream, an H200
-    takes 5% longer for every graph of decoding, until the process ends."""
+    """FSDP works on the stream that computes, not on others of its own: where nothing is sent there is nothing to do meanwhile. Once kernels have run on four more
+    streams, an H200 takes 5% longer for every graph of decoding, also for those captured later, until the process ends."""
     assert isinstance(root, FSDPModule)
     context = root._get_fsdp_state()._comm_ctx
     begin = context.lazy_init
