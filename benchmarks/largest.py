@@ -21,7 +21,8 @@ from common import Row, kept, save
 from ebbtide.config import load
 from ebbtide.errors import UserError
 from ebbtide.footprint import host_needs
-from ebbtide.memory.arena import check_host_budget, free_host_bytes
+from ebbtide.memory.arena import check_host_budget
+from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW

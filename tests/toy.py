@@ -53,7 +53,7 @@ def trained(
     if state is not None:
         if dtype == torch.float32:  # such weights are their own masters: whoever sets the state has set them
             model.load_state_dict(weights)
-        optimizer.restore(*state)
+        optimizer.restore([state[0]], state[1])
     residency.pin()
     generator = torch.Generator().manual_seed(1)
     figures = []

@@ -11,7 +11,8 @@ import torch
 from ebbtide.batch import Sample
 from ebbtide.config.tree import Cluster, Config, Rehearsal
 from ebbtide.errors import UserError
-from ebbtide.memory.arena import GIB, free_host_bytes
+from ebbtide.memory.arena import GIB
+from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import PHASES, Phase, check_budget
 from ebbtide.planner.choose import Chooser, Chosen, settings
 from ebbtide.planner.machine import Machine, cpu_machine, this_machine

@@ -72,7 +72,8 @@ def stop_after(folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path, mode, dtype) -> None:
+def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path, mode, dtype, monkeypatch) -> None:
+    monkeypatch.setattr("ebbtide.checkpoint.state.READ_AT_ONCE", 3000)  # elements: some of the parameters
     checkpoint = {**EVERYTHING["checkpoint"], "async_save": dtype == "bfloat16"}
     changes = {**EVERYTHING, **MODES[mode], "model.dtype": dtype, "checkpoint": checkpoint}
     straight = run(tiny({**changes, "run.folder": str(tmp_path / "straight")}))
@@ -104,6 +105,17 @@ def test_another_model_is_another_run(tiny, tmp_path) -> None:
             find(tiny({**EVERYTHING, key: value, "run.folder": str(tmp_path / "a"), "resume": "auto"}), print)
     with pytest.raises(UserError, match="raise it to go on"):
         find(tiny({**EVERYTHING, "train.steps": 2, "resume": str(tmp_path / "a")}), print)
+
+
+def test_rounded_weights_are_not_taken_for_exact_ones(tiny, tmp_path, monkeypatch) -> None:
+    """`model.dtype: auto` is bfloat16 on a GPU and float32 elsewhere."""
+    config = tiny({**EVERYTHING, "train.steps": 2, "model.dtype": "auto", "run.folder": str(tmp_path / "a")})
+    with monkeypatch.context() as gpu:
+        gpu.setattr("ebbtide.policy.model.pick_dtype", lambda *_: torch.bfloat16)
+        run(config)
+    again = tiny({**EVERYTHING, "model.dtype": "auto", "run.folder": str(tmp_path / "a"), "resume": "auto"})
+    with pytest.raises(UserError, match=r"are bfloat16, those of this run float32: set `model.dtype: bfloat16`"):
+        run(again, find(again, print))
 
 
 def test_where_resume_looks(tiny, tmp_path, monkeypatch) -> None:

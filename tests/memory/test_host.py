@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ebbtide.memory.host import bind_near, near_cores, quiet_collector, usable_cores
+from ebbtide.memory.host import bind_near, free_host_bytes, near_cores, quiet_collector, usable_cores
 
 
 @pytest.fixture
@@ -28,6 +28,39 @@ def test_a_quota_counts(system) -> None:
     for text, cores in (("max 100000", allowed), ("100000 100000", 1), ("50000 100000", 1), ("9900000 100000", allowed)):
         (system / "fs/cgroup/cpu.max").write_text(text)
         assert usable_cores(system) == cores
+
+
+def group(folder, **files) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_memory_that_is_free(system, tmp_path) -> None:
+    """The least that any group on the way up leaves, files in memory not counted."""
+    process, root = tmp_path / "proc", system / "fs/cgroup"
+    group(process, meminfo="MemTotal: 9000 kB\nMemAvailable:   8000 kB\n")
+    group(process / "self", cgroup="0::/user.slice/job\n")
+    assert free_host_bytes(system, process) == 8000 * 1024
+    group(root / "user.slice", memory__max="600000", memory__current="500000", memory__stat="anon 1\ninactive_file 450000\n")
+    group(root / "user.slice/job", memory__max="max", memory__current="500000", memory__stat="inactive_file 450000\n")
+    assert free_host_bytes(system, process) == 550_000
+    group(root / "user.slice/job", memory__max="520000")
+    assert free_host_bytes(system, process) == 470_000
+    group(process / "self", cgroup="0::/elsewhere/than/in/this/container\n")
+    assert free_host_bytes(system, process) == 8000 * 1024
+    group(root, memory__max="300000", memory__current="200000", memory__stat="inactive_file 0\n")
+    assert free_host_bytes(system, process) == 100_000
+
+
+def test_memory_that_is_free_in_groups_of_version_1(system, tmp_path) -> None:
+    process, root = tmp_path / "proc", system / "fs/cgroup/memory"
+    group(process, meminfo="MemAvailable:   8000 kB\n")
+    group(process / "self", cgroup="5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
+    figures = {"memory__usage_in_bytes": "500000", "memory__stat": "inactive_file 9\ntotal_inactive_file 450000\n"}
+    group(root / "job", memory__limit_in_bytes="600000", **figures)
+    group(root, memory__limit_in_bytes=str(2**63 - 4096), **figures)
+    assert free_host_bytes(system, process) == 550_000
 
 
 def test_cores_near_the_gpu(system) -> None:

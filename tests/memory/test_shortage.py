@@ -41,6 +41,11 @@ def test_only_what_could_leave_is_named() -> None:
     assert "`optimizer.place` to streamed or cpu" in text
 
 
+def test_what_is_away_stays_so() -> None:
+    text = run_out(residency_of(away={"generate": ["reference"]}), "generate")
+    assert "`memory.away.generate: [moments, reference]`, which frees 1.00 GiB" in text
+
+
 def test_other_errors_are_left_alone() -> None:
     with pytest.raises(KeyError), residency_of().phase("train"):
         raise KeyError("x")

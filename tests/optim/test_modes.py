@@ -263,8 +263,10 @@ def test_nothing_changes_under_a_lease(mode) -> None:
     residency.hold("weights", list(model.parameters()))
     for name in ("weights", "moments"):
         model.last.weight.grad = torch.ones_like(model.last.weight)
+        taken = optimizer.steps
         with residency.lease(name), pytest.raises(RuntimeError, match=f"{name} would wait for ever"):
             optimizer.step(1e-3)
+        assert optimizer.steps == taken
         optimizer.discard()
 
 
@@ -288,6 +290,34 @@ def test_discarded_gradients_are_gone(mode) -> None:
     optimizer.discard()
     assert optimizer.step(1e-3)["grad_norm"] == 0
     assert all(torch.equal(a, b) for a, b in zip(start.parameters(), Toy(torch.float32).parameters(), strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_without_an_element_here(mode) -> None:
+    """Of which other ranks have all. Its gradient may be a view of what others' are in."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(0, 3))])
+    config = Optimizer(**MODES[mode])
+    with Residency(build_plan(Memory(preset="lean"), config), CPU) as residency:
+        optimizer = AdamW(model.named_parameters(), config, residency)
+        residency.pin()
+        for _ in range(2):
+            with residency.phase("train"):
+                model[1].grad = torch.ones(100)[:0].view(0, 3)
+                model[0].square().sum().backward()
+            with residency.phase("step"):
+                optimizer.step(1e-3)
+            assert [parameter.grad for parameter in model] == [None, None]
+            with residency.phase("generate"):
+                model[1].grad = torch.ones(0, 3)
+        optimizer.discard()
+
+
+def test_what_cannot_be_loaded_is_done_without(monkeypatch) -> None:
+    def refused(_) -> None:
+        raise OSError("failed to map segment from shared object")
+
+    monkeypatch.setattr(native.ctypes, "CDLL", refused)
+    assert isinstance(native.arithmetic(2), native.Torch)
 
 
 def test_a_gradient_away_at_the_step_comes_back(monkeypatch) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.state import CONFIG
 from ebbtide.checkpoint.store import Saved, listed
-from ebbtide.checkpoint.tensors import read_tensors, saved_dtype
+from ebbtide.checkpoint.tensors import read_tensors, saved_dtypes
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.policy.model import unfilled_model
@@ -35,7 +35,7 @@ def pick(run: Path, step: int | None) -> Saved:
 def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Config]:
     """A checkpoint's model, on the CPU and in the type of its weights, with its tokenizer and the run's config."""
     config = Config.model_validate(yaml.safe_load((saved.path / CONFIG).read_text()))
-    model, tokenizer = unfilled_model(config, saved_dtype(saved.path))
+    model, tokenizer = unfilled_model(config, next(iter(saved_dtypes(saved.path).values())))
     read_tensors({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}, saved.path)
     return model, tokenizer, config
 

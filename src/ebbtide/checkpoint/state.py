@@ -6,7 +6,7 @@ import base64
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,18 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.checkpoint.ranks import Ranks
-from ebbtide.checkpoint.tensors import Entry, read_parts, read_tensors
+from ebbtide.checkpoint.tensors import Entry, read_parts, read_tensors, saved_dtypes
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
-from ebbtide.memory.arena import free_host_bytes
+from ebbtide.errors import UserError
+from ebbtide.memory.host import free_host_bytes, ranks_here
 from ebbtide.memory.plan import Name
 from ebbtide.memory.residency import Residency
 from ebbtide.memory.shards import Region, local, region
-from ebbtide.optim.adamw import AdamW
+from ebbtide.optim.adamw import AdamW, Stored
 from ebbtide.tasks.sampler import Sampler
 
 RUN, CONFIG = "run.json", "config.yaml"
 HELD: tuple[Name, ...] = ("weights", "master", "moments")
+READ_AT_ONCE = 64 * 2**20  # elements: with masters and moments 0.9 GB
 
 Fill = Callable[[Tensor], None]
 """Writes a tensor's contents into one on the host."""
@@ -86,17 +88,8 @@ class State:
     def load(self, folder: Path, *, load_rng: bool, parallel: bool = True) -> int:
         """Takes up a checkpoint, of any number of ranks; gives its step."""
         run = json.loads((folder / RUN).read_text())
-        named = {f"model.{name}": local(parameter) for name, parameter in self.model.named_parameters()}
-        stored = {f"optimizer.{name}": one for name, one in self.optimizer.state().items()}
-        regions = {f"model.{name}": region(parameter) for name, parameter in self.model.named_parameters()}
-        regions |= {name: one.region for name, one in stored.items()}
-        kinds = {name: one.dtype for name, one in (named | stored).items()}
-        found = {name: torch.empty(place.size, dtype=kinds[name]) for name, place in regions.items()}
-        self._read(found, regions, folder, parallel)
-        for name, parameter in named.items():
-            parameter.copy_(found[name])
-        moments = {name.removeprefix("optimizer."): found[name].view(-1) for name in stored}
-        self.optimizer.restore(moments, run["optimizer_steps"])
+        self._check_types(folder)
+        self.optimizer.restore(self._read(folder, parallel), run["optimizer_steps"])
         self.sampler.seek(run["sampler"]["epoch"], run["sampler"]["position"])
         if self.rollouts is not None:
             self.rollouts.restore(run.get("rollouts", []))
@@ -107,7 +100,43 @@ class State:
             _set_random_states(run["random"])
         return int(run["step"])
 
-    def _read(self, found: dict[str, Tensor], regions: dict[str, Region], folder: Path, parallel: bool) -> None:
+    def _check_types(self, folder: Path) -> None:
+        """Weights that were rounded are not to be taken for exact ones."""
+        saved = saved_dtypes(folder)
+        for name, weight in self.model.named_parameters():
+            if name in saved and saved[name] != weight.dtype:
+                was, now = (str(dtype).removeprefix("torch.") for dtype in (saved[name], weight.dtype))
+                raise UserError(f"the weights in {folder} are {was}, those of this run {now}: set `model.dtype: {was}` to go on from it")
+
+    def _read(self, folder: Path, parallel: bool) -> Iterator[dict[str, Tensor]]:
+        """Sets the weights, a few parameters at a time, and gives the masters and moments of those: all at once would take as much memory again as the run has."""
+        stored: dict[str, dict[str, Stored]] = {}
+        for name, one in self.optimizer.state().items():
+            stored.setdefault(name.split("/", 1)[1], {})[name] = one
+        batch: dict[str, nn.Parameter] = {}
+        for name, weight in self.model.named_parameters():
+            # Counted by whole parameters, not by this rank's parts of them: all ranks read the same ones together.
+            if batch and sum(one.numel() for one in batch.values()) + weight.numel() > READ_AT_ONCE:
+                yield self._read_some(batch, stored, folder, parallel)
+                batch = {}
+            batch[name] = weight
+        yield self._read_some(batch, stored, folder, parallel)
+
+    def _read_some(
+        self, weights: dict[str, nn.Parameter], stored: dict[str, dict[str, Stored]], folder: Path, parallel: bool
+    ) -> dict[str, Tensor]:
+        states = {name: one for of in weights for name, one in stored.get(of, {}).items()}
+        regions = {f"model.{name}": region(weight) for name, weight in weights.items()}
+        regions |= {f"optimizer.{name}": one.region for name, one in states.items()}
+        kinds = {f"model.{name}": weight.dtype for name, weight in weights.items()}
+        kinds |= {f"optimizer.{name}": one.dtype for name, one in states.items()}
+        found = {name: torch.empty(place.size, dtype=kinds[name]) for name, place in regions.items()}
+        self._fill(found, regions, folder, parallel)
+        for name, weight in weights.items():
+            local(weight).copy_(found[f"model.{name}"])
+        return {name: found[f"optimizer.{name}"].view(-1) for name in states}
+
+    def _fill(self, found: dict[str, Tensor], regions: dict[str, Region], folder: Path, parallel: bool) -> None:
         """What ranks have parts of, each reads for itself; of what all of them have, each reads a part and tells the others."""
         parts = {name: place for name, place in regions.items() if place.cut and found[name].numel()}
         read_parts({name: found[name] for name in parts}, parts, folder)
@@ -150,7 +179,7 @@ class Snapshot:
     def copy_rest(self) -> None:
         """The run wants to change what is held: copies what was not read yet, so that it need not wait for the disk. Where memory is short, it does."""
         with self._lock, torch.no_grad():
-            if sum(entry.bytes for entry in self._held.values()) > 0.8 * free_host_bytes():
+            if sum(entry.bytes for entry in self._held.values()) > 0.8 * free_host_bytes() / ranks_here():  # all of them do so at once
                 return
             for name, entry in self._held.items():
                 copy = entry.empty()

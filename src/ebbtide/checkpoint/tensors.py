@@ -149,12 +149,10 @@ def read_parts(into: dict[str, Tensor], regions: Mapping[str, Region], folder: P
         load(_nested({name: into[name] for name in wanted}), storage_reader=reader, planner=_Parts(wanted), no_dist=True)
 
 
-def saved_dtype(folder: Path) -> torch.dtype:
-    """Type of the weights in a checkpoint."""
-    entries = FileSystemReader(folder / TENSORS).read_metadata().state_dict_metadata
-    found: Any = next(entry for name, entry in entries.items() if name.startswith("model."))
-    dtype: torch.dtype = found.properties.dtype
-    return dtype
+def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Types of the weights in a checkpoint, by name."""
+    entries: dict[str, Any] = FileSystemReader(folder / TENSORS).read_metadata().state_dict_metadata
+    return {name.removeprefix("model."): entry.properties.dtype for name, entry in entries.items() if name.startswith("model.")}
 
 
 def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:

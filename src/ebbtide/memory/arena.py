@@ -9,29 +9,19 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ebbtide.errors import UserError
+from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import HOST_SHARE
 
 GIB = 2**30
 SLAB = 4 * GIB
 ALIGNMENT = 4096  # blocks start on a page
-
-
-def free_host_bytes() -> int:
-    """What this process may still take: the machine's free memory, or less if a cgroup says so."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
 
 
 def check_host_budget(needs: dict[str, int], budget_gib: float | None, taken: int = 0) -> int:
@@ -41,15 +31,16 @@ def check_host_budget(needs: dict[str, int], budget_gib: float | None, taken: in
     budget = int(budget_gib * GIB) if budget_gib is not None else int(HOST_SHARE * free)
     if wanted > min(budget, free):
         listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in needs.items() if size)
-        which = (
-            f"`memory.host_budget_gib` = {budget_gib:g}"
-            if budget_gib is not None
-            else f"{HOST_SHARE:.0%} of the free host memory = {budget / GIB:.2f}"
-        )
+        if budget_gib is None:
+            which = f"{HOST_SHARE:.0%} of the free host memory = {budget / GIB:.2f} ({free / GIB:.2f} GiB are free)"
+        elif wanted > free:
+            which = f"the {free / GIB:.2f} GiB that are free"
+        else:
+            which = f"`memory.host_budget_gib` = {budget_gib:g} ({free / GIB:.2f} GiB are free)"
+        more = ", or raise `memory.host_budget_gib`" if wanted <= free else ""
         raise UserError(
-            f"the memory plan sends {wanted / GIB:.2f} GiB to host memory ({listed}), more than {which} "
-            f"({free / GIB:.2f} GiB are free): name fewer holdings in `memory.away`, keep more of the optimizer on the device "
-            "(`optimizer.place`, `optimizer.cpu_fraction`), offload fewer activations (`memory.activations`), let saves wait for the disk (`checkpoint.async_save: false`), or raise the budget"
+            f"the memory plan sends {wanted / GIB:.2f} GiB to host memory ({listed}), more than {which}: name fewer holdings in `memory.away`, keep more of the optimizer on the device "
+            f"(`optimizer.place`, `optimizer.cpu_fraction`), offload fewer activations (`memory.activations`), let saves wait for the disk (`checkpoint.async_save: false`){more}"
         )
     return wanted
 
@@ -88,6 +79,8 @@ class Arena:
 
     def take(self, size: int) -> Block:
         """A block of `size` bytes; where no gap is left for it, a slab of its own is pinned."""
+        if not size:  # as for a tensor of which other ranks have all
+            return Block(0, 0, 0, torch.empty(0, dtype=torch.uint8))
         wanted = _aligned(size)
         for slab, gaps in enumerate(self._gaps):
             for place, (offset, free) in enumerate(gaps):
@@ -98,6 +91,8 @@ class Arena:
         return self.take(size)
 
     def give_back(self, block: Block) -> None:
+        if not block.size:
+            return
         gaps = self._gaps[block.slab]
         gaps.append((block.offset, _aligned(block.size)))
         gaps.sort()
@@ -125,7 +120,8 @@ class Arena:
     def _grow(self, size: int) -> None:
         size = _aligned(size)
         memory = mmap.mmap(-1, size)
-        memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages: fewer to touch, to pin and to walk
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages: fewer to touch, to pin and to walk
         memory.madvise(mmap.MADV_DONTFORK)  # a child of fork would share the pages, and the first write then give this process other ones
         slab = torch.frombuffer(memory, dtype=torch.uint8)
         slab.zero_()  # touched by all threads at once; pinning untouched memory does it one page at a time

@@ -1,9 +1,10 @@
-"""The host: the cores that this process may use and those near the GPU, and Python's own memory."""
+"""The host: the cores and the memory that this process may use, the cores near the GPU, and Python's own memory."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-SYSTEM = Path("/sys")
+SYSTEM, PROCESS = Path("/sys"), Path("/proc")
 
 
 def usable_cores(system: Path = SYSTEM) -> int:
@@ -22,7 +23,41 @@ def usable_cores(system: Path = SYSTEM) -> int:
         quota, period = limit.read_text().split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, cores // ranks_here())
+
+
+def ranks_here() -> int:
+    """Of this run, on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def free_host_bytes(system: Path = SYSTEM, process: Path = PROCESS) -> int:
+    """What this process may still take: the machine's free memory, or less if a cgroup that it is in says so. Files that the system keeps in memory give way."""
+    known = dict(line.split(":") for line in (process / "meminfo").read_text().splitlines())
+    free = int(known["MemAvailable"].split()[0]) * 1024
+    for line in (process / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = system / "fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # version 1
+            root, names = system / "fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        place = root / path.lstrip("/")  # in a container it may be the host's path, and the root the container's own
+        for group in (place, *place.parents[: len(place.relative_to(root).parts)]):
+            free = min(free, _free_in(group, *names))
+    return free
+
+
+def _free_in(group: Path, limit: str, used: str, cached: str) -> int:
+    try:
+        text = (group / limit).read_text().strip()
+        if text == "max":
+            return sys.maxsize
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(text) - int((group / used).read_text()) + int(statistics.get(cached, 0))
+    except FileNotFoundError:  # the root of all has no limit
+        return sys.maxsize
 
 
 def pci_address(device: torch.device) -> str:

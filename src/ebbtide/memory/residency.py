@@ -219,7 +219,12 @@ class Residency:
             more = [self._view(phase)] if self._view is not None else []
             if self._history is not None:
                 more.append(self._history.write())
-            raise out_of_memory(phase, on_device, peak, self.table(), str(problem), more) from problem
+            away = [
+                name
+                for name in (self.plan.away(phase) if phase is not None else ())
+                if name in on_device and not self._holdings[name].residents
+            ]
+            raise out_of_memory(phase, on_device, peak, self.table(), str(problem), more, away) from problem
 
     def enter(self, phase: Phase) -> None:
         """Sends away what the phase does not want, then brings what it needs, then what the next one will need."""
@@ -339,7 +344,7 @@ class Residency:
             if [block.size for block in holding.blocks] != sizes:
                 self._new_blocks(holding, sizes)
             if not holding.copied:
-                pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True)]
+                pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True) if block.size]
                 holding.last = self.mover.move_out(pairs, after=holding.last)
                 holding.copied = holding.frozen
             for storage in storages:
@@ -358,7 +363,7 @@ class Residency:
             for storage in storages:
                 storage.resize_(0)  # it is still on the host, whole
             raise
-        pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True)]
+        pairs = [(_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True) if block.size]
         holding.last = self.mover.move_in(pairs, after=holding.last)
         holding.away = False
 

@@ -43,13 +43,21 @@ class History:
 
 
 def out_of_memory(
-    phase: Phase | None, device: Mapping[Name, int], peak: int, table: str, problem: str, more: Sequence[str] = ()
+    phase: Phase | None,
+    device: Mapping[Name, int],
+    peak: int,
+    table: str,
+    problem: str,
+    more: Sequence[str] = (),
+    away: Sequence[Name] = (),
 ) -> UserError:
-    """`device`: bytes of each holding there; `peak`: the most that was allocated; `table`: where everything was; `problem`: what the allocator said; `more`: what else there is to say."""
+    """`device`: bytes of each holding there; `away`: those that the phase has away already; `peak`: the most that was allocated; `table`: where everything was; `problem`: what the allocator said; `more`: what else there is to say."""
     could_leave = {name: device[name] for name in MOVABLE if phase is not None and name not in NEEDS[phase] and device.get(name)}
     ways = []
     if could_leave:
-        ways.append(f"set `memory.away.{phase}: [{', '.join(could_leave)}]`, which frees {sum(could_leave.values()) / GIB:.2f} GiB")
+        ways.append(
+            f"set `memory.away.{phase}: [{', '.join(name for name in MOVABLE if name in away or name in could_leave)}]`, which frees {sum(could_leave.values()) / GIB:.2f} GiB"
+        )
     if phase is None or phase in ADVICE:
         ways.append(ADVICE[phase] if phase is not None else "set `optimizer.place` to streamed or cpu, or take a smaller model")
     other = f"{'other':<10} {(peak - sum(device.values())) / GIB:>10.3f}   (activations, the cache while it generates, workspaces)"

@@ -144,24 +144,31 @@ class AdamW:
         }
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:
-        """Sets masters, moments, steps, and the weights that follow from masters; fp32 weights are their own and are set already."""
+    def restore(self, read: Iterable[Mapping[str, Tensor]], steps: Mapping[str, int]) -> None:
+        """Sets masters, moments, steps, and the weights that follow from masters; fp32 weights are their own and are set already.
+
+        What is read comes by a few parameters at a time, so that not all of it is in memory beside what it is copied to.
+        """
+        numbers = {one.name: number for number, one in enumerate(self._trained)}
         for one in self._trained:
             one.steps = steps[one.name]
-
-        def find(number: int) -> Exact:
-            one = self._trained[number]
-            master = tensors[f"master/{one.name}"] if one.weight.dtype != torch.float32 else one.flat.cpu()
-            return Exact(master, tensors[f"first/{one.name}"], tensors[f"second/{one.name}"])
-
         with self._residency.changing(*self._state_holdings()):
-            for part in self._parts:
-                part.restore(find)
+            for tensors in read:
+                found = {}
+                for name in dict.fromkeys(name.split("/", 1)[1] for name in tensors):
+                    one = self._trained[numbers[name]]
+                    master = tensors[f"master/{name}"] if one.weight.dtype != torch.float32 else one.flat.cpu()
+                    found[numbers[name]] = Exact(master, tensors[f"first/{name}"], tensors[f"second/{name}"])
+                for part in self._parts:
+                    part.restore(found)
 
     def discard(self) -> None:
         """Lets go of the gradients, wherever they are."""
+        for one in self._trained:  # also where this rank has no element of it: the gradient may be a view of others'
+            one.weight.grad = None
         for part in self._parts:
-            part.clear()
+            if isinstance(part, OnCpu):
+                part.clear()
         self._residency.dropped("grads")
 
     def _step(self, lr: float, norm: float, numbers: set[int]) -> None:
@@ -170,9 +177,10 @@ class AdamW:
         rules = {}
         for number in numbers:
             one = self._trained[number]
-            one.steps += 1
-            rules[number] = Rule(self._config, lr, one.decay, one.steps, scale, number)
+            rules[number] = Rule(self._config, lr, one.decay, one.steps + 1, scale, number)
         with self._residency.changing(*self._state_holdings()):
+            for number in numbers:
+                self._trained[number].steps += 1
             since = self._residency.mover.mark()
             for part in self._parts:
                 part.step(rules, since)

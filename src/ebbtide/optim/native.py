@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -178,7 +179,10 @@ def _added(added: Added) -> _Added:
 def arithmetic(threads: int) -> Arithmetic:
     """On so many threads; torch has as many as it wants."""
     library = _compiled()
-    return Native(library, threads) if library else Torch()
+    if library is not None:
+        with suppress(OSError):  # a disk that nothing is run from, or a library of another machine's
+            return Native(library, threads)
+    return Torch()
 
 
 @cache

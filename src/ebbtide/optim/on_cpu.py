@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -69,7 +69,11 @@ class OnCpu:
 
     def about(self) -> str:
         """In a phrase: who steps what."""
-        slow = "" if self._math.compiled else "; a C compiler (`cc`, or $CC) is missing or fails: torch's own kernels do it, slower"
+        slow = (
+            ""
+            if self._math.compiled
+            else "; a C compiler (`cc`, or $CC) is missing or fails, or what it makes cannot be loaded: torch's own kernels do it, slower"
+        )
         return f"the CPU steps {sum(segment.size for held in self._chunks for segment in held.chunk.segments):,} parameters with {self._math.threads} threads{slow}"
 
     def _host_chunks(self, chunks: Sequence[tuple[Chunk, torch.dtype]], config: OptimizerConfig) -> list[_HostChunk]:
@@ -166,17 +170,17 @@ class OnCpu:
             for segment in held.chunk.segments:
                 yield segment, _stretch(held.master, segment), State(None, held.first, held.second)
 
-    def restore(self, find: Callable[[int], Exact]) -> None:
+    def restore(self, found: Mapping[int, Exact]) -> None:
         for held in self._chunks:
             for segment in held.chunk.segments:
-                exact = find(segment.parameter).part(segment)
-                for flat, tensor in zip((held.master, held.first, held.second), exact, strict=True):
-                    _stretch(flat, segment).copy_(tensor)
-                self._weight(segment).copy_(exact.master)
+                if (whole := found.get(segment.parameter)) is not None:
+                    exact = whole.part(segment)
+                    for flat, tensor in zip((held.master, held.first, held.second), exact, strict=True):
+                        _stretch(flat, segment).copy_(tensor)
+                    self._weight(segment).copy_(exact.master)
 
     def clear(self) -> None:
-        for number in self._home:
-            self._trained[number].weight.grad = None
+        """Forgets the gradients that came down."""
         self._sums.clear()
 
 

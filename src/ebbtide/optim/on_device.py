@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,15 +47,11 @@ class OnDevice:
             for segment in chunk.segments:
                 yield segment, self._weight(segment), state
 
-    def restore(self, find: Callable[[int], Exact]) -> None:
+    def restore(self, found: Mapping[int, Exact]) -> None:
         for chunk, state in self._chunks:
             for segment in chunk.segments:
-                whole = find(segment.parameter)
-                put(whole.part(segment), self._weight(segment), state.part(segment.offset, segment.offset + segment.size))
+                if (whole := found.get(segment.parameter)) is not None:
+                    put(whole.part(segment), self._weight(segment), state.part(segment.offset, segment.offset + segment.size))
 
     def _weight(self, segment: Segment) -> Tensor:
         return self._trained[segment.parameter].flat[segment.start : segment.stop]
-
-    def clear(self) -> None:
-        for segment in self._segments:
-            self._trained[segment.parameter].weight.grad = None

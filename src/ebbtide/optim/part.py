@@ -66,14 +66,11 @@ class Part(Protocol):
     def step(self, rules: Mapping[int, Rule], since: Move) -> None:
         """Steps the parameters (by number) that have a rule; nothing has used their weights since `since`. On a GPU it may only be queued when this returns."""
 
-    def clear(self) -> None:
-        """Forgets the gradients."""
-
     def stretches(self) -> Iterator[tuple[Segment, Tensor, State]]:
         """All of its state where it is: for each segment its weights, or their fp32 masters where it keeps those, and the state of its whole chunk, which may be away."""
 
-    def restore(self, find: Callable[[int], Exact]) -> None:
-        """Sets all of its state, and the weights, from what `find` has for each parameter (by number)."""
+    def restore(self, found: Mapping[int, Exact]) -> None:
+        """Sets the state and the weights of some parameters (by number)."""
 
 
 Kind = Literal["master", "first", "second"]

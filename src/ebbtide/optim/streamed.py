@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,20 +87,17 @@ class Streamed:
             for segment in held.chunk.segments:
                 yield segment, self._weight(segment), state
 
-    def restore(self, find: Callable[[int], Exact]) -> None:
+    def restore(self, found: Mapping[int, Exact]) -> None:
         self._residency.mover.host_waits(self._returned)
         for held in self._chunks:
             for segment in held.chunk.segments:
-                weight = self._weight(segment).cpu()
-                put(find(segment.parameter).part(segment), weight, self._state(held, segment))
-                self._weight(segment).copy_(weight)
+                if (whole := found.get(segment.parameter)) is not None:
+                    weight = self._weight(segment).cpu()
+                    put(whole.part(segment), weight, self._state(held, segment))
+                    self._weight(segment).copy_(weight)
 
     def _state(self, held: _HostChunk, segment: Segment) -> State:
         return carve(held.low, held.moments, held.chunk.size, self._kind).part(segment.offset, segment.offset + segment.size)
 
     def _weight(self, segment: Segment) -> Tensor:
         return self._trained[segment.parameter].flat[segment.start : segment.stop]
-
-    def clear(self) -> None:
-        for segment in self._segments:
-            self._trained[segment.parameter].weight.grad = None

@@ -146,7 +146,12 @@ class Policy:
             (memory,) = residency.host("activations", [reserved], pinned=True)
             self._parking = Parking(memory, residency.mover)
         self._activations = Activations(blocks, choice, self._parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)
-        return [*notes, described(choice, reserved), *tried(self._activations, figures, self._probe)]
+        notes += [described(choice, reserved), *tried(self._activations, figures, self._probe)]
+        residency.mover.finish()
+        residency.mover.take()  # what was tried is not a part of any phase
+        if self._parking is not None:
+            self._parking.take()
+        return notes
 
     def _probe(self, tokens: int, *, backward: bool = True) -> int:
         """A forward like those of training, and its backward, on about so many tokens, without a gradient left behind; gives how many it were."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.errors import UserError
-from ebbtide.memory.arena import free_host_bytes
+from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.limit import free_bytes
 from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
