@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from transformers import AutoModelForCausalLM
 
-from ebbtide.checkpoint.writer import SLOTS
+from ebbtide.checkpoint.sizes import copied_bytes
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, check_host_budget
@@ -65,6 +65,5 @@ def host_needs(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         needs["kv_cache"] = blocks * block * room_of(model.config).bytes(dtype.itemsize)
     if saved:
         staying = sum(size for name, size in moving.items() if name != "reference" and plan.place("save", name) != "away")
-        shared = SLOTS * 4 * max(parameter.numel() for parameter in model.parameters())  # with the process that writes
-        needs[COPIES] = dtype.itemsize * parameters + staying + shared
+        needs[COPIES] = copied_bytes(dtype.itemsize * parameters, staying, max(parameter.numel() for parameter in model.parameters()))
     return dict(needs)

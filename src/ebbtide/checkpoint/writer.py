@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.checkpoint.sizes import SLOTS
 from ebbtide.checkpoint.store import Files, digests
 from ebbtide.checkpoint.tensors import TENSORS, Entry, Everyone, Share, write_tensors
-
-SLOTS = 2  # tensors in shared memory at once: as many threads write, each its own file
 
 
 class Writer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -12,10 +12,9 @@ from pydantic import BaseModel
 from ebbtide.config.decided import GROUPS, Change, checked, free_groups, groups_of, keys_by_hand, with_changes
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import HOST_SHARE
 from ebbtide.planner.foretold import CYCLE, Prediction
 from ebbtide.planner.machine import GIB
-from ebbtide.planner.predict import Predictor
+from ebbtide.planner.predict import Predictor, host_limit
 from ebbtide.planner.saved import local_names
 from ebbtide.planner.work import Work
 
@@ -51,8 +50,8 @@ class Reason:
 
     settings: Sequence[str]
     why: str
-    seconds: float
-    """That it costs a step; less than 0 where it saves some."""
+    seconds: float | None
+    """That it costs a step; less than 0 where it saves some. None where what it costs is generation's, and without it nothing would be generated."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,8 @@ class Chosen:
     """Where nothing fits: GiB, the smallest budget that any way could do with, if the device is what lacks."""
     by_hand: Sequence[str] = ()
     """Where it does not fit: the settings that were left alone."""
+    more_host: Tried | None = None
+    """Where nothing fits: what would, with more host memory; the least of it."""
 
     @property
     def fits(self) -> bool:
@@ -76,7 +77,7 @@ class Chosen:
 class Chooser:
     def __init__(self, predictor: Predictor, work: Work, budget_gib: float, host_gib: float, rehearsal: Rehearsal | None = None) -> None:
         self._predictor, self._work, self._rehearsal = predictor, work, rehearsal
-        self._host = host_gib * GIB
+        self._budget_gib, self._host_gib = budget_gib, host_gib
         self.usable = usable(budget_gib) * GIB
 
     def choose(self, config: Config) -> Chosen:
@@ -86,20 +87,21 @@ class Chooser:
         lacks = self.lacks(as_it_is)
         planned = config.memory.plan == "auto"
         if lacks is None and (as_it_is.prediction.roomy or not planned):
-            return Chosen(as_it_is)
+            return Chosen(self._as_it_runs(as_it_is))
         free = free_groups(config) if planned else ()
         tried = list(self._tried(config, free))
         fitting = [one for one in tried if self.lacks(one) is None]
         if fitting:
             quickest = min(one.prediction.seconds for one in fitting)
             best = min((one for one in fitting if one.prediction.seconds <= (1 + SAME) * quickest), key=lambda one: one.changed)
-            return Chosen(best, reasons=self._reasons(config, best))
+            return Chosen(self._as_it_runs(best), reasons=self._reasons(config, best))
         everything = tried if free == groups_of(config) else list(self._tried(config, groups_of(config)))
         nearest = self._nearest(everything)
         least = None if nearest is not None else self._least(everything)
+        more_host = None if nearest is not None else self._with_more_host(everything)
         if nearest is None and least is None and any(self._host_lacks(one) == "loading" for one in everything):
             lacks = "loading"  # before anything could be too much for the device, and no plan changes it
-        return Chosen(as_it_is, lacks, (), nearest, least, keys_by_hand(config))
+        return Chosen(as_it_is, lacks, (), nearest, least, keys_by_hand(config), more_host)
 
     def nearest(self, config: Config) -> Tried | None:
         """What fits with the fewest changes, of anything, or with none; of those, the fastest."""
@@ -114,16 +116,25 @@ class Chooser:
         prediction = tried.prediction
         if max(prediction.peak, prediction.generation.beside) > self.usable:
             return "device"
-        if prediction.blocks is not None and prediction.blocks < prediction.least_blocks:
+        if not prediction.generates:
             return "cache"
         return self._host_lacks(tried)
 
     def _host_lacks(self, tried: Tried) -> Lacks | None:
-        limit = tried.config.memory.host_budget_gib
-        pinned = HOST_SHARE * self._host if limit is None else min(limit * GIB, self._host)
-        if tried.prediction.host > pinned:
+        if tried.prediction.host > host_limit(tried.config, self._host_gib):
             return "host"
-        return "loading" if tried.prediction.loading > self._host else None
+        return "loading" if tried.prediction.loading > self._host_gib * GIB else None
+
+    def _with_more_host(self, tried: Iterable[Tried]) -> Tried | None:
+        fitting = (one for one in tried if self.lacks(one) == "host")
+        return min(fitting, key=lambda one: one.prediction.host, default=None)
+
+    def _as_it_runs(self, tried: Tried) -> Tried:
+        """A plan leaves a part of the budget to the allocator; of that, a run's cache takes what is there."""
+        if tried.prediction.roomy:
+            return tried
+        whole = self._predictor.of(tried.config, self._work, int(self._budget_gib * GIB), self._rehearsal)
+        return replace(tried, prediction=whole)
 
     def _least(self, tried: Iterable[Tried]) -> float | None:
         """GiB of the smallest budget that any of them fits into: what it takes outside of generate, or in generate with a cache for one sample."""
@@ -223,7 +234,9 @@ class Chooser:
                 "loading": "",  # of which no change makes less
                 None: "it is faster with it",
             }[lacks]
-            cost = _cost(best.prediction, without.prediction, whole=lacks is None)
+            cost: float | None = _cost(best.prediction, without.prediction, whole=lacks is None)
+            if keys is GROUPS["gathering"] and lacks is not None and not without.prediction.roomy:
+                cost = None
             found.append(Reason(settings(without.config, best.config), why, cost))
         return found
 

@@ -76,6 +76,8 @@ class Prediction:
     sharing: Sharing
     loading: int
     """Bytes on the host of a node before the run: where ranks have parts of the model, each loads the whole there to take its own."""
+    waits_for: int = 0
+    """Where saves cannot be asynchronous: bytes of a rank that the host lacks room for. Else they are among `host`."""
 
     @property
     def blocks(self) -> int | None:
@@ -94,8 +96,14 @@ class Prediction:
     @property
     def least_peak(self) -> float:
         """Bytes with which it would do: those of the other phases, or of generate with a cache for one sample."""
-        others = max(phase.peak for name, phase in self.phases.items() if name not in ("generate", "evaluate"))
+        adapts = ("generate", "evaluate") if self.blocks is not None else ()  # other engines take what they take
+        others = max(phase.peak for name, phase in self.phases.items() if name not in adapts)
         return max(others, self.generation.least_peak)
+
+    @property
+    def generates(self) -> bool:
+        """There is a cache for one sample."""
+        return self.blocks is None or self.blocks >= self.least_blocks
 
     @property
     def peak(self) -> int:

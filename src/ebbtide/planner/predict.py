@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from ebbtide.checkpoint.sizes import copied_bytes
 from ebbtide.config.tree import Config, Rehearsal, Vllm
-from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
-from ebbtide.optim.sizes import CPU_CHUNK, grad_bytes, ring_bytes, state_bytes
+from ebbtide.memory.plan import HOST_SHARE, MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
+from ebbtide.optim.sizes import CPU_CHUNK, grad_bytes, low_bytes, moment_bytes, ring_bytes, state_bytes
 from ebbtide.planner.foretold import CYCLE, Foretold, Generation, Prediction, Spent
 from ebbtide.planner.machine import GIB, Machine
 from ebbtide.planner.ranks import SENT, Gathers, Sharing, Talk
@@ -92,7 +93,20 @@ class Predictor:
             self._moves(name, path, base.sizes[name], phases)
         self._makes_room(base, phases["generate"], budget)
         loading = self.sharing.here * self.each * self.shape.parameters if self.sharing.held > 1 else 0
-        return Prediction(phases, generation, choice, self.sharing, loading)
+        copies = self._copies(config, phases)
+        prediction = Prediction(phases, generation, choice, self.sharing, loading)
+        if self.sharing.here * copies + prediction.host > host_limit(config, self.machine.host_gib):
+            return replace(prediction, waits_for=copies)
+        for phase in phases.values():  # pinned before the first step
+            phase.host += copies
+        return prediction
+
+    def _copies(self, config: Config, phases: Mapping[Phase, Foretold]) -> int:
+        """Host memory for asynchronous saves."""
+        if config.checkpoint is None or not config.checkpoint.async_save:
+            return 0
+        on = phases["save"].device
+        return copied_bytes(on["weights"], on.get("master", 0) + on.get("moments", 0), self.shape.largest)
 
     def _base(self, config: Config, rehearsal: Rehearsal | None) -> _Base:
         """What does not depend on activations and packing: many configs that are tried have it in common."""
@@ -294,10 +308,29 @@ class Predictor:
             phases["train"].seconds += updates * self._speed.gathering(config.optimizer, count)
             stepped, waited = self._speed.step(config.optimizer)
             phases["step"].seconds, phases["step"].exposed = updates * stepped, updates * waited
+            for phase, size in self._crossing(config, work, choice).items():
+                phases[phase].moved += updates * size
         if "save" in phases:
             copied = sum(phases["save"].device.get(name, 0) for name in ("weights", "master", "moments"))
             phases["save"].seconds = phases["save"].exposed = copied / self.machine.rates.link_out
             phases["save"].moved += copied
+
+    def _crossing(self, config: Config, work: Work, choice: Choice) -> dict[Phase, int]:
+        """Bytes that cross the link in an update beside holdings that move: activations, gradients that the CPU steps by and the weights that come of it, state that is streamed."""
+        optimizer, train = config.optimizer, config.train
+        on_cpu = round(optimizer.on_cpu * self._held)
+        packed = work.packed(train.microbatch_tokens, train.minibatches, self.sharing.data)
+        parked = held(self._part, self.each, choice, config.memory.activations.keep_last).parked
+        in_train = 2 * parked * sum(count * part.tokens for part, count in packed.parts)
+        in_step = self.each * on_cpu
+        grads = grad_bytes(optimizer, self.each) * on_cpu
+        if optimizer.overlap:
+            in_train += packed.passes * grads
+        else:
+            in_step += grads
+        if optimizer.place == "streamed":
+            in_step += 2 * (low_bytes(self.each) + 2 * moment_bytes(optimizer)) * (self._held - on_cpu)
+        return {"train": round(in_train), "step": in_step}
 
     def _looking(self, tokens: int, work: Work) -> Spent:
         """On all samples once, without gradient."""
@@ -359,6 +392,12 @@ class Predictor:
         if generate.peak + leaving > budget:
             generate.exposed += leaving / self.machine.rates.link_out
             generate.seconds += leaving / self.machine.rates.link_out
+
+
+def host_limit(config: Config, host_gib: float) -> float:
+    """Bytes that a run may take of a host with so much free memory."""
+    budget = config.memory.host_budget_gib
+    return GIB * (HOST_SHARE * host_gib if budget is None else min(budget, host_gib))
 
 
 def shape_width(shape: Shape) -> int:

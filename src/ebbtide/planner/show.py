@@ -32,7 +32,7 @@ def as_json(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> di
         "settings": settings(asked, chosen.tried.config),
         "words": words(chosen, asked, machine),
         "nearest": settings(asked, chosen.nearest.config) if chosen.nearest is not None else None,
-        "step_seconds": prediction.seconds if machine.timed else None,
+        "step_seconds": prediction.seconds if machine.timed and prediction.generates else None,
         "activations": prediction.activations.words(),
         "kv_blocks": generation.blocks,
         "kv_block_tokens": generation.block,
@@ -60,9 +60,11 @@ def rows(prediction: Prediction) -> list[list[str]]:
     talks = prediction.sharing.size > 1
     lines = [["phase", "seconds", "exposed", *(["talk", "waited"] if talks else []), "peak GiB", *shown, "host", "moved"]]
     for name, phase in prediction.phases.items():
-        seconds = [phase.seconds, phase.exposed, *([phase.talk, phase.waited] if talks else [])]
+        times = [phase.seconds, phase.exposed, *([phase.talk, phase.waited] if talks else [])]
+        lacking = name in ("generate", "evaluate") and not prediction.generates
+        seconds = ["-" if lacking else f"{one:.2f}" for one in times]
         sizes = [phase.peak, *(phase.device.get(column, 0) for column in shown), phase.host, phase.moved]
-        lines.append([name, *(f"{one:.2f}" for one in seconds), *(f"{size / GIB:.2f}" for size in sizes)])
+        lines.append([name, *seconds, *(f"{size / GIB:.2f}" for size in sizes)])
     return lines
 
 
@@ -71,7 +73,10 @@ def words(chosen: Chosen, asked: Config, machine: Machine) -> list[str]:
     prediction, generation = chosen.tried.prediction, chosen.tried.prediction.generation
     said = [_fit(chosen, machine, asked.memory.budget_gib) if chosen.fits else misfit(chosen, asked, machine)]
     for reason in chosen.reasons:
-        costs = f"; it {'costs' if reason.seconds > 0 else 'saves'} {abs(reason.seconds):.2f} s a step" if machine.timed else ""
+        costs = ""
+        if machine.timed and reason.seconds is not None:
+            much = f"{'costs' if reason.seconds > 0 else 'saves'} {abs(reason.seconds):.2f} s a step"
+            costs = f"; it {much if abs(reason.seconds) >= 0.005 else 'costs nothing'}"
         said.append(f"{', '.join(f'`{line}`' for line in reason.settings)}: {reason.why}{costs}")
     if chosen.fits and not chosen.reasons:
         said.append("nothing had to be changed")
@@ -80,6 +85,12 @@ def words(chosen: Chosen, asked: Config, machine: Machine) -> list[str]:
         said.append(
             f"the cache has {generation.blocks:,} blocks of {generation.block} tokens{'' if generation.roomy else ', fewer than would be of use'}: {generation.at_once} sequences decode at once"
         )
+    if prediction.waits_for:
+        said.append(
+            f"checkpoints are written while the loop waits: copies of what is on the device would take {_number(prediction.waits_for / GIB)} GiB of host memory{' in each rank' if prediction.sharing.size > 1 else ''}, more than there is; how long the disk takes is not foretold"
+        )
+    if machine.timed and asked.rollout.engine != "paged" and asked.rollout.replay is None:
+        said.append(f"seconds of generate are those of the paged engine: what `{asked.rollout.engine}` takes is not foretold")
     if generation.beside:
         said.append(f"a rank beside that only generates takes {generation.beside / GIB:.3g} GiB")
     said += _of_ranks(prediction, machine)
@@ -136,8 +147,15 @@ def misfit(chosen: Chosen, asked: Config, machine: Machine) -> str:
     if chosen.nearest is not None:
         at = f", at {chosen.nearest.prediction.seconds:.1f} s a step" if machine.timed else ""
         return f"{why}{alone}. The nearest that fits: {on_the_command_line(settings(asked, chosen.nearest.config))}{at}"
+    smaller = "; or lower `rollout.batch`" if asked.rollout.engine == "huggingface" and taken_by in ("generate", "evaluate") else ""
     least = f". No plan does with less than {_rounded_up(chosen.least)} GiB" if chosen.least is not None else ", whatever the plan"
-    return f"{why}{least}"
+    if chosen.more_host is not None:
+        host_budget = asked.memory.host_budget_gib
+        wanted = chosen.more_host.prediction.host / GIB / (1 if host_budget is not None else HOST_SHARE)
+        here = f"under {_host(asked, machine)}" if host_budget is not None else f"on a host with {_number(machine.host_gib)} GiB"
+        changes = on_the_command_line(settings(asked, chosen.more_host.config))
+        least = f"{least} {here}; with {_rounded_up(wanted)} GiB there, this fits: {changes}"
+    return f"{why}{least}{smaller}"
 
 
 def on_the_command_line(changes: Iterable[str]) -> str:
@@ -206,7 +224,7 @@ def text(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> str:
     rollout = asked.rollout
     ranks = chosen.tried.prediction.sharing.size
     header = (
-        f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with {machine.device_gib:.1f} GiB; "
+        f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with {machine.device_gib:.1f} GiB and {_number(machine.host_gib)} GiB of host memory; "
         f"{rollout.prompts} x {rollout.samples} samples of at most {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens"
     )
     lines = [header, "", plain_table(rows(chosen.tried.prediction)), "", *words(chosen, asked, machine)]
