@@ -73,36 +73,59 @@ def load_model(config: Config, device: torch.device | None = None) -> Loaded:
 
 def load_pretrained(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Loaded:
     """The model at `model.path`."""
-    transformers_logging.disable_progress_bar()  # our own progress is shown instead
     tokenizer = _tokenizer(config)
+    return ready(_weights(config, dtype).to(device), tokenizer, config)
+
+
+def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `model.path`, on the CPU, with all that its files hold."""
+    transformers_logging.disable_progress_bar()  # our own progress is shown instead
+    model: PreTrainedModel
     model, info = _pretrained(config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
     if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
         raise UserError(
             f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
             f"({', '.join(absent[:3])}): they would be random. Get the whole model"
         )
-    return ready(model.to(device), tokenizer, config)
+    for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
+        parameter.data = parameter.data.contiguous()
+    return model
 
 
 def ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Loaded:
     """In eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 units: slower, as is known, and said in 20 lines
-    for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
-        parameter.data = parameter.data.contiguous()
     model.eval()
     _check(model, tokenizer, config)
     return Loaded(model, tokenizer, model.config._attn_implementation)
 
 
 def unfilled_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The configured model on the CPU with weights that mean nothing yet, and its tokenizer: to be filled from a checkpoint."""
-    model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
+    """The configured model on the CPU with weights that mean nothing yet, and its tokenizer: to be filled from a checkpoint, which has parameters only."""
+    shape = model_config(config)
+    with torch.device("meta"):
+        buffers = _saved_buffers(AutoModelForCausalLM.from_config(shape))
+    if buffers and config.model.path is not None:  # they are not trained: they are what the run started from
+        try:
+            model = _weights(config.model, dtype)
+        except UserError as error:
+            raise UserError(
+                f"a checkpoint does not hold buffers, and the model's {len(buffers)} ({', '.join(buffers[:3])}) cannot be read from `model.path` any more: {error}"
+            ) from None
+    else:
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
     if hasattr(model.config, "quantization_config"):  # of a GGUF file: its weights are no longer quantised
         del model.config.quantization_config
     if config.model.path is not None and _locate(config.model.path)[1] is None:
         with suppress(OSError):  # not every model has one
             model.generation_config = GenerationConfig.from_pretrained(_locate(config.model.path)[0])
     return model, _tokenizer(config.model)
+
+
+def _saved_buffers(model: PreTrainedModel) -> list[str]:
+    """What a model's files hold beside its parameters: the bias by which some routers choose experts, for one."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head has two names
+    return [name for name in model.state_dict() if name not in parameters]
 
 
 def model_config(config: Config) -> PretrainedConfig:
