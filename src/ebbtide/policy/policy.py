@@ -189,12 +189,12 @@ class Policy:
         for done, batch in enumerate(batches):
             inputs = self._loss_inputs(batch, [members[member] for member in batch.members])
             loss, reported = policy_loss(self.config.loss, inputs)
-            if backward:
-                loss.backward()
+            idle = len(mine) in batch.members
+            if backward:  # of nothing, where there is no work: a weight of 0 would not stop a k3 that overflows
+                (inputs.logprobs.sum() * 0.0 if idle else loss).backward()
             filled = inputs.old_logprobs if self.config.needs_old_logprobs else None
             reported |= mismatch(inputs.logprobs if filled is None else filled, inputs.rollout_logprobs)
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
-            idle = len(mine) in batch.members
             seen.append({name: torch.zeros_like(value) for name, value in reported.items()} if idle else reported)
             progress(done + 1, len(batches))
         summary = self._summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
