@@ -40,6 +40,19 @@ class Loaded:
     generate_attention: str
     """Name of the attention that transformers chose for this model: what `generate` uses."""
 
+    @property
+    def rows(self) -> int:
+        """Of the embedding: token ids are below this. Some tokenizers have added tokens beyond it."""
+        rows: int = self.model.get_input_embeddings().weight.shape[0]
+        return rows
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Every token that ends a completion: a chat model has its end of turn beside its end of text."""
+        named = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        found = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id}
+        return sorted(token for token in found if token is not None)
+
 
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
@@ -96,8 +109,9 @@ def ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Mo
     """In eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 units: slower, as is known, and said in 20 lines
     model.eval()
-    _check(model, tokenizer, config)
-    return Loaded(model, tokenizer, model.config._attn_implementation)
+    loaded = Loaded(model, tokenizer, model.config._attn_implementation)
+    _check(loaded, config)
+    return loaded
 
 
 def unfilled_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -221,13 +235,17 @@ def _in_package(path: str) -> Path:
     return Path(spec.origin).parent / inside
 
 
-def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+def _check(loaded: Loaded, config: ModelConfig) -> None:
+    tokenizer, rows = loaded.tokenizer, loaded.rows
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"the tokenizer knows no tokens: `model.path: {config.path}` has no tokenizer files; name one in `model.tokenizer`")
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    if tokenizer.vocab_size > rows:  # without added tokens: Gemma 3 1B has one for images that its embedding has no row for
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding only {rows} rows: they do not belong together; check `model.path` and `model.tokenizer`"
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only {rows} rows: they do not belong together; check `model.path` and `model.tokenizer`"
+        )
+    if (last := max(loaded.end_tokens, default=0)) >= rows:
+        raise UserError(
+            f"the end token {tokenizer.convert_ids_to_tokens(last)!r} is number {last} and the model's embedding has only {rows} rows: it would never be sampled; check `model.path` and `model.tokenizer`"
         )
 
 

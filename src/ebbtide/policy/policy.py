@@ -72,6 +72,8 @@ class Policy:
     def __init__(self, loaded: Loaded, config: Config, ranks: Together | None = None) -> None:
         self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
         self.device: torch.device = loaded.model.device
+        self.rows = loaded.rows
+        """Token ids are below this."""
         self._generate_attention = loaded.generate_attention
         self.module = _Logprobs(loaded.model)
         """From packed tokens to log-probs."""
@@ -240,7 +242,7 @@ class Policy:
     @torch.no_grad()
     def verify(self, whole: PreTrainedModel | None = None) -> None:
         """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model: `whole`, where ranks share the policy's out and have another."""
-        rows = torch.arange(12) * 7919 % (len(self.tokenizer) - 1)  # tokens spread over the vocabulary
+        rows = torch.arange(12) * 7919 % (min(len(self.tokenizer), self.rows) - 1)  # tokens spread over the vocabulary
         probes = [Trajectory([1], rows[:7].tolist(), []), Trajectory([2, 1], rows[7:].tolist(), [])]
         (batch,) = pack(probes, budget=64, device=self.device)
         own_model = whole or self.model
