@@ -53,6 +53,16 @@ def test_all_flat_leaves_nothing(tiny) -> None:
     assert averaged([]) == {}
 
 
+def test_an_update_that_was_skipped_leaves_the_figures_of_the_others() -> None:
+    nan, inf = float("nan"), float("inf")
+    done = {"loss": 0.5, "grad_norm": 2.0, "mismatch_max": 0.1, "lr": 1e-3, "updates_skipped": 0.0}
+    skipped = {"loss": 0.3, "grad_norm": nan, "mismatch_max": nan, "lr": 1e-4, "updates_skipped": 1.0}
+    wanted = {"loss": 0.4, "grad_norm": 2.0, "mismatch_max": 0.1, "lr": 1e-4, "updates_skipped": 1.0, "updates": 2}
+    assert averaged([done, skipped]) == pytest.approx(wanted)
+    wanted = {"loss": 0.3, "lr": 1e-4, "updates_skipped": 2.0, "updates": 2}
+    assert averaged([skipped, {**skipped, "grad_norm": inf}]) == pytest.approx(wanted)
+
+
 def test_overlong_samples_are_masked_but_count_in_the_baseline(tiny) -> None:
     finishes = [["stop", "length"], ["length", "stop"]]
     masked = batch(tiny({"rollout.samples": 2, "loss.mask_overlong": True}), [[1.0, 0.0], [1.0, 0.0]], finishes)

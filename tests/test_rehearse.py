@@ -112,9 +112,18 @@ def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
         ({"train.steps": 2}, r"no completions of step 2.*it has steps 1\)"),
         ({"train.steps": 1, "rollout.samples": 2}, r"4 x 4 completions of step 1, and 4 x 2 are wanted"),
         ({"train.steps": 1, "seed": 5, "task.builtin": {"name": "copy", "options": {"digits": 2}}}, "prompt that this `task`"),
+        ({"train.steps": 1, "rollout.temperature": 0.5}, r"sampled at temperature 1.0, and `rollout.temperature` is 0.5"),
+        ({"train.steps": 1, "rollout.max_new_tokens": 2}, r"a completion of 6 tokens, and `rollout.max_new_tokens` is 2"),
     ):
         with pytest.raises(UserError, match=message):
             run(tiny({**folder, **changes}))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    unsaid = [{key: value for key, value in line.items() if key != "temperature"} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in unsaid))
+    run(tiny({**folder, "train.steps": 1, "rollout.temperature": 0.5, "run.overwrite": True}))
+    file.write_text(json.dumps({**lines[0], "prompt": [3] * 9}) + "\n")
+    with pytest.raises(UserError, match=r"a prompt of 9 tokens, and `rollout.max_prompt_tokens` is 8"):
+        run(tiny({**folder, "train.steps": 1, "run.overwrite": True}))
     file.write_text("{}\n")
     with pytest.raises(UserError, match=r"not a file that `rollout.save_to` wrote"):
         run(tiny(folder))

@@ -28,7 +28,7 @@ def rollouts_of(config):
     """Rollouts of a model that never learns, with what they stand on."""
     loaded = load_model(config)
     problems = build_task(config.task, config.seed, evaluated=False).problems()
-    prompts = encode(problems.train, loaded.tokenizer, config, lambda *_: None)
+    prompts = encode(problems.train, loaded.tokenizer, loaded.rows, config, lambda *_: None)
     engine = PagedEngine(loaded, config.rollout.batch, block=4)
     residency = Residency(build_plan(config.memory, config.optimizer), torch.device("cpu"))
     return build_rollouts(config, engine, Sampler(prompts, config.seed), prompts, residency), residency

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import fmean
 
 import torch
@@ -114,11 +115,11 @@ def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -
 
 
 def averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The figures of a step's updates as one: means, but the largest mismatch, the last learning rate, and counts added up."""
+    """The figures of a step's updates as one: means, but the largest mismatch, the last learning rate, and counts added up. What is not finite, as in an update that was skipped, is no part of them."""
     if not updates:
         return {}
-    figures = {name: fmean(update[name] for update in updates) for name in updates[0]}
-    figures["mismatch_max"] = max(update["mismatch_max"] for update in updates)
+    finite = {name: [update[name] for update in updates if isfinite(update[name])] for name in updates[0]}
+    figures = {name: max(values) if name == "mismatch_max" else fmean(values) for name, values in finite.items() if values}
     figures["lr"] = updates[-1]["lr"]
     figures["updates_skipped"] = sum(update["updates_skipped"] for update in updates)
     figures["updates"] = len(updates)

@@ -99,9 +99,9 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:
-        prompts = encode(problems.train, policy.tokenizer, config, progress)
+        prompts = encode(problems.train, policy.tokenizer, policy.rows, config, progress)
         held_out = problems.held_out[: config.evaluate.problems] if config.evaluate else []
-        tests = encode(held_out, policy.tokenizer, config, progress)
+        tests = encode(held_out, policy.tokenizer, policy.rows, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
     report.begin(policy.model, policy.tokenizer, residency, notes, prompts=len(prompts), tests=len(tests))

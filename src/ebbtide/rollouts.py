@@ -151,8 +151,9 @@ class LastingRollouts(Rollouts):
 class SavedRollouts(Rollouts):
     """Those of another, written to a file as well."""
 
-    def __init__(self, of: Rollouts, prompts: Sequence[Prompt], path: str) -> None:
+    def __init__(self, of: Rollouts, config: Config, prompts: Sequence[Prompt], path: str) -> None:
         self._of, self._path, self._begun = of, Path(path).expanduser(), False
+        self._temperature = config.rollout.temperature
         self._places = {id(prompt): place for place, prompt in enumerate(prompts)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,13 @@ class SavedRollouts(Rollouts):
             self._begun = True
             forget_after(self._path, step - 1)
         lines = [
-            {"step": step, "place": self._places[id(prompt)], "prompt": prompt.tokens, "completions": [asdict(one) for one in group]}
+            {
+                "step": step,
+                "temperature": self._temperature,
+                "place": self._places[id(prompt)],
+                "prompt": prompt.tokens,
+                "completions": [asdict(one) for one in group],
+            }
             for prompt, group in zip(prompts, groups, strict=True)
         ]
         with self._path.open("a") as file:
@@ -192,6 +199,7 @@ class ReplayedRollouts(Rollouts):
         try:
             with Path(path).expanduser().open() as file:
                 for line in map(json.loads, file):
+                    self._check_line(line)
                     found = prompts[line["place"]] if line["place"] < len(prompts) else None
                     if found is None or found.tokens != line["prompt"]:
                         raise UserError(
@@ -205,6 +213,21 @@ class ReplayedRollouts(Rollouts):
 
         for step in range(1, config.train.steps + 1):
             self._check(step)
+
+    def _check_line(self, line: dict[str, Any]) -> None:
+        """Against the config: training relies on its lengths, and takes log-probs at its temperature."""
+        rollout = self._config.rollout
+        longest = max((len(one["tokens"]) for one in line["completions"]), default=0)
+        if (sampled_at := line.get("temperature", rollout.temperature)) != rollout.temperature:
+            what, key = f"completions sampled at temperature {sampled_at}", "rollout.temperature"
+        elif len(line["prompt"]) > rollout.max_prompt_tokens:
+            what, key = f"a prompt of {len(line['prompt'])} tokens", "rollout.max_prompt_tokens"
+        elif longest > rollout.max_new_tokens:
+            what, key = f"a completion of {longest} tokens", "rollout.max_new_tokens"
+        else:
+            return
+        value = getattr(rollout, key.removeprefix("rollout."))
+        raise UserError(f"`rollout.replay: {self._path}` has {what}, and `{key}` is {value}: replay it with the value it was made with")
 
     def _check(self, step: int) -> None:
         groups, rollout = self._steps.get(step, []), self._config.rollout
@@ -234,4 +257,4 @@ def build_rollouts(
     if rollout.ahead:
         assert isinstance(engine, PagedEngine)  # the config sees to it
         made = LastingRollouts(config, engine, sampler, prompts, residency)
-    return made if rollout.save_to is None or not writes else SavedRollouts(made, prompts, rollout.save_to)
+    return made if rollout.save_to is None or not writes else SavedRollouts(made, config, prompts, rollout.save_to)

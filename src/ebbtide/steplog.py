@@ -7,16 +7,15 @@ from pathlib import Path
 
 
 def forget_after(file: Path, step: int) -> None:
-    """Drops the lines of steps that will be done again, and one that was cut in the middle."""
+    """Drops the lines of steps that will be done again, and one that was cut in the middle. Line by line: rollouts of a long run may be larger than memory."""
     if not file.exists():
         return
-    kept = []
-    for line in file.read_bytes().splitlines(keepends=True):
-        try:
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
     rewritten = file.with_suffix(".rewritten")
-    rewritten.write_bytes(b"".join(kept))
+    with file.open("rb") as lines, rewritten.open("wb") as kept:
+        for line in lines:
+            try:
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    kept.write(line)
+            except (ValueError, KeyError):
+                continue
     rewritten.replace(file)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ebbtide.checkpoint.export import export, pick
 from ebbtide.checkpoint.keep import Keeper
@@ -22,10 +22,13 @@ from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.store import UNFINISHED, begin, finish, listed, prune
 from ebbtide.checkpoint.tensors import read_tensors
 from ebbtide.checkpoint.writer import Writer
+from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Checkpoint
 from ebbtide.errors import UserError
 from ebbtide.loop import train
+from ebbtide.policy.tokenizer import scratch_tokenizer
 from ebbtide.report.report import Report
+from ebbtide.rollout.serve import run as serve_run
 from killed import Numbers, save_until_killed, saver
 
 MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "host_gib", "moved_gib")
@@ -376,6 +379,55 @@ def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:
         export(pick(tmp_path / "run", None), tmp_path / "out")
     with pytest.raises(UserError, match="no complete checkpoint of step 9"):
         pick(tmp_path / "run", 9)
+
+
+def model_with_buffers(folder: Path) -> None:
+    """A mixture of experts whose router has a bias that is no parameter, saved with one that is not what a new model has."""
+    tokenizer = scratch_tokenizer("0123456789=")
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **shape), dtype=torch.float32)
+    model.get_buffer(BIAS).copy_(torch.tensor([1.01, -0.33, 0.52, -1.07]))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buffers_are_exported_and_served_as_they_were_trained_with(tiny, tmp_path, dtype) -> None:
+    model_with_buffers(tmp_path / "made")
+    model = {"path": str(tmp_path / "made"), "dtype": dtype}
+    config = tiny({"model": model, "train.steps": 1, "run.folder": str(tmp_path / "run")})
+    with Report(config, "test") as report:
+        trained = train(config, report).model
+    export(pick(tmp_path / "run", None), tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    served, _ = serve_run.load(str(tmp_path / "run"), Serve(device="cpu", dtype=dtype), print)
+    assert trained.get_buffer(BIAS).tolist() == pytest.approx([1.01, -0.33, 0.52, -1.07], abs=1e-6)
+    for found in (exported, served.model):
+        for name, tensor in [*trained.state_dict().items(), *trained.named_buffers()]:
+            mine = found.get_buffer(name) if name not in found.state_dict() else found.state_dict()[name]
+            assert torch.equal(mine, tensor), name
+    for file in (tmp_path / "made").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"e_score_correction_bias.*`model.path: .*made`"):
+        export(pick(tmp_path / "run", None), tmp_path / "again")
 
 
 class Clock:

@@ -5,14 +5,17 @@ micro-batch, and a metric that is not what its name says.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from ebbtide.policy import policy as policy_module
 from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.policy.model import load_model
 from ebbtide.policy.pack import Trajectory
 from ebbtide.policy.policy import Policy
+from ebbtide.policy.together import Alone
 
 CASES = {
     "grpo, against the sampler": {"loss.old_logprobs": "rollout"},
@@ -179,3 +182,24 @@ def test_figures_are_means_over_completion_tokens(tiny, spread_model) -> None:
     kl = sum(math.exp(d) - 1 - d for d in differences) / len(differences)
     assert figures["mismatch_kl"] == pytest.approx(kl, rel=1e-4)
     assert 0 < figures["entropy"] < math.log(len(spread_model.tokenizer))
+
+
+class WithAnIdleRound(Alone):
+    def rounds(self, mine: int) -> int:
+        return mine + 1
+
+
+def test_a_micro_batch_without_work_adds_nothing_even_where_its_kl_overflows(tiny, spread_model, monkeypatch) -> None:
+    unlikely = replace(policy_module.IDLE, reference_logprobs=torch.full((1,), 100.0))  # as far above the policy's as makes exp() infinite
+    monkeypatch.setattr(policy_module, "IDLE", unlikely)
+    config = tiny({"loss.kl": {"coefficient": 0.5, "estimator": "k3"}})
+    found = []
+    for ranks in (Alone(), WithAnIdleRound()):
+        items = rollouts(len(spread_model.tokenizer))
+        weigh(items, config)
+        figures = Policy(spread_model, config, ranks).accumulate(items, lambda done, of: None)
+        found.append((figures, {name: parameter.grad.clone() for name, parameter in spread_model.model.named_parameters()}))
+        spread_model.model.zero_grad()
+    (alone, wanted), (idle, gradients) = found
+    assert idle == alone
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())

@@ -8,6 +8,7 @@ from ebbtide.errors import UserError
 from ebbtide.policy.model import load_model
 from ebbtide.policy.pack import Trajectory, pack
 from ebbtide.policy.policy import Policy
+from ebbtide.policy.tokenizer import scratch_tokenizer
 
 
 def trajectories(vocabulary: int) -> list[Trajectory]:
@@ -132,6 +133,24 @@ def test_a_model_with_weights_missing_is_refused(tiny, tmp_path) -> None:
     made.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"lacks .* of the model's weights.*layers\.1\."):
         load_model(tiny({"model": {"path": str(tmp_path)}}))
+
+
+def test_a_tokenizer_may_have_added_tokens_without_a_row(tiny, tmp_path) -> None:
+    made = load_model(tiny())
+    made.tokenizer.add_special_tokens({"additional_special_tokens": [f"<{number}>" for number in range(40)]})
+    made.model.save_pretrained(tmp_path)
+    made.tokenizer.save_pretrained(tmp_path)
+    config = tiny({"model": {"path": str(tmp_path)}})
+    loaded = load_model(config)
+    assert len(loaded.tokenizer) == loaded.rows + 40
+    Policy(loaded, config).verify()
+    made.tokenizer.eos_token = "<7>"
+    made.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"end token '<7>' is number {loaded.rows + 7} .* only {loaded.rows} rows"):
+        load_model(config)
+    scratch_tokenizer("0123456789=abc").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"{loaded.rows + 3} tokens and the model's embedding only {loaded.rows} rows"):
+        load_model(config)
 
 
 def test_pack_covers_all(tiny) -> None:

@@ -32,13 +32,13 @@ def test_template_or_plain_text(tiny) -> None:
     tokenizer = scratch_tokenizer(None)
     problem = Problem([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
     changes = {"model.scratch.alphabet": None, "rollout.max_prompt_tokens": 50}
-    (plain,) = encode([problem], tokenizer, tiny(changes), quiet)
+    (plain,) = encode([problem], tokenizer, len(tokenizer), tiny(changes), quiet)
     assert plain.text == "su"
     tokenizer.chat_template = TEMPLATE
-    (chat,) = encode([problem], tokenizer, tiny(changes), quiet)
+    (chat,) = encode([problem], tokenizer, len(tokenizer), tiny(changes), quiet)
     assert chat.text == "<system>s<user>u<assistant>"
     assert tokenizer.decode(chat.tokens) == chat.text
-    (off,) = encode([problem], tokenizer, tiny({**changes, "model.chat_template": False}), quiet)
+    (off,) = encode([problem], tokenizer, len(tokenizer), tiny({**changes, "model.chat_template": False}), quiet)
     assert off.text == "su"
 
 
@@ -47,22 +47,32 @@ def test_a_template_that_takes_no_system_message(tiny) -> None:
     tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     problem = Problem([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
     with pytest.raises(UserError, match=r"refuses problem 0 .*system, user.*no system role.*`task.system`"):
-        encode([problem], tokenizer, tiny({"model.scratch.alphabet": None}), quiet)
+        encode([problem], tokenizer, len(tokenizer), tiny({"model.scratch.alphabet": None}), quiet)
 
 
 def test_overlong_prompts(tiny) -> None:
     tokenizer = scratch_tokenizer("0123456789=")
     problems = [Problem(ask("1")), Problem(ask("123456789"))]
     with pytest.raises(UserError, match=r"problem 1 has a prompt of 9 tokens.*`rollout.max_prompt_tokens` = 8"):
-        encode(problems, tokenizer, tiny(), quiet)
-    assert [prompt.text for prompt in encode(problems, tokenizer, tiny({"task.overlong_prompts": "drop"}), quiet)] == ["1"]
+        encode(problems, tokenizer, len(tokenizer), tiny(), quiet)
+    assert [prompt.text for prompt in encode(problems, tokenizer, len(tokenizer), tiny({"task.overlong_prompts": "drop"}), quiet)] == ["1"]
     with pytest.raises(UserError, match="all 1 prompts"):
-        encode(problems[1:], tokenizer, tiny({"task.overlong_prompts": "drop"}), quiet)
+        encode(problems[1:], tokenizer, len(tokenizer), tiny({"task.overlong_prompts": "drop"}), quiet)
 
 
 def test_unknown_characters_and_empty_prompts(tiny) -> None:
     tokenizer = scratch_tokenizer("0123456789=")
     with pytest.raises(UserError, match="'xy'"):
-        encode([Problem(ask("1x2y"))], tokenizer, tiny(), quiet)
+        encode([Problem(ask("1x2y"))], tokenizer, len(tokenizer), tiny(), quiet)
     with pytest.raises(UserError, match="empty prompt"):
-        encode([Problem(ask(""))], tokenizer, tiny(), quiet)
+        encode([Problem(ask(""))], tokenizer, len(tokenizer), tiny(), quiet)
+
+
+def test_a_token_that_the_embedding_has_no_row_for_is_named(tiny) -> None:
+    tokenizer = scratch_tokenizer("0123456789=")
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    problems = [Problem(ask("12=")), Problem(ask("1<image>="))]
+    assert len(encode(problems[:1], tokenizer, rows, tiny(), quiet)) == 1
+    with pytest.raises(UserError, match=rf"problem 1 has the token '<image>'.*begins '1<image>='.*number {rows}, .*only {rows} rows"):
+        encode(problems, tokenizer, rows, tiny(), quiet)

@@ -384,7 +384,7 @@ class Loss(Section):
     """The ratio counts up to 1 + clip_high; `null` is the usual one of the kind: 0.2 (grpo), 4e-4 (gspo), 0.28 (cispo). Larger than clip_low is the asymmetric clip."""
 
     normalise: Literal["sequence", "token", "constant"] | None = None
-    """Weight of a token, over all sequences of an update: 1 / (length of its sequence x sequences) (`sequence`, GRPO); 1 / tokens (`token`, DAPO); 1 / (sequences x rollout.max_new_tokens) (`constant`, Dr. GRPO). `null` is `token`, and `sequence` for `gspo`, which has no other."""
+    """Weight of a token, over all sequences of a step: 1 / (length of its sequence x sequences) (`sequence`, GRPO); 1 / tokens (`token`, DAPO); 1 / (sequences x rollout.max_new_tokens) (`constant`, Dr. GRPO); each times `train.minibatches`. `null` is `token`, and `sequence` for `gspo`, which has no other."""
 
     entropy: NotNegative = 0.0
     """Weight of an entropy bonus."""
@@ -393,10 +393,10 @@ class Loss(Section):
     """Present: a frozen copy of the starting policy holds the trained one back."""
 
     correction: Correction | None = None
-    """Present: correct for the difference between the sampler's and the trainer's log-probs."""
+    """Present: correct for the difference between the sampler's and the trainer's log-probs, which are over the whole vocabulary whatever `rollout.top_p`, `top_k` and `min_p` are."""
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """What the ratio is against. `trainer`: the trainer's log-probs before the first update on a batch, by a forward in the logprob phase where a batch has several updates. `rollout`: those that the sampler saw, without that forward; the ratio then covers the difference between sampler and trainer as well."""
+    """What the ratio is against. `trainer`: the trainer's log-probs before the first update on a batch, by a forward in the logprob phase where a batch has several updates. `rollout`: those that the sampler saw, without that forward; the ratio then covers the difference between sampler and trainer as well, but not what `rollout.top_p`, `top_k` or `min_p` cut off: those log-probs are over the whole vocabulary."""
 
     mask_overlong: bool = False
     """Leave completions out of the loss that hit `rollout.max_new_tokens`; they still count in their group's baseline."""

@@ -40,6 +40,19 @@ class Loaded:
     generate_attention: str
     """Name of the attention that transformers chose for this model: what `generate` uses."""
 
+    @property
+    def rows(self) -> int:
+        """Of the embedding: token ids are below this. Some tokenizers have added tokens beyond it."""
+        rows: int = self.model.get_input_embeddings().weight.shape[0]
+        return rows
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Every token that ends a completion: a chat model has its end of turn beside its end of text."""
+        named = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        found = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id}
+        return sorted(token for token in found if token is not None)
+
 
 def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
@@ -73,36 +86,60 @@ def load_model(config: Config, device: torch.device | None = None) -> Loaded:
 
 def load_pretrained(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Loaded:
     """The model at `model.path`."""
-    transformers_logging.disable_progress_bar()  # our own progress is shown instead
     tokenizer = _tokenizer(config)
+    return ready(_weights(config, dtype).to(device), tokenizer, config)
+
+
+def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `model.path`, on the CPU, with all that its files hold."""
+    transformers_logging.disable_progress_bar()  # our own progress is shown instead
+    model: PreTrainedModel
     model, info = _pretrained(config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
     if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
         raise UserError(
             f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
             f"({', '.join(absent[:3])}): they would be random. Get the whole model"
         )
-    return ready(model.to(device), tokenizer, config)
+    for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
+        parameter.data = parameter.data.contiguous()
+    return model
 
 
 def ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Loaded:
     """In eval mode: without dropout, so that the trainer's log-probs are the sampler's."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16 units: slower, as is known, and said in 20 lines
-    for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
-        parameter.data = parameter.data.contiguous()
     model.eval()
-    _check(model, tokenizer, config)
-    return Loaded(model, tokenizer, model.config._attn_implementation)
+    loaded = Loaded(model, tokenizer, model.config._attn_implementation)
+    _check(loaded, config)
+    return loaded
 
 
 def unfilled_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The configured model on the CPU with weights that mean nothing yet, and its tokenizer: to be filled from a checkpoint."""
-    model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
+    """The configured model on the CPU with weights that mean nothing yet, and its tokenizer: to be filled from a checkpoint, which has parameters only."""
+    shape = model_config(config)
+    with torch.device("meta"):
+        buffers = _saved_buffers(AutoModelForCausalLM.from_config(shape))
+    if buffers and config.model.path is not None:  # they are not trained: they are what the run started from
+        try:
+            model = _weights(config.model, dtype)
+        except UserError as error:
+            raise UserError(
+                f"a checkpoint does not hold buffers, and the model's {len(buffers)} ({', '.join(buffers[:3])}) cannot be read from `model.path` any more: {error}"
+            ) from None
+    else:
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
     if hasattr(model.config, "quantization_config"):  # of a GGUF file: its weights are no longer quantised
         del model.config.quantization_config
     if config.model.path is not None and _locate(config.model.path)[1] is None:
         with suppress(OSError):  # not every model has one
             model.generation_config = GenerationConfig.from_pretrained(_locate(config.model.path)[0])
     return model, _tokenizer(config.model)
+
+
+def _saved_buffers(model: PreTrainedModel) -> list[str]:
+    """What a model's files hold beside its parameters: the bias by which some routers choose experts, for one."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head has two names
+    return [name for name in model.state_dict() if name not in parameters]
 
 
 def model_config(config: Config) -> PretrainedConfig:
@@ -198,13 +235,17 @@ def _in_package(path: str) -> Path:
     return Path(spec.origin).parent / inside
 
 
-def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+def _check(loaded: Loaded, config: ModelConfig) -> None:
+    tokenizer, rows = loaded.tokenizer, loaded.rows
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"the tokenizer knows no tokens: `model.path: {config.path}` has no tokenizer files; name one in `model.tokenizer`")
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    if tokenizer.vocab_size > rows:  # without added tokens: Gemma 3 1B has one for images that its embedding has no row for
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding only {rows} rows: they do not belong together; check `model.path` and `model.tokenizer`"
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only {rows} rows: they do not belong together; check `model.path` and `model.tokenizer`"
+        )
+    if (last := max(loaded.end_tokens, default=0)) >= rows:
+        raise UserError(
+            f"the end token {tokenizer.convert_ids_to_tokens(last)!r} is number {last} and the model's embedding has only {rows} rows: it would never be sampled; check `model.path` and `model.tokenizer`"
         )
 
 

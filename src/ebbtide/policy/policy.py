@@ -72,6 +72,8 @@ class Policy:
     def __init__(self, loaded: Loaded, config: Config, ranks: Together | None = None) -> None:
         self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
         self.device: torch.device = loaded.model.device
+        self.rows = loaded.rows
+        """Token ids are below this."""
         self._generate_attention = loaded.generate_attention
         self.module = _Logprobs(loaded.model)
         """From packed tokens to log-probs."""
@@ -189,12 +191,12 @@ class Policy:
         for done, batch in enumerate(batches):
             inputs = self._loss_inputs(batch, [members[member] for member in batch.members])
             loss, reported = policy_loss(self.config.loss, inputs)
-            if backward:
-                loss.backward()
+            idle = len(mine) in batch.members
+            if backward:  # of nothing, where there is no work: a weight of 0 would not stop a k3 that overflows
+                (inputs.logprobs.sum() * 0.0 if idle else loss).backward()
             filled = inputs.old_logprobs if self.config.needs_old_logprobs else None
             reported |= mismatch(inputs.logprobs if filled is None else filled, inputs.rollout_logprobs)
             reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
-            idle = len(mine) in batch.members
             seen.append({name: torch.zeros_like(value) for name, value in reported.items()} if idle else reported)
             progress(done + 1, len(batches))
         summary = self._summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
@@ -240,7 +242,7 @@ class Policy:
     @torch.no_grad()
     def verify(self, whole: PreTrainedModel | None = None) -> None:
         """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model: `whole`, where ranks share the policy's out and have another."""
-        rows = torch.arange(12) * 7919 % (len(self.tokenizer) - 1)  # tokens spread over the vocabulary
+        rows = torch.arange(12) * 7919 % (min(len(self.tokenizer), self.rows) - 1)  # tokens spread over the vocabulary
         probes = [Trajectory([1], rows[:7].tolist(), []), Trajectory([2, 1], rows[7:].tolist(), [])]
         (batch,) = pack(probes, budget=64, device=self.device)
         own_model = whole or self.model

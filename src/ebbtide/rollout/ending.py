@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ebbtide.policy.model import Loaded
 from ebbtide.rollout.engine import Completion, Sampling
 
 
@@ -33,11 +32,3 @@ class Ending:
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         cut = min((place for place in map(text.find, self._stop) if place >= 0), default=len(text))
         return Completion(tokens, logprobs, plain_logprobs, "stop" if stopped else "length", text[:cut])
-
-
-def end_tokens(loaded: Loaded) -> list[int]:
-    """Every token that ends a completion: a chat model has its end of turn beside its end of text."""
-    named = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
-    found = set(named if isinstance(named, list) else [named])
-    found.add(loaded.tokenizer.eos_token_id)
-    return sorted(token for token in found if token is not None)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ebbtide.policy.attention import attention
 from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
-from ebbtide.rollout.ending import Ending, end_tokens
+from ebbtide.rollout.ending import Ending
 from ebbtide.rollout.engine import Completion, Request, Sampling, diverged
 from ebbtide.rollout.sampling import choose, uniforms
 
@@ -24,7 +24,7 @@ class HuggingFaceEngine:
     def __init__(self, loaded: Loaded, batch: int) -> None:
         self._model, self._tokenizer, self._attention = loaded.model, loaded.tokenizer, loaded.generate_attention
         self._batch = batch
-        self._end_tokens = end_tokens(loaded)
+        self._end_tokens = loaded.end_tokens
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
@@ -50,7 +50,7 @@ class HuggingFaceEngine:
     ) -> list[Completion]:
         device = self._model.device
         longest = max(map(len, prompts))
-        pad = self._tokenizer.pad_token_id or 0  # padding is masked: any token will do
+        pad = 0  # padding is masked: any token will do
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         chooser = _Chooser(uniforms(seeds, sampling.max_new_tokens).to(device), sampling, count)

@@ -23,8 +23,8 @@ class Prompt:
     tokens: list[int]
 
 
-def encode(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config, progress: Progress) -> list[Prompt]:
-    """Every problem as a prompt, checked before the first step: nothing is learnt of a bad one hours later."""
+def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config: Config, progress: Progress) -> list[Prompt]:
+    """Every problem as a prompt, checked before the first step: nothing is learnt of a bad one hours later. Token ids are below `rows`."""
     prompts, limit = [], config.rollout.max_prompt_tokens
     templated = config.model.chat_template and bool(tokenizer.chat_template)
     for number, problem in enumerate(problems):
@@ -41,6 +41,11 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config, pr
         if config.model.scratch is not None and tokenizer.unk_token_id in tokens:
             unknown = sorted({character for character in text if tokenizer.convert_tokens_to_ids(character) == tokenizer.unk_token_id})
             raise UserError(f"problem {number} has characters that `model.scratch.alphabet` lacks: {''.join(unknown)!r}. Add them to it")
+        if (last := max(tokens)) >= rows:
+            raise UserError(
+                f"problem {number} has the token {tokenizer.convert_ids_to_tokens(last)!r} in its prompt (it begins {text[:40]!r}), which is number {last}, "
+                f"and the model's embedding has only {rows} rows: remove it from the prompt, or check `model.path` and `model.tokenizer`"
+            )
         if len(tokens) <= limit:
             prompts.append(Prompt(problem, text, tokens))
         elif config.task.overlong_prompts == "error":

@@ -24,7 +24,7 @@ from ebbtide.config.tree import Config, Vllm
 from ebbtide.errors import UserError
 from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
-from ebbtide.rollout.ending import Ending, end_tokens
+from ebbtide.rollout.ending import Ending
 from ebbtide.rollout.engine import Completion, Request, Sampling, diverged
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ class VllmEngine:
             raise UserError(  # vLLM 0.32 packs experts for the CPU when it starts, and not again when they change
                 "`rollout.engine: vllm` cannot update the weights of experts on a CPU: use a GPU, or `rollout.engine: paged`"
             )
-        self._end_tokens = end_tokens(loaded)
+        self._end_tokens = loaded.end_tokens
         self._settings = config.rollout.vllm or Vllm()
         self._tempered = config.tempered
         rollout = config.rollout

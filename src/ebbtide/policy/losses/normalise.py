@@ -7,11 +7,11 @@ from typing import Literal
 
 
 def token_weights(
-    lengths: Sequence[int],  # [N]: completion tokens of every sequence of an update, with or without a signal
+    lengths: Sequence[int],  # [N]: completion tokens of every sequence of a step, with or without a signal
     normalise: Literal["sequence", "token", "constant"],
     max_new_tokens: int,
 ) -> list[float]:
-    """[N]: the weight of each token of each sequence. The loss is the weighted sum over all tokens."""
+    """[N]: the weight of each token of each sequence, in a step of one update. The loss is the weighted sum over all tokens; of several minibatches each has as many times these weights."""
     if not lengths:  # every completion of the step was cut off and masked
         return []
     if normalise == "sequence":

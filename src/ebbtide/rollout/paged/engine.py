@@ -16,7 +16,7 @@ from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.limit import free_bytes
 from ebbtide.policy.model import Loaded
 from ebbtide.progress import Progress
-from ebbtide.rollout.ending import Ending, end_tokens
+from ebbtide.rollout.ending import Ending
 from ebbtide.rollout.engine import Completion, Request, Sampling, diverged
 from ebbtide.rollout.paged.attention import Cache, room_of
 from ebbtide.rollout.paged.plain import PlainRunner
@@ -69,7 +69,7 @@ class PagedEngine:
         `longest`: tokens of a prompt and of a completion that will come at some time: what is captured for them serves all that are shorter.
         """
         self.tokenizer, self._model, self._batch = loaded.tokenizer, loaded.model, batch
-        self._end_tokens = end_tokens(loaded)
+        self._end_tokens = loaded.end_tokens
         device = loaded.model.device
         self._block = block or BLOCKS[device.type]
         self._chunk = chunk or CHUNKS[device.type]

@@ -48,8 +48,7 @@ def serve_as(name: str, loaded: Loaded, limits: Limits, templated: bool) -> Serv
     """`templated`: by its chat template, if it has one."""
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer("")  # takes off the truncation and padding that its file may set; later, while another thread decodes, that would fail
-    rows = loaded.model.get_input_embeddings().weight.shape[0]
-    return Served(name, tokenizer, rows, templated and bool(tokenizer.chat_template), limits)
+    return Served(name, tokenizer, loaded.rows, templated and bool(tokenizer.chat_template), limits)
 
 
 def job_of(body: CompletionBody | ChatBody, served: Served) -> Job:

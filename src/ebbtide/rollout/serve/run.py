@@ -54,7 +54,9 @@ def load(source: str, config: Serve, say: Callable[[str], None]) -> tuple[Loaded
         raise UserError(f"{source} has no complete checkpoint (`ebbtide checkpoints RUN` lists them)")
     model, tokenizer, trained = read_model(saved)
     say(f"the weights are those of step {saved.step}")
-    return ready(model.to(device, dtype), tokenizer, trained.model), trained.model.chat_template
+    for parameter in model.parameters():  # not the buffers: rotary frequencies and routers' biases are float32 whatever the weights are
+        parameter.data = parameter.data.to(dtype)
+    return ready(model.to(device), tokenizer, trained.model), trained.model.chat_template
 
 
 def _longest(loaded: Loaded, config: Serve) -> int:
