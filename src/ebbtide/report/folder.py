@@ -38,6 +38,7 @@ class RunFolder:
     def __init__(self, config: Config, resumed: Saved | None = None) -> None:
         self.aside: list[Path] = []
         """Checkpoints of steps that will be done again."""
+        _check_saved(config)
         if resumed is not None:  # the run goes on in its own folder
             self.path, self._made = resumed.path.parent.parent, False
             self._lock = _locked(self.path)
@@ -89,6 +90,16 @@ class RunFolder:
         """Of a run that others began in it, and that took back what it had written: the folder goes too, where it was made for it."""
         if self._made and not any(self.path.iterdir()):
             self.path.rmdir()
+
+
+def _check_saved(config: Config) -> None:
+    """`rollout.save_to` is outside of the folder, and is looked at before there is one."""
+    if config.rollout.save_to is None:
+        return
+    file = Path(config.rollout.save_to).expanduser()
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "no ordinary file"
+        raise UserError(f"`rollout.save_to: {config.rollout.save_to}` is {what}: name a file")
 
 
 def _make_folder(config: Config) -> tuple[Path, bool]:
