@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_adds_to_its_file(tiny, tmp_path) -> None:
     file = tmp_path / "rollouts.jsonl"
     base = {"rollout.save_to": str(file), "run.folder": str(tmp_path / "a"), "checkpoint.every": 1}
     file.write_text('{"step": 1, "of": "another run"}\n')
-    run(tiny({**base, "train.steps": 1}))
+    run(tiny({**base, "train.steps": 1, "run.overwrite": True}))
     longer = tiny({**base, "train.steps": 3, "resume": "auto"})
     with Report(longer, "test", resumed=find(longer, print)) as report:
         loop.train(longer, report)

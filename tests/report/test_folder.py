@@ -85,6 +85,21 @@ def test_completions_are_saved_to_files_only(tmp_path, place, what) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
+def test_saved_completions_are_kept_unless_told(tmp_path) -> None:
+    file = tmp_path / "saved.jsonl"
+    file.write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"`rollout.save_to: .*saved.jsonl` is not empty.*run.overwrite=true"):
+        folder(tmp_path, f"rollout.save_to={file}")
+    assert not (tmp_path / "run").exists()
+    folder(tmp_path, f"rollout.save_to={file}", "run.overwrite=true").close()
+    file.write_text("years of work")
+    with pytest.raises(UserError, match="a file that no run wrote"):
+        folder(tmp_path, f"rollout.save_to={file}", "run.overwrite=true")
+    assert file.read_text() == "years of work"
+    file.write_text("")  # of a run that never began
+    RunFolder(load("quickstart", [f"run.folder={tmp_path / 'other'}", f"rollout.save_to={file}"])).close()
+
+
 def test_numbered_folders(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [RunFolder(load("quickstart")) for _ in range(3)]

@@ -178,11 +178,14 @@ class Report:
         for entry in sorted(self.folder.path.iterdir()):
             if not entry.name.startswith("."):
                 say(f"  {entry.name}{'/' if entry.is_dir() else ''}")
+        if self._config.rollout.save_to is not None:
+            say(f"and every completion to {self._config.rollout.save_to}")
         say("\nnext:")
         if rehearsed:
             say(f"  ebbtide train {self._source}   the run itself")
             return
-        again = f"ebbtide train {self.folder.path / 'config.yaml'} seed={self._config.seed + 1}"
+        taken = " rollout.save_to=null" if self._config.rollout.save_to is not None else ""
+        again = f"ebbtide train {self.folder.path / 'config.yaml'} seed={self._config.seed + 1}{taken}"
         settings = f"ebbtide config {self.folder.path / 'config.yaml'}"
         say(f"  {again}   the same with another seed")
         if self.steps_done < self._config.train.steps and (self.folder.path / "checkpoints").exists():
