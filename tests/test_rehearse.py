@@ -109,8 +109,8 @@ def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
         run(tiny(folder))
     run(tiny({"rollout.save_to": str(file), "train.steps": 1, "run.folder": str(tmp_path / "a")}))
     for changes, message in (
-        ({"train.steps": 2}, r"no completions of step 2.*it has steps 1\)"),
-        ({"train.steps": 1, "rollout.samples": 2}, r"4 x 4 completions of step 1, and 4 x 2 are wanted"),
+        ({"train.steps": 2}, r"no completions of step 2.*it has steps 1\): set train.steps=1"),
+        ({"train.steps": 1, "rollout.samples": 2}, r"4 x 4 completions of step 1, and 4 x 2 are wanted.*`rollout.samples`"),
         ({"train.steps": 1, "seed": 5, "task.builtin": {"name": "copy", "options": {"digits": 2}}}, "prompt that this `task`"),
     ):
         with pytest.raises(UserError, match=message):

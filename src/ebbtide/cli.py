@@ -71,7 +71,10 @@ def rehearse(
     steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 2,
     save_rollouts: Annotated[
         str | None,
-        typer.Option(help="A file for every completion, with which `ebbtide train ... rollout.replay=FILE` trains.", show_default=False),
+        typer.Option(
+            help="A new file for every completion (`rollout.save_to`). `ebbtide train ... rollout.replay=FILE train.steps=2` trains on those, for as many steps as were rehearsed.",
+            show_default=False,
+        ),
     ] = None,
     calibrate: Annotated[
         bool,

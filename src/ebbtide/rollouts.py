@@ -210,9 +210,10 @@ class ReplayedRollouts(Rollouts):
         groups, rollout = self._steps.get(step, []), self._config.rollout
         if len(groups) != rollout.prompts or any(len(group) != rollout.samples for _, group in groups):
             sizes = f"{len(groups)} x {len(groups[0][1])}" if groups else "no"
+            fix = f"set train.steps={step - 1}" if step > 1 else "change `rollout.prompts` or `rollout.samples`, or replay another file"
             raise UserError(
                 f"`rollout.replay: {self._path}` has {sizes} completions of step {step}, and {rollout.prompts} x {rollout.samples} are wanted "
-                f"(it has steps {', '.join(map(str, sorted(self._steps))) or 'none'}): change `train.steps`, `rollout.prompts` or `rollout.samples`"
+                f"(it has steps {', '.join(map(str, sorted(self._steps))) or 'none'}): {fix}"
             )
 
     def next(self, step: int, progress: Progress) -> Groups:
