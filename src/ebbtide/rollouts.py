@@ -195,7 +195,7 @@ class ReplayedRollouts(Rollouts):
                     found = prompts[line["place"]] if line["place"] < len(prompts) else None
                     if found is None or found.tokens != line["prompt"]:
                         raise UserError(
-                            f"`rollout.replay: {path}` has a prompt that this `task` and tokenizer do not have in its place: replay it with those it was made with"
+                            f"`rollout.replay: {path}` has a prompt that this `task`, `seed` and tokenizer do not have in its place: replay it with those it was made with"
                         )
                     self._steps.setdefault(line["step"], []).append((found, [Completion(**one) for one in line["completions"]]))
         except OSError as error:
