@@ -24,6 +24,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA GeForce RTX 4090", "4090"),
         ("NVIDIA L4", "l4"),
+        ("rtx4090", "4090"),
+        ("RTX-4090", "4090"),
+        ("GeForceRTX4090", "4090"),
+        ("rtxa6000", "a6000"),
+        ("H-200", "h200"),
+        ("L40-S", "l40s"),
+        ("a100-40gb", "a100-40"),
+        ("A10040GB", "a100-40"),
+        ("a10080gb", "a100"),
     ],
 )
 def test_a_gpu_is_known_by_its_own_name(name: str, key: str) -> None:
@@ -32,8 +41,9 @@ def test_a_gpu_is_known_by_its_own_name(name: str, key: str) -> None:
     assert "known figures" in source
 
 
-def test_one_that_is_not_known_says_so() -> None:
-    assert "for want of any" in rates_for("Some Other GPU")[1]
+@pytest.mark.parametrize("name", ["Some Other GPU", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA RTX 6000 Ada Generation"])
+def test_one_that_is_not_known_says_so(name: str) -> None:
+    assert "for want of any" in rates_for(name)[1]
 
 
 def test_measured_rates_are_kept_and_used() -> None:
@@ -44,7 +54,8 @@ def test_measured_rates_are_kept_and_used() -> None:
     assert rates_for("Some Other GPU")[0].link_out == 2e9
     assert machine_for("h200", None, None, None).rates == mine
     assert machine_for("H200", None, None, None).rates == mine
-    assert machine_for("some other gpu", None, None, None).device_gib == 16.0
+    for spelling in ("some other gpu", "SomeOther-GPU"):
+        assert machine_for(spelling, None, None, None).device_gib == 16.0
     with pytest.raises(UserError, match="calibrated here are NVIDIA H200, Some Other GPU"):
         machine_for(None, None, None, None)
     assert this_machine("NVIDIA H200", 2**30, 2**31).rates == mine
@@ -68,5 +79,6 @@ def test_a_file_of_another_kind_is_passed_over(text: str) -> None:
 def test_figures_on_the_command_line_come_first() -> None:
     found = machine_for("a100", 20.0, 64.0, 12.0)
     assert (found.device_gib, found.host_gib, found.rates.link_in) == (20.0, 64.0, 12e9)
-    with pytest.raises(UserError, match="`--gpu tpu` is not known"):
-        machine_for("tpu", None, None, None)
+    with pytest.raises(UserError, match=r"`--gpu tpu` is not known.*instead of `--gpu`"):
+        machine_for("tpu", 40.0, 100.0, 25.0)
+    assert machine_for(None, 40.0, None, None).name == "GPU"

@@ -154,11 +154,17 @@ def rates_for(name: str) -> tuple[Rates, str]:
 
 
 def _key(name: str) -> str | None:
-    """The known GPU that a name means, such as `NVIDIA A100-SXM4-40GB`."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    """The known GPU that a name means, such as `NVIDIA A100-SXM4-40GB`, `RTX 4090` or `rtx4090`."""
+    parts = re.sub(r"nvidia|geforce|rtx|a100(?=\d)", r" \g<0> ", name.lower())  # those that others are written onto
+    words = set(re.split(r"[^a-z0-9]+", parts)) | {_plain(re.sub("nvidia|geforce|rtx", "", name.lower()))}
     if "a100" in words and words & {"40", "40gb"}:
         return "a100-40"
     return next((key for key in KNOWN if key in words), None)
+
+
+def _plain(name: str) -> str:
+    """Without spaces, dashes and case."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def this_machine(name: str, device_bytes: int, host_bytes: int) -> Machine:
@@ -190,7 +196,7 @@ def machine_for(
     rates, source = rates_for(name)
     links = links_for(name)
     if gpu is None:
-        name, source = "a GPU", f"those known of a {TAKEN_FOR.upper()}, as no GPU is named (`--gpu`)"
+        name, source = "GPU", f"those known of a {TAKEN_FOR.upper()}, as no GPU is named (`--gpu`)"
     if link is not None:
         rates = Rates(**{**asdict(rates), "link_out": link * 1e9, "link_in": link * 1e9})
     if network is not None:
@@ -202,8 +208,10 @@ def _named(gpu: str, measured: Mapping[str, tuple[float, Rates]]) -> tuple[str, 
     """(name, GiB): of one that was measured here, if that is meant; else of a known one."""
     key = _key(gpu)
     for name, (memory, _) in measured.items():
-        if gpu.lower() == name.lower() or (key is not None and key == _key(name)):
+        if _plain(gpu) == _plain(name) or (key is not None and key == _key(name)):
             return name, memory
     if key is None:
-        raise UserError(f"`--gpu {gpu}` is not known: {', '.join([*KNOWN, *measured])}; or give `--device-gib`, `--host-gib` and `--link`")
+        raise UserError(
+            f"`--gpu {gpu}` is not known: {', '.join([*KNOWN, *measured])}; or give `--device-gib`, `--host-gib` and `--link` instead of `--gpu`"
+        )
     return key, KNOWN[key][0]
