@@ -69,11 +69,28 @@ def test_the_only_measured_machine_is_the_one_that_is_meant() -> None:
     assert (found.name, found.device_gib) == ("NVIDIA H100", 93.0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"NVIDIA H200": {"matmul": 1}}', '{"NVIDIA H200": 3}'])
-def test_a_file_of_another_kind_is_passed_over(text: str) -> None:
+def test_rates_of_another_version_are_passed_over() -> None:
+    rates_file().parent.mkdir(parents=True)
+    rates_file().write_text('{"NVIDIA H200": {"matmul": 1}}')
+    assert "known figures" in rates_for("NVIDIA H200")[1]
+
+
+@pytest.mark.parametrize("matmul", ["0", "-1", "NaN", "Infinity", "1e-320", "1" + 400 * "0", '"fast"', "null", "[1]"])
+def test_rates_that_no_machine_has_are_named(matmul: str) -> None:
+    file = keep_rates("NVIDIA H200", 139.0, replace(KNOWN["h200"][1], matmul=5.0))
+    file.write_text(file.read_text().replace("5.0", matmul, 1))
+    with pytest.raises(UserError, match=r"rates\.json does not hold.*--calibrate`, or delete the file"):
+        machine_for("h200", None, None, None)
+    keep_rates("NVIDIA H200", 139.0, KNOWN["h200"][1])  # as the message says
+    assert machine_for("h200", None, None, None).rates == KNOWN["h200"][1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"NVIDIA H200": 3}', 100_000 * "["])
+def test_a_file_of_another_kind_is_named(text: str) -> None:
     rates_file().parent.mkdir(parents=True)
     rates_file().write_text(text)
-    assert "known figures" in rates_for("NVIDIA H200")[1]
+    with pytest.raises(UserError, match=r"rates\.json does not hold"):
+        machine_for("h200", None, None, None)
 
 
 def test_figures_on_the_command_line_come_first() -> None:

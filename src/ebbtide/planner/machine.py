@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ebbtide.errors import UserError
 
@@ -119,7 +120,7 @@ def keep_rates(name: str, device_gib: float, rates: Rates) -> Path:
     file = rates_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        known = {**_measured(), name: (device_gib, rates)}
+        known = {**_kept(), name: (device_gib, rates)}
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps({key: {"device_gib": gib, **asdict(found)} for key, (gib, found) in known.items()}, indent=1) + "\n")
         partial.replace(file)
@@ -128,16 +129,37 @@ def keep_rates(name: str, device_gib: float, rates: Rates) -> Path:
     return file
 
 
+def _kept() -> dict[str, tuple[float, Rates]]:
+    try:
+        return _measured()
+    except UserError:  # says to calibrate again, which this is
+        return {}
+
+
 def _measured() -> dict[str, tuple[float, Rates]]:
     """Name -> (GiB, rates) of the GPUs that were calibrated on this machine."""
+    file, names = rates_file(), [field.name for field in fields(Rates)]
     try:
-        found = json.loads(rates_file().read_text())
+        found = json.loads(file.read_text())
         return {
-            str(name): (float(one["device_gib"]), Rates(**{field.name: float(one[field.name]) for field in fields(Rates)}))
+            str(name): (_figure(one, "device_gib"), Rates(**{rate: _figure(one, rate) for rate in names}))
             for name, one in found.items()
+            if {"device_gib", *names} <= one.keys()  # else of another version
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or of another version
+    except OSError:  # none
         return {}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"{file} does not hold the rates of a machine ({error}): measure them again with `ebbtide rehearse --calibrate`, or delete the file"
+        ) from None
+
+
+def _figure(one: Mapping[str, Any], name: str) -> float:
+    """What divides, and is divided by."""
+    figure = float(one[name])
+    if not 0.1 <= figure <= 1e18:
+        raise ValueError(f"`{name}` is {one[name]}")
+    return figure
 
 
 def rates_for(name: str) -> tuple[Rates, str]:
