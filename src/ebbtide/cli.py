@@ -294,10 +294,14 @@ def report(
         serve_page(runs, port, typer.echo)
         return
     from ebbtide.report.page.build import write
+    from ebbtide.report.page.lines import Followed
 
     place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write(runs, place)
     typer.echo(place)
+    for run in runs:
+        if not Followed(run / "metrics.jsonl").read():
+            typer.echo(f"{run} has no steps yet", err=True)
 
 
 @app.command(name="recipes")
