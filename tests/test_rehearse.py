@@ -1,6 +1,7 @@
 """A rehearsal does what a run does and changes nothing; rollouts that were saved train as if they had just been sampled."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_a_run_that_goes_on_adds_to_its_file(tiny, tmp_path) -> None:
     file = tmp_path / "rollouts.jsonl"
     base = {"rollout.save_to": str(file), "run.folder": str(tmp_path / "a"), "checkpoint.every": 1}
     file.write_text('{"step": 1, "of": "another run"}\n')
-    run(tiny({**base, "train.steps": 1}))
+    run(tiny({**base, "train.steps": 1, "run.overwrite": True}))
     longer = tiny({**base, "train.steps": 3, "resume": "auto"})
     with Report(longer, "test", resumed=find(longer, print)) as report:
         loop.train(longer, report)
@@ -109,9 +110,9 @@ def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
         run(tiny(folder))
     run(tiny({"rollout.save_to": str(file), "train.steps": 1, "run.folder": str(tmp_path / "a")}))
     for changes, message in (
-        ({"train.steps": 2}, r"no completions of step 2.*it has steps 1\)"),
-        ({"train.steps": 1, "rollout.samples": 2}, r"4 x 4 completions of step 1, and 4 x 2 are wanted"),
-        ({"train.steps": 1, "seed": 5, "task.builtin": {"name": "copy", "options": {"digits": 2}}}, "prompt that this `task`"),
+        ({"train.steps": 2}, r"no completions of step 2.*it has steps 1\): set train.steps=1"),
+        ({"train.steps": 1, "rollout.samples": 2}, r"4 x 4 completions of step 1, and 4 x 2 are wanted.*`rollout.samples`"),
+        ({"train.steps": 1, "seed": 5, "task.builtin": {"name": "copy", "options": {"digits": 2}}}, "prompt that this `task`, `seed`"),
         ({"train.steps": 1, "rollout.temperature": 0.5}, r"sampled at temperature 1.0, and `rollout.temperature` is 0.5"),
         ({"train.steps": 1, "rollout.max_new_tokens": 2}, r"a completion of 6 tokens, and `rollout.max_new_tokens` is 2"),
     ):
@@ -133,13 +134,31 @@ def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
 
 def test_the_command(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    small = ["task.size=40", "rollout.prompts=4", "rollout.samples=2", "evaluate=null", "task.held_out=0"]
+    small = ["task.size=40", "rollout.prompts=4", "rollout.samples=2", "evaluate=null", "task.held_out=0", "rollout.stop=[' ']"]
+    given = [*small, "rollout.ahead=1", "run.folder=here"]
     result = CliRunner().invoke(
-        app, ["rehearse", "quickstart", "--optimizer", "none", "--steps", "1", "--save-rollouts", "r.jsonl", *small]
+        app, ["rehearse", "quickstart", "--optimizer", "none", "--steps", "1", "--save-rollouts", "r.jsonl", *given]
     )
     assert result.exit_code == 0, result.output
     assert "rehearsed: 1 steps" in result.output
-    assert "ebbtide train quickstart   the run itself" in result.output
+    assert "and every completion to r.jsonl" in result.output
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 4
-    assert not (tmp_path / "runs" / "quickstart-rehearsal-001" / "checkpoints").exists()
+    assert not (tmp_path / "here" / "checkpoints").exists()
     assert isinstance(CliRunner().invoke(app, ["rehearse", "quickstart", "resume=auto"]).exception, UserError)
+
+    itself, replay = (shlex.split(line.partition("   ")[0]) for line in result.output.partition("next:\n  ")[2].split("\n  ")[:2])
+    assert itself == ["ebbtide", "train", "quickstart", *small, "rollout.ahead=1", "run.folder=null"]
+    assert replay == [
+        "ebbtide",
+        "train",
+        "quickstart",
+        *small,
+        "run.folder=null",
+        "rollout.ahead=0",
+        "rollout.replay=r.jsonl",
+        "train.steps=1",
+    ]
+    result = CliRunner().invoke(app, replay[1:])
+    assert result.exit_code == 0, result.output
+    assert "done: 1 steps" in result.output
+    assert "another seed" not in result.output

@@ -21,9 +21,9 @@ from ebbtide.checkpoint.store import listed
 from ebbtide.cluster.launch import launch, to_start
 from ebbtide.cluster.leash import Job, leave, told
 from ebbtide.cluster.on_ray import launch_on_ray
-from ebbtide.config import load, load_serve, recipes
+from ebbtide.config import changed, load, load_serve, recipes
 from ebbtide.config.document import explained
-from ebbtide.config.tree import Config, Rehearsal
+from ebbtide.config.tree import Rehearsal
 from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.plan import build_plan, check_budget
 from ebbtide.planner import show
@@ -55,7 +55,7 @@ Overrides = Annotated[
 @app.command()
 def train(source: Source, overrides: Overrides = None) -> None:
     """Train a policy: generate, score, update, over and over. Writes to runs/NAME-001 unless run.folder says otherwise."""
-    _go(source, load(source, overrides or []))
+    _go(Job(source, load(source, overrides or []), None))
 
 
 @app.command()
@@ -71,7 +71,10 @@ def rehearse(
     steps: Annotated[int, typer.Option(min=1, help="How many steps.")] = 2,
     save_rollouts: Annotated[
         str | None,
-        typer.Option(help="A file for every completion, with which `ebbtide train ... rollout.replay=FILE` trains.", show_default=False),
+        typer.Option(
+            help="A new file for every completion (`rollout.save_to`). `ebbtide train ... rollout.replay=FILE train.steps=2` trains on those, for as many steps as were rehearsed.",
+            show_default=False,
+        ),
     ] = None,
     calibrate: Annotated[
         bool,
@@ -90,6 +93,8 @@ def rehearse(
     config = load(source, overrides or [])
     if config.resume is not None:
         raise UserError("a rehearsal begins anew: remove `resume`")
+    taken = {"run.folder": config.run.folder, "rollout.save_to": config.rollout.save_to}  # by the rehearsal, and not for the run after it
+    of_run = changed(overrides or [], {key: "null" for key, place in taken.items() if place is not None})
     if save_rollouts is not None:
         config = load(source, [*(overrides or []), f"rollout.save_to={save_rollouts}"])
     changes = {
@@ -97,7 +102,7 @@ def rehearse(
         "train": config.train.model_copy(update={"steps": steps}),
         "run": config.run.model_copy(update={"name": f"{config.run.name}-rehearsal"}),
     }
-    _go(source, config.model_copy(update=changes), rehearsal=optimizer)
+    _go(Job(source, config.model_copy(update=changes), optimizer, overrides=tuple(of_run)))
 
 
 @app.command()
@@ -154,15 +159,16 @@ def _calibrate() -> None:
     terminal.say(f"{name}: {show.rates_text(rates)}; kept in {keep_rates(name, device_gib, rates)}")
 
 
-def _go(source: str, config: Config, rehearsal: Rehearsal | None = None) -> None:
+def _go(job: Job) -> None:
     try:
-        _run(source, config, rehearsal)
+        _run(job)
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped before the first step: nothing was written")
         raise typer.Exit(130) from None
 
 
-def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
+def _run(job: Job) -> None:
+    config = job.config
     sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     build_plan(config.memory, config.optimizer)  # what can be found wrong without torch is found now, not ten seconds later
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
@@ -171,7 +177,6 @@ def _run(source: str, config: Config, rehearsal: Rehearsal | None) -> None:
     say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
     if config.rollout.engine != "vllm":  # whose own allocator cannot live with it
         _no_holes()
-    job = Job(source, config, rehearsal)
     if os.environ.get("RANK", "0") == "0":  # others that `torchrun` started are told by the first
         job = replace(job, resumed=find(config, say))
         say("starting (torch and transformers take a few seconds to load)", style="dim")
@@ -289,10 +294,14 @@ def report(
         serve_page(runs, port, typer.echo)
         return
     from ebbtide.report.page.build import write
+    from ebbtide.report.page.lines import Followed
 
     place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write(runs, place)
     typer.echo(place)
+    for run in runs:
+        if not Followed(run / "metrics.jsonl").read():
+            typer.echo(f"{run} has no steps yet", err=True)
 
 
 @app.command(name="recipes")

@@ -28,7 +28,7 @@ def run_rank(job: Job) -> None:
             return
         resumed = world.same(job.resumed)
         config = job.config if resumed is None else going_on(job.config, resumed)
-        _run(config, rehearsal, world, _report(config, job.source, resumed, world))
+        _run(config, rehearsal, world, _report(config, job, resumed, world))
 
 
 def _run(config: Config, rehearsal: Rehearsal | None, world: World, reported: Report) -> None:
@@ -45,9 +45,9 @@ def _run(config: Config, rehearsal: Rehearsal | None, world: World, reported: Re
         report.end(f"{'done' if rehearsal is None else 'rehearsed'}: {config.train.steps} steps", rehearsed=rehearsal is not None)
 
 
-def _report(config: Config, source: str, resumed: Saved | None, world: World) -> Report:
+def _report(config: Config, job: Job, resumed: Saved | None, world: World) -> Report:
     """The first rank knows where to write, and tells the others."""
-    report = Report(config, source, resumed=resumed) if world.first else None
+    report = Report(config, job.source, resumed=resumed, overrides=job.overrides) if world.first else None
     folder = world.same(report.folder.path if report is not None else None)
     if report is not None:
         return report

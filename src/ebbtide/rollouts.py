@@ -203,7 +203,7 @@ class ReplayedRollouts(Rollouts):
                     found = prompts[line["place"]] if line["place"] < len(prompts) else None
                     if found is None or found.tokens != line["prompt"]:
                         raise UserError(
-                            f"`rollout.replay: {path}` has a prompt that this `task` and tokenizer do not have in its place: replay it with those it was made with"
+                            f"`rollout.replay: {path}` has a prompt that this `task`, `seed` and tokenizer do not have in its place: replay it with those it was made with"
                         )
                     self._steps.setdefault(line["step"], []).append((found, [Completion(**one) for one in line["completions"]]))
         except OSError as error:
@@ -233,9 +233,10 @@ class ReplayedRollouts(Rollouts):
         groups, rollout = self._steps.get(step, []), self._config.rollout
         if len(groups) != rollout.prompts or any(len(group) != rollout.samples for _, group in groups):
             sizes = f"{len(groups)} x {len(groups[0][1])}" if groups else "no"
+            fix = f"set train.steps={step - 1}" if step > 1 else "change `rollout.prompts` or `rollout.samples`, or replay another file"
             raise UserError(
                 f"`rollout.replay: {self._path}` has {sizes} completions of step {step}, and {rollout.prompts} x {rollout.samples} are wanted "
-                f"(it has steps {', '.join(map(str, sorted(self._steps))) or 'none'}): change `train.steps`, `rollout.prompts` or `rollout.samples`"
+                f"(it has steps {', '.join(map(str, sorted(self._steps))) or 'none'}): {fix}"
             )
 
     def next(self, step: int, progress: Progress) -> Groups:

@@ -94,7 +94,8 @@ def test_an_alphabet_and_bytes_count_their_own_tokens() -> None:
     ("contents", "says"),
     [
         (b'{"model_type": "bert"}', "family `bert`"),
-        (b'{"model_type": "llama"}', "num_hidden_layers"),
+        (b'{"model_type": "llama"}', "the key `num_hidden_layers` is missing in the config.json of `model.path: "),
+        (b'{"model_type": "llama", "num_hidden_layers": 1}', "the key `hidden_size` is missing"),
         (b"{", "config.json"),
         (b"[1]", "not a table"),
         (b"\xff\xfe", "config.json"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -74,6 +75,29 @@ def test_a_place_that_cannot_be_written(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be made.*run.folder"):
         RunFolder(load("quickstart", [f"run.folder={tmp_path / 'file' / 'run'}"]))
+
+
+@pytest.mark.parametrize(("place", "what"), [("taken", "is a folder"), (os.devnull, "is no ordinary file")])
+def test_completions_are_saved_to_files_only(tmp_path, place, what) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(UserError, match=rf"`rollout.save_to: .*` {what}: name a file"):
+        folder(tmp_path, f"rollout.save_to={tmp_path / place}", "run.overwrite=true")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+
+
+def test_saved_completions_are_kept_unless_told(tmp_path) -> None:
+    file = tmp_path / "saved.jsonl"
+    file.write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"`rollout.save_to: .*saved.jsonl` is not empty.*run.overwrite=true"):
+        folder(tmp_path, f"rollout.save_to={file}")
+    assert not (tmp_path / "run").exists()
+    folder(tmp_path, f"rollout.save_to={file}", "run.overwrite=true").close()
+    file.write_text("years of work")
+    with pytest.raises(UserError, match="a file that no run wrote"):
+        folder(tmp_path, f"rollout.save_to={file}", "run.overwrite=true")
+    assert file.read_text() == "years of work"
+    file.write_text("")  # of a run that never began
+    RunFolder(load("quickstart", [f"run.folder={tmp_path / 'other'}", f"rollout.save_to={file}"])).close()
 
 
 def test_numbered_folders(tmp_path, monkeypatch) -> None:

@@ -164,6 +164,32 @@ def test_what_a_user_can_mend(capsys, tmp_path, monkeypatch) -> None:
     assert "pip install 'ebbtide[report]'" in error
 
 
+@pytest.mark.parametrize(
+    ("metrics", "number"),
+    [
+        (b"garbage", 1),
+        (b"garbage\n", 1),
+        (b'{"step": 1}\n\xff\xfe\n{"step": 2}\n', 2),
+        (b'{"step": 1}\n[2]\n', 2),
+        (b'{"step": 1}\n{"st\n', 2),
+    ],
+)
+def test_figures_that_no_run_wrote_are_named(capsys, tmp_path, metrics, number) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(metrics)
+    code, _, error = ebbtide(capsys, "report", tmp_path)
+    assert code == 2
+    assert f"{tmp_path / 'metrics.jsonl'}, line {number}: " in error
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("metrics", "none"), [(b"", True), (b'{"st', True), (b'{"step": 1}\n{"st', False)])
+def test_a_run_in_progress_has_its_page(capsys, tmp_path, metrics, none) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(metrics)
+    said = f"{tmp_path} has no steps yet\n" if none else ""
+    assert ebbtide(capsys, "report", tmp_path) == (0, f"{tmp_path / 'report.html'}\n", said)
+    assert (tmp_path / "report.html").exists()
+
+
 def test_the_command_imports_neither_torch_nor_plotly(tmp_path) -> None:
     code = "import sys\nfrom ebbtide.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\nsys.exit(bool({'torch', 'plotly'} & set(sys.modules)))"
     made_run(tmp_path / "run")

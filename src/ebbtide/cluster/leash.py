@@ -35,6 +35,8 @@ class Job:
     rehearsal: Rehearsal | None
     resumed: Saved | None = None
     """What it goes on from."""
+    overrides: tuple[str, ...] = ()
+    """Of a rehearsal: those that the run itself has."""
 
     def write(self, folder: Path) -> None:
         (folder / "job").write_bytes(pickle.dumps(self))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +58,12 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(tree, override)
     return _valid(Config, tree, f"the config from {where}")
+
+
+def changed(overrides: Sequence[str], changes: Mapping[str, object]) -> list[str]:
+    """The overrides with these changes at their end, in place of what they had for the same keys."""
+    kept = [override for override in overrides if override.partition("=")[0] not in changes]
+    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
 
 
 def load_serve(overrides: Sequence[str]) -> Serve:

@@ -300,7 +300,7 @@ class Rollout(Section):
     """Keys and values of completions that go on in the next step: `dropped` computes them again with the weights of then; `kept` goes on with those there are, on the device or, in the phases of `memory.away` that name `kv_cache`, on the host."""
 
     save_to: str | None = None
-    """Present: a file that every completion is written to, with tokens and log-probs, for `rollout.replay`."""
+    """Present: a file that every completion is written to, with tokens and log-probs, for `rollout.replay`. One that is not empty is refused, unless the run resumes or has `run.overwrite`."""
 
     replay: str | None = None
     """Present: completions are taken from this file, step by step, and none are generated but for evaluation."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ebbtide.errors import UserError
 
@@ -119,7 +120,7 @@ def keep_rates(name: str, device_gib: float, rates: Rates) -> Path:
     file = rates_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        known = {**_measured(), name: (device_gib, rates)}
+        known = {**_kept(), name: (device_gib, rates)}
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps({key: {"device_gib": gib, **asdict(found)} for key, (gib, found) in known.items()}, indent=1) + "\n")
         partial.replace(file)
@@ -128,16 +129,37 @@ def keep_rates(name: str, device_gib: float, rates: Rates) -> Path:
     return file
 
 
+def _kept() -> dict[str, tuple[float, Rates]]:
+    try:
+        return _measured()
+    except UserError:  # says to calibrate again, which this is
+        return {}
+
+
 def _measured() -> dict[str, tuple[float, Rates]]:
     """Name -> (GiB, rates) of the GPUs that were calibrated on this machine."""
+    file, names = rates_file(), [field.name for field in fields(Rates)]
     try:
-        found = json.loads(rates_file().read_text())
+        found = json.loads(file.read_text())
         return {
-            str(name): (float(one["device_gib"]), Rates(**{field.name: float(one[field.name]) for field in fields(Rates)}))
+            str(name): (_figure(one, "device_gib"), Rates(**{rate: _figure(one, rate) for rate in names}))
             for name, one in found.items()
+            if {"device_gib", *names} <= one.keys()  # else of another version
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or of another version
+    except OSError:  # none
         return {}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"{file} does not hold the rates of a machine ({error}): measure them again with `ebbtide rehearse --calibrate`, or delete the file"
+        ) from None
+
+
+def _figure(one: Mapping[str, Any], name: str) -> float:
+    """What divides, and is divided by."""
+    figure = float(one[name])
+    if not 0.1 <= figure <= 1e18:
+        raise ValueError(f"`{name}` is {one[name]}")
+    return figure
 
 
 def rates_for(name: str) -> tuple[Rates, str]:
@@ -154,11 +176,17 @@ def rates_for(name: str) -> tuple[Rates, str]:
 
 
 def _key(name: str) -> str | None:
-    """The known GPU that a name means, such as `NVIDIA A100-SXM4-40GB`."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    """The known GPU that a name means, such as `NVIDIA A100-SXM4-40GB`, `RTX 4090` or `rtx4090`."""
+    parts = re.sub(r"nvidia|geforce|rtx|a100(?=\d)", r" \g<0> ", name.lower())  # those that others are written onto
+    words = set(re.split(r"[^a-z0-9]+", parts)) | {_plain(re.sub("nvidia|geforce|rtx", "", name.lower()))}
     if "a100" in words and words & {"40", "40gb"}:
         return "a100-40"
     return next((key for key in KNOWN if key in words), None)
+
+
+def _plain(name: str) -> str:
+    """Without spaces, dashes and case."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def this_machine(name: str, device_bytes: int, host_bytes: int) -> Machine:
@@ -190,7 +218,7 @@ def machine_for(
     rates, source = rates_for(name)
     links = links_for(name)
     if gpu is None:
-        name, source = "a GPU", f"those known of a {TAKEN_FOR.upper()}, as no GPU is named (`--gpu`)"
+        name, source = "GPU", f"those known of a {TAKEN_FOR.upper()}, as no GPU is named (`--gpu`)"
     if link is not None:
         rates = Rates(**{**asdict(rates), "link_out": link * 1e9, "link_in": link * 1e9})
     if network is not None:
@@ -202,8 +230,10 @@ def _named(gpu: str, measured: Mapping[str, tuple[float, Rates]]) -> tuple[str, 
     """(name, GiB): of one that was measured here, if that is meant; else of a known one."""
     key = _key(gpu)
     for name, (memory, _) in measured.items():
-        if gpu.lower() == name.lower() or (key is not None and key == _key(name)):
+        if _plain(gpu) == _plain(name) or (key is not None and key == _key(name)):
             return name, memory
     if key is None:
-        raise UserError(f"`--gpu {gpu}` is not known: {', '.join([*KNOWN, *measured])}; or give `--device-gib`, `--host-gib` and `--link`")
+        raise UserError(
+            f"`--gpu {gpu}` is not known: {', '.join([*KNOWN, *measured])}; or give `--device-gib`, `--host-gib` and `--link` instead of `--gpu`"
+        )
     return key, KNOWN[key][0]

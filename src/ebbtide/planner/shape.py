@@ -206,7 +206,9 @@ def from_config(found: Mapping[str, Any], called: str) -> Shape:
         if min(*sizes, *((made.experts, made.experts_per_token) if sparse else ())) < 1:
             raise ValueError("a size is not a whole number of 1 or more")
         return made
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+    except KeyError as error:
+        raise UserError(f"the key `{error.args[0]}` is missing in the config.json of {called}: get the whole file") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{called} has a config.json that a plan cannot be made from: {error}") from None
 
 

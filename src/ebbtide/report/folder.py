@@ -16,6 +16,7 @@ from ebbtide.errors import UserError
 from ebbtide.steplog import forget_after
 
 LOCK = ".lock"
+SAVED = b'{"step": '  # how every line of `rollout.save_to` begins
 HISTORY = "memory-history.pickle"
 CONTENTS = {
     "config.yaml",
@@ -38,6 +39,7 @@ class RunFolder:
     def __init__(self, config: Config, resumed: Saved | None = None) -> None:
         self.aside: list[Path] = []
         """Checkpoints of steps that will be done again."""
+        _refuse_saved(config, goes_on=resumed is not None)
         if resumed is not None:  # the run goes on in its own folder
             self.path, self._made = resumed.path.parent.parent, False
             self._lock = _locked(self.path)
@@ -89,6 +91,28 @@ class RunFolder:
         """Of a run that others began in it, and that took back what it had written: the folder goes too, where it was made for it."""
         if self._made and not any(self.path.iterdir()):
             self.path.rmdir()
+
+
+def _refuse_saved(config: Config, *, goes_on: bool) -> None:
+    """`rollout.save_to` is outside of the folder, and the same holds for it: only an empty file will do, or one that a run wrote and this one may replace or goes on in."""
+    if config.rollout.save_to is None:
+        return
+    file, called = Path(config.rollout.save_to).expanduser(), f"`rollout.save_to: {config.rollout.save_to}`"
+    try:
+        if file.exists() and not file.is_file():
+            raise UserError(f"{called} is {'a folder' if file.is_dir() else 'no ordinary file'}: name a file")
+        begins = _beginning(file) if file.exists() else b""
+    except OSError as error:
+        raise UserError(f"{called} cannot be written: {error.strerror}. Name another file") from None
+    if begins and not (goes_on or config.run.overwrite):
+        raise UserError(f"{called} is not empty: choose another file, or replace what is there with `run.overwrite=true`")
+    if begins and begins != SAVED:
+        raise UserError(f"{called} is a file that no run wrote: choose another")
+
+
+def _beginning(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(len(SAVED))
 
 
 def _make_folder(config: Config) -> tuple[Path, bool]:

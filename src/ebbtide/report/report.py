@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ebbtide.batch import Sample
 from ebbtide.checkpoint.store import Saved
+from ebbtide.config import changed
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.meter import GIB, Meter
@@ -30,8 +32,16 @@ MOST_REASONS = 5  # a scorer can fail in a new way for every sample
 class Report:
     """Use as a context manager: it opens the run folder, and closes everything however the run ends."""
 
-    def __init__(self, config: Config, source: str, terminal: Terminal | None = None, resumed: Saved | None = None) -> None:
-        self._config, self._source, self.resumed = config, source, resumed
+    def __init__(
+        self,
+        config: Config,
+        source: str,
+        terminal: Terminal | None = None,
+        resumed: Saved | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """`overrides`: of the run that a rehearsal is of."""
+        self._config, self._source, self.resumed, self._overrides = config, source, resumed, overrides
         self.terminal = terminal or Terminal(config.train.steps)
         self.folder = RunFolder(config, resumed)
         self._loggers = [logging.getLogger(name) for name in ("ebbtide", "torch.distributed")]
@@ -178,22 +188,42 @@ class Report:
         for entry in sorted(self.folder.path.iterdir()):
             if not entry.name.startswith("."):
                 say(f"  {entry.name}{'/' if entry.is_dir() else ''}")
+        if self._config.rollout.save_to is not None:
+            say(f"and every completion to {self._config.rollout.save_to}")
         say("\nnext:")
-        if rehearsed:
-            say(f"  ebbtide train {self._source}   the run itself")
-            return
-        again = f"ebbtide train {self.folder.path / 'config.yaml'} seed={self._config.seed + 1}"
-        settings = f"ebbtide config {self.folder.path / 'config.yaml'}"
-        say(f"  {again}   the same with another seed")
-        if self.steps_done < self._config.train.steps and (self.folder.path / "checkpoints").exists():
-            say(f"  ebbtide train {self.folder.path / 'config.yaml'} resume={self.folder.path}   go on from the checkpoint")
-        say(f"  {settings:<{len(again)}}   every setting, with its meaning")
+        commands = self._after_rehearsal() if rehearsed else self._after_run()
+        width = max(len(command) for command, meaning in commands if meaning)
+        for command, meaning in commands:
+            say(f"  {command:<{width}}   {meaning}".rstrip())
+
+    def _after_rehearsal(self) -> list[tuple[str, str]]:
+        """(command, what it does)."""
+        train, rollout, cluster = ["ebbtide", "train", self._source], self._config.rollout, self._config.cluster
+        commands = [(shlex.join([*train, *self._overrides]), "the run itself")]
+        if rollout.save_to is not None and self.steps_done:
+            changes: dict[str, object] = {"rollout.ahead": 0} if rollout.ahead else {}  # what a replay does not go with
+            changes |= {"rollout.serve_port": "null"} if rollout.serve_port is not None else {}
+            changes |= {"cluster.rollout_gpus": 0} if cluster is not None and cluster.rollout_gpus else {}
+            changes |= {"rollout.replay": rollout.save_to, "train.steps": self.steps_done}
+            commands.append((shlex.join([*train, *changed(self._overrides, changes)]), "train on these completions"))
+        return commands
+
+    def _after_run(self) -> list[tuple[str, str]]:
+        folder, rollout = self.folder.path, self._config.rollout
+        commands = []
+        if rollout.replay is None:  # whose prompts come with its seed
+            taken = " rollout.save_to=null" if rollout.save_to is not None else ""
+            commands.append((f"ebbtide train {folder / 'config.yaml'} seed={self._config.seed + 1}{taken}", "the same with another seed"))
+        if self.steps_done < self._config.train.steps and (folder / "checkpoints").exists():
+            commands.append((f"ebbtide train {folder / 'config.yaml'} resume={folder}", "go on from the checkpoint"))
+        commands.append((f"ebbtide config {folder / 'config.yaml'}", "every setting, with its meaning"))
         if not installed():
-            say("  pip install 'ebbtide[report]'   then every run writes itself as a page, report.html")
-        if (self.folder.path / "checkpoints").exists():
-            say(f"  {f'ebbtide export {self.folder.path} OUT':<{len(again)}}   the weights as a Hugging Face folder")
-        if (self.folder.path / "tensorboard").exists():
-            say(f"  tensorboard --logdir {self.folder.path}")
+            commands.append(("pip install 'ebbtide[report]'", "then every run writes itself as a page, report.html"))
+        if (folder / "checkpoints").exists():
+            commands.append((f"ebbtide export {folder} OUT", "the weights as a Hugging Face folder"))
+        if (folder / "tensorboard").exists():
+            commands.append((f"tensorboard --logdir {folder}", ""))
+        return commands
 
     def _against_plan(self) -> None:
         """The last step, predicted and measured. On a CPU the peak is that of the whole process, and no plan says anything of that."""

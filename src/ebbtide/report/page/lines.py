@@ -39,15 +39,24 @@ class Followed:
 
 def parsed(data: bytes) -> list[dict[str, Any]]:
     """The objects of whole lines; what is none (a line cut by a crash) is left out."""
-    found = []
-    for line in data.decode(errors="replace").split("\n"):
-        try:
-            value = JSON.decode(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
-            found.append(value)
-    return found
+    return [value for line in data.decode(errors="replace").split("\n") if (value := _of_a_step(line)) is not None]
+
+
+def _of_a_step(line: str) -> dict[str, Any] | None:
+    try:
+        value = JSON.decode(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+
+
+def foreign(path: Path) -> int | None:
+    """The number of the first line that no run wrote. The last one may be half written."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if _of_a_step(line) is None and (line.endswith("\n") or not line.startswith("{")):
+                return number
+    return None
 
 
 def some_of(path: Path, newest_bytes: int, spread: int, spread_bytes: int) -> tuple[list[dict[str, Any]], bool]:

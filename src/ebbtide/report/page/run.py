@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ebbtide.errors import UserError
-from ebbtide.report.page.lines import JSON, Followed, some_of
+from ebbtide.report.page.lines import JSON, Followed, foreign, some_of
 from ebbtide.report.page.metrics import columns, looked_at, middle
 
 ROLLOUT_BYTES = 4_000_000
@@ -27,6 +27,10 @@ class Run:
         """`share`: how many runs are on the page."""
         if not (folder / "metrics.jsonl").is_file():
             raise UserError(f"{folder} is no run folder, as it has no metrics.jsonl: name one such as runs/quickstart-001")
+        if (number := foreign(folder / "metrics.jsonl")) is not None:
+            raise UserError(
+                f'{folder / "metrics.jsonl"}, line {number}: not the figures of a step, which begin with `{{"step": `. Remove that line'
+            )
         self._folder, self.name, self._share = folder, name or folder.resolve().name, share
         self._metrics = Followed(folder / "metrics.jsonl")
 
