@@ -1,6 +1,7 @@
 """From samples to trajectories: what is dropped, what is masked, how minibatches are cut; and pass@k."""
 
 import itertools
+from math import isnan
 from types import SimpleNamespace
 
 import pytest
@@ -57,8 +58,9 @@ def test_an_update_that_was_skipped_leaves_the_figures_of_the_others() -> None:
     nan, inf = float("nan"), float("inf")
     done = {"loss": 0.5, "grad_norm": 2.0, "mismatch_max": 0.1, "lr": 1e-3, "updates_skipped": 0.0}
     skipped = {"loss": 0.3, "grad_norm": nan, "mismatch_max": nan, "lr": 1e-4, "updates_skipped": 1.0}
-    wanted = {"loss": 0.4, "grad_norm": 2.0, "mismatch_max": 0.1, "lr": 1e-4, "updates_skipped": 1.0, "updates": 2}
+    wanted = {"loss": 0.5, "grad_norm": 2.0, "mismatch_max": 0.1, "lr": 1e-4, "updates_skipped": 1.0, "updates": 2}
     assert averaged([done, skipped]) == pytest.approx(wanted)
+    assert isnan(averaged([done, {**done, "loss": nan}])["loss"])  # of one that was taken it is shown
     wanted = {"loss": 0.3, "lr": 1e-4, "updates_skipped": 2.0, "updates": 2}
     assert averaged([skipped, {**skipped, "grad_norm": inf}]) == pytest.approx(wanted)
 

@@ -115,11 +115,12 @@ def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -
 
 
 def averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The figures of a step's updates as one: means, but the largest mismatch, the last learning rate, and counts added up. What is not finite, as in an update that was skipped, is no part of them."""
+    """The figures of a step's updates as one: means, but the largest mismatch, the last learning rate, and counts added up. An update that was skipped is no part of them; where all were, what is not finite is left out."""
     if not updates:
         return {}
-    finite = {name: [update[name] for update in updates if isfinite(update[name])] for name in updates[0]}
-    figures = {name: max(values) if name == "mismatch_max" else fmean(values) for name, values in finite.items() if values}
+    taken = [update for update in updates if not update["updates_skipped"]]
+    values = {name: [update[name] for update in taken or updates if taken or isfinite(update[name])] for name in updates[0]}
+    figures = {name: max(found) if name == "mismatch_max" else fmean(found) for name, found in values.items() if found}
     figures["lr"] = updates[-1]["lr"]
     figures["updates_skipped"] = sum(update["updates_skipped"] for update in updates)
     figures["updates"] = len(updates)

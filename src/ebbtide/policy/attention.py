@@ -6,6 +6,7 @@ padded on the right, where a causal mask alone keeps real tokens from seeing pad
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -51,7 +52,8 @@ def packed_attention(
     """Causal attention within each sequence: [1, T, heads, channels]."""
     refuse_extras(module, softcap, s_aux)
     window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+    fits = query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]
+    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and fits
     attend = _varlen if flash else _padded
     return attend(query, key, value, scaling, window, cu_seq_lens_q, max_length_q), None
 
@@ -90,6 +92,22 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float | None, wind
 
 
 AttentionInterface.register(PACKED, packed_attention)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[nn.Module]]:
+    """Which modules compute packed attention inside this block, and how often."""
+    calls: Counter[nn.Module] = Counter()
+
+    def counting(module: nn.Module, *arguments: Any, **named: Any) -> tuple[Tensor, None]:
+        calls[module] += 1
+        return packed_attention(module, *arguments, **named)
+
+    AttentionInterface.register(PACKED, counting)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(PACKED, packed_attention)
 
 
 @contextmanager

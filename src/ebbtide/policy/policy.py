@@ -25,7 +25,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.memory.shards import unsharded
 from ebbtide.policy.activation_plan import capacity, choose, described, figures_for, measure, tried
 from ebbtide.policy.activations import Activations
-from ebbtide.policy.attention import PACKED, attention
+from ebbtide.policy.attention import PACKED, attention, counted
 from ebbtide.policy.head import token_logprobs
 from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
 from ebbtide.policy.model import Loaded, blocks_of, decoder, head_shape, head_weight
@@ -247,10 +247,15 @@ class Policy:
         (batch,) = pack(probes, budget=64, device=self.device)
         own_model = whole or self.model
         try:
-            with self._resharded():
+            with self._resharded(), counted() as attending:
                 packed, _ = self._logprobs(batch, temperature=1.0)
         except (TypeError, ValueError) as error:
             raise UserError(f"{type(self.model).__name__} cannot be trained on packed sequences: {error}") from None
+        layers = self.model.config.get_text_config().num_hidden_layers
+        if len(attending) < layers:  # states, convolutions, or attention of its own: they would mix sequences that lie end to end
+            raise UserError(
+                f"{type(self.model).__name__} cannot be trained on packed sequences: of its {layers} layers only {len(attending)} take their attention from transformers' registry, and tokens see each other in the others as well"
+            )
         own = []
         # Its blocks gather their weights as they are called, where FSDP has shared them out; what is outside of them has to be there.
         with unsharded(self.module) if own_model is self.model else nullcontext(), attention(own_model, self._generate_attention):

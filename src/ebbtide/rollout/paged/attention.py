@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
+from ebbtide.errors import UserError
 from ebbtide.policy.attention import refuse_extras
 from ebbtide.rollout.paged.room import Room
 
@@ -61,6 +62,10 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """[1, T, heads, channels]."""
     refuse_extras(module, softcap, s_aux)
+    if key.shape[-1] != value.shape[-1]:
+        raise UserError(
+            f"{type(module).__name__} has keys and values of different sizes, for which the paged cache has no place: set `rollout.engine: huggingface`"
+        )
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
