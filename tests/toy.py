@@ -81,7 +81,7 @@ def state_of(optimizer):
             optimizer._residency.need(name)
     tensors = {}
     for name, stored in optimizer.state().items():
-        tensors[name] = torch.empty(stored.count, dtype=stored.dtype)
+        tensors[name] = torch.empty(stored.region.size.numel(), dtype=stored.dtype)
         stored.fill(tensors[name], lambda tensor: tensor)
     return tensors, optimizer.steps
 

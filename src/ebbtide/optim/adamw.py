@@ -32,10 +32,6 @@ class Stored:
     dtype: torch.dtype
     pieces: Sequence[tuple[Segment, Tensor, State]]
 
-    @property
-    def count(self) -> int:
-        return self.region.size.numel()
-
     @torch.no_grad()
     def fill(self, out: Tensor, at: Callable[[Tensor], Tensor]) -> None:
         """Writes it into a flat tensor on the host; `at` says where a tensor's bytes are read."""

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from ebbtide.checkpoint.sizes import copied_bytes
 from ebbtide.config.tree import Config, Rehearsal, Vllm
-from ebbtide.memory.plan import HOST_SHARE, MOVABLE, NEEDS, PHASES, Name, Phase, Plan, build_plan
+from ebbtide.memory.plan import HOST_SHARE, MOVABLE, PHASES, Name, Phase, build_plan
 from ebbtide.optim.sizes import CPU_CHUNK, grad_bytes, low_bytes, moment_bytes, ring_bytes, state_bytes
-from ebbtide.planner.foretold import CYCLE, Foretold, Generation, Prediction, Spent
+from ebbtide.planner.foretold import Foretold, Generation, Prediction, Spent
 from ebbtide.planner.machine import GIB, Machine
+from ebbtide.planner.moves import make_room, move, path, places
 from ebbtide.planner.ranks import SENT, Gathers, Sharing, Talk
 from ebbtide.planner.saved import CARRIED, Choice, chosen, held, whole_block
 from ebbtide.planner.seconds import Speed
@@ -89,9 +90,9 @@ class Predictor:
         for phase in phases.values():
             phase.device["workspace"] = phase.device.get("workspace", 0) + LIBRARIES * (self._kind == "cuda")
         self._time(config, work, choice, phases, rehearsal)
-        for name, path in base.paths.items():
-            self._moves(name, path, base.sizes[name], phases)
-        self._makes_room(base, phases["generate"], budget)
+        for name, on in base.paths.items():
+            move(name, on, base.sizes[name], phases, self.machine.rates)
+        make_room(base.sizes, base.paths, phases["generate"], budget, self.machine.rates)
         loading = self.sharing.here * self.each * self.shape.parameters if self.sharing.held > 1 else 0
         copies = self._copies(config, phases)
         prediction = Prediction(phases, generation, choice, self.sharing, loading)
@@ -120,11 +121,11 @@ class Predictor:
             if rehearsal is not None:
                 sizes["grads"] = 0
             paths: dict[Name, dict[Phase, bool]] = {
-                name: _path(plan, name) for name in MOVABLE if name in sizes and name != "grads" and plan.ever_away(name)
+                name: path(plan, name) for name in MOVABLE if name in sizes and name != "grads" and plan.ever_away(name)
             }
             # Host memory is pinned once for what is ever away, and stays.
             host = sum(resident.values()) + sum(sizes[name] for name in paths)
-            found = self._bases[whole] = _Base(sizes, host, _where(plan, sizes), paths)
+            found = self._bases[whole] = _Base(sizes, host, places(plan, sizes), paths)
         return found
 
     def choice(self, config: Config) -> Choice:
@@ -371,28 +372,6 @@ class Predictor:
         found = self._gathers.update(forward + before, backward + whole - before)
         return Talk(whole + found.seconds, whole + found.exposed)
 
-    def _moves(self, name: Name, on: Mapping[Phase, bool], size: int, phases: Mapping[Phase, Foretold]) -> None:
-        """Out when a phase wants it away, behind that phase; in ahead of its use where the phase before lets it, else while compute waits."""
-        rates = self.machine.rates
-        for place, phase in enumerate(CYCLE):
-            before = on[CYCLE[place - 1]]
-            if before and not on[phase]:
-                if name != "reference":  # which never changes: leaving copies nothing
-                    phases[phase].moved += size
-            elif on[phase] and not before:
-                phases[phase].moved += size
-                taken = size / rates.link_in
-                late = taken if name in NEEDS[phase] else max(0.0, taken - phases[phase].seconds)
-                phases[phase].exposed += late
-                phases[phase].seconds += late
-
-    def _makes_room(self, base: _Base, generate: Foretold, budget: int) -> None:
-        """What leaves for generate does so behind it, unless its memory is wanted at once."""
-        leaving = sum(base.sizes[name] for name, on in base.paths.items() if on["step"] and not on["generate"] and name != "reference")
-        if generate.peak + leaving > budget:
-            generate.exposed += leaving / self.machine.rates.link_out
-            generate.seconds += leaving / self.machine.rates.link_out
-
 
 def host_limit(config: Config, host_gib: float) -> float:
     """Bytes that a run may take of a host with so much free memory."""
@@ -403,32 +382,3 @@ def host_limit(config: Config, host_gib: float) -> float:
 def shape_width(shape: Shape) -> int:
     """Numbers that the widest place of a block has of a token."""
     return max(shape.mlp * max(1, shape.experts_per_token), shape.dense_mlp)
-
-
-def _path(plan: Plan, name: Name) -> dict[Phase, bool]:
-    """Phase -> whether a holding is on the device in it, once round and round again."""
-    if not plan.ever_away(name):
-        return dict.fromkeys(CYCLE, True)
-    here, found = True, {}
-    for phase in (*CYCLE, *CYCLE):
-        if plan.place(phase, name) == "away":
-            here = False
-        elif name in plan.fetched(phase):
-            here = True
-        found[phase] = here
-    return found
-
-
-def _where(plan: Plan, sizes: Mapping[Name, int]) -> dict[Phase, dict[str, int]]:
-    """Phase -> bytes on the device of each holding. Gradients are there in train and step only."""
-    paths = {name: _path(plan, name) for name in sizes}
-    found: dict[Phase, dict[str, int]] = {}
-    for phase in (*CYCLE, "save", "evaluate"):
-        on: dict[str, int] = {}
-        for name, size in sizes.items():
-            after_a_step = paths[name]["step"] and plan.place(phase, name) != "away"
-            here = paths[name][phase] if phase in CYCLE else after_a_step
-            if here and (name != "grads" or phase in ("train", "step")):
-                on[name] = size
-        found[phase] = on
-    return found
