@@ -226,6 +226,7 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
         "report.html",
         "rollouts.jsonl",
         "tensorboard",
+        "versions.jsonl",
     ]
     (saved,) = listed(folder / "checkpoints")
     assert saved.problem() is None

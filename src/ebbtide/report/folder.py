@@ -27,6 +27,7 @@ CONTENTS = {
     "checkpoints",
     "log.txt",
     "plan.json",
+    "versions.jsonl",
     HISTORY,
     "report.html",
     ".report.html.new",
@@ -67,6 +68,11 @@ class RunFolder:
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         (self.path / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+
+    def write_start(self, line: dict[str, Any]) -> None:
+        """What a process that begins or resumes the run has: one line for each."""
+        with (self.path / "versions.jsonl").open("ab", buffering=0) as file:
+            _write(file, [line])
 
     def write_metrics(self, line: dict[str, Any]) -> None:
         _write(self._metrics, [line])

@@ -25,6 +25,7 @@ from ebbtide.report.page.build import installed, write
 from ebbtide.report.pieces import Pieces
 from ebbtide.report.sinks import Sink, sinks
 from ebbtide.report.terminal import Terminal, printable
+from ebbtide.report.versions import start
 
 MOST_REASONS = 5  # a scorer can fail in a new way for every sample
 
@@ -88,6 +89,7 @@ class Report:
         self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, notes: Sequence[str], *, prompts: int, tests: int
     ) -> None:
         self._meter, self._pieces = residency.meter, Pieces(tokenizer)
+        self.folder.write_start(start(self.steps_done, residency.device))
         self._sinks = sinks(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
