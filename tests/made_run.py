@@ -74,14 +74,31 @@ def plan() -> dict[str, Any]:
     }
 
 
+def start_line(step: int = 0, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "time": "2026-11-16T10:00:00+00:00",
+        "ebbtide": "0.1.0",
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "torch": "2.11.0",
+        "transformers": "5.17.0",
+        "python": "3.12.3",
+        "cuda": "13.0",
+        "device": "NVIDIA H200",
+        **changes,
+    }
+
+
 def append(file: Path, *lines: dict[str, Any]) -> None:
     with file.open("a") as opened:
         opened.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def made_run(folder: Path, steps: int = 5, *, planned: bool = False) -> Path:
+def made_run(folder: Path, steps: int = 5, *changes: str, planned: bool = False) -> Path:
+    """`changes`: of the quickstart's config."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(resolved(load("quickstart", [f"train.steps={steps}"])))
+    (folder / "config.yaml").write_text(resolved(load("quickstart", [f"train.steps={steps}", *changes])))
+    append(folder / "versions.jsonl", start_line())
     append(folder / "metrics.jsonl", {"step": 0, "evaluate/reward": 0.05, "seconds/evaluate": 0.2})
     append(folder / "metrics.jsonl", *map(metrics_line, range(1, steps + 1)))
     append(folder / "rollouts.jsonl", *(sample_line(step, number) for step in range(1, steps + 1) for number in range(4)))

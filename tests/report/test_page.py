@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,10 +16,11 @@ from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.report.page import build
 from ebbtide.report.page.lines import Followed, some_of
-from ebbtide.report.page.metrics import MOST_POINTS, MOST_STEPS, columns, looked_at, middle
-from ebbtide.report.page.run import Run, named
+from ebbtide.report.page.metrics import MOST_POINTS, MOST_POINTS_OF_PHASES, MOST_STEPS, elapsed, looked_at, middle, tables
+from ebbtide.report.page.run import Run, in_effect, named
+from ebbtide.report.page.settings import MOST_SETTINGS, flat
 from ebbtide.report.report import Report
-from made_run import append, made_run, metrics_line, plan, sample_line
+from made_run import append, made_run, plan, sample_line, start_line
 
 
 def ebbtide(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -59,20 +62,24 @@ def test_a_file_that_a_resumed_run_wrote_anew_is_read_anew(tmp_path) -> None:
     assert [line["step"] for line in followed.read()] == [1, 2]
 
 
-def test_of_a_large_file_the_end_is_read_and_some_lines_before_it(tmp_path) -> None:
+def test_of_a_large_file_the_end_is_read_and_whole_groups_before_it(tmp_path) -> None:
     file = tmp_path / "rollouts.jsonl"
-    append(file, *({"step": step, "completion": "x" * 100} for step in range(1000)))
+    append(file, *({"step": step, "group": group, "completion": "x" * 100} for step in range(500) for group in (0, 0, 1, 1)))
     found, whole = some_of(file, 5000, 20, 10**6)
-    steps = [line["step"] for line in found]
     assert not whole
-    assert steps == sorted(set(steps))
-    newest = 1000 - (len(steps) - 20)
-    assert steps[20:] == list(range(newest, 1000))
-    assert 30 <= 1000 - newest <= 40  # 5000 bytes of them
+    groups = [(line["step"], line["group"]) for line in found]
+    assert groups == sorted(groups)
+    before = [group for group in groups if group[0] < 485]
+    steps = [step for step, _ in before[::2]]
+    assert all(before.count(group) == 2 for group in before)
+    assert 30 <= len(groups) - len(before) <= 40  # 5000 bytes
+    assert len(steps) == 20
     assert steps[0] == 0
-    assert all(40 <= later - earlier <= 60 for earlier, later in pairwise(steps[:20]))  # spread over the rest
-    assert len(some_of(file, 5000, 20, 300)[0]) < len(found)
-    assert [line["step"] for line in some_of(file, 10**6, 20, 10**6)[0]] == list(range(1000))
+    assert all(20 <= later - earlier <= 30 for earlier, later in pairwise(steps))  # spread over the rest
+    few = [line["step"] for line in some_of(file, 5000, 20, 1500)[0] if line["step"] < 485]
+    assert len(few) < len(before)
+    assert min(few) < 100 < 350 < max(few)  # and so are fewer
+    assert len(some_of(file, 10**6, 20, 10**6)[0]) == 2000
     assert some_of(tmp_path / "nothing", 5000, 20, 300) == ([], True)
 
 
@@ -82,26 +89,78 @@ def test_one_line_longer_than_all_that_is_read(tmp_path) -> None:
     assert [line["step"] for line in some_of(file, 100, 0, 0)[0]] == [2]
 
 
-def test_a_long_run_is_thinned_and_keeps_its_end() -> None:
-    lines = [metrics_line(step) for step in range(1, 2 * MOST_POINTS + 2)]
-    curves = columns(lines)
-    assert len(curves["step"]) <= MOST_POINTS
-    assert {len(column) for column in curves.values()} == {len(curves["step"])}
-    assert curves["step"][-1] == 2 * MOST_POINTS + 1
+def test_a_long_run_is_thinned_and_keeps_its_end_and_its_evaluations() -> None:
+    lines = [{"step": step, "seconds": step / 100, "seconds/train": 1.0} for step in range(1, 2 * MOST_POINTS + 2)]
+    for line in lines[99::100]:
+        line["evaluate/reward"] = 0.5
+    whole, of_phases = tables(lines)
+    assert len(whole["step"]) <= MOST_POINTS
+    assert len(of_phases["step"]) <= MOST_POINTS_OF_PHASES
+    for table in (whole, of_phases):
+        assert {len(column) for column in (table["time"], *table["columns"].values())} == {len(table["step"])}
+        assert table["step"][-1] == 2 * MOST_POINTS + 1
+    assert list(of_phases["columns"]) == ["seconds/train"]
+    assert whole["columns"]["evaluate/reward"].count(0.5) == len(lines[99::100])
     steps = [one["step"] for one in looked_at(lines)]
     assert len(set(steps)) == MOST_STEPS
     assert steps[0] == 1
     assert steps[-100:] == list(range(2 * MOST_POINTS - 98, 2 * MOST_POINTS + 2))
     assert middle(lines)["step"] == MOST_POINTS + 1
-    assert not any("/generate" in key for key in curves)
+
+
+def test_time_is_that_of_steps_evaluations_and_saves() -> None:
+    lines = [
+        {"step": 0, "seconds/evaluate": 0.5},
+        {"step": 1, "seconds": 2.0, "seconds/train": 1.5},
+        {"step": 2, "seconds": 2.0, "seconds/evaluate": 0.5, "seconds/save": 0.25},
+    ]
+    assert elapsed(lines) == [0.5, 2.5, 5.25]
+
+
+def test_settings_are_flat_and_have_an_end(tmp_path) -> None:
+    run = made_run(tmp_path / "run", 1, "seed=7")
+    shown = Run(run).read()["config"]
+    assert (shown["seed"], shown["model.path"], shown["task.builtin.name"]) == ("7", "null", "copy")
+    assert flat({"a": [1, 2], "b": [{"c": "d"}], "e": {}}) == {"a": "[1, 2]", "b.0.c": "d", "e": "{}"}
+    for endless in ("a: &a [*a, *a]", "&a {b: *a, c: *a}", "a: &a [[1]]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(9))):
+        (run / "config.yaml").write_text(endless)
+        assert len(Run(run).read()["config"]) <= MOST_SETTINGS
+    for no_config in ("[" * 600, "a: 2026-99-99", "{", "- 1"):
+        (run / "config.yaml").write_text(no_config)
+        assert Run(run).read()["config"] == {}
+
+
+def test_a_resumed_run_has_the_versions_of_the_steps_that_it_kept() -> None:
+    starts = [
+        start_line(0),
+        start_line(10, torch="2.12"),
+        start_line(30, torch="2.13"),
+        start_line(20, torch="2.14"),
+        start_line(20, torch="2.15"),
+    ]
+    kept = [(start["step"], start["versions"]["torch"]) for start in in_effect(starts)]
+    assert kept == [(0, "2.11.0"), (10, "2.12"), (20, "2.15")]
+    assert in_effect([{"step": 3}]) == [{"step": 3, "time": "", "versions": {}}]
+
+
+def test_every_documented_metric_has_a_meaning_on_the_page() -> None:
+    script = files("ebbtide.report.page").joinpath("meanings.js").read_text()
+    patterns = [re.compile(found.replace("\\/", "/")) for found in re.findall(r"^  \[/(.*)/, ", script, re.MULTILINE)]
+    documented = Path("docs/metrics.md").read_text().partition("\n\n`rollouts.jsonl`")[0]
+    keys = [key for row in re.findall(r"^\| (`.*?) \|", documented, re.MULTILINE) for key in re.findall(r"`(.*?)`", row)]
+    assert len(keys) > 40
+    assert [key for key in keys if key != "step" and not any(pattern.search(key) for pattern in patterns)] == []
 
 
 def test_a_figure_that_is_no_number_is_left_out(tmp_path) -> None:
     run = made_run(tmp_path / "run", 2)
-    append(run / "metrics.jsonl", {"step": 3, "loss": float("nan"), "reward": float("inf"), "seconds": float("nan")})
+    append(run / "metrics.jsonl", {"step": 3, "loss": float("nan"), "reward": float("inf"), "seconds": float("nan"), "samples": 10**400})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "samples": 1e400, "loss": true}\n')
     append(run / "rollouts.jsonl", sample_line(3, 0, reward=float("nan"), logprobs=[float("-inf"), 1.0, 1.0, 1.0]))
     shown = json.loads(build.data([Run(run)]), parse_constant=pytest.fail)["runs"][0]
-    assert shown["columns"]["loss"][-1] is None
+    columns = shown["tables"][0]["columns"]
+    assert columns["loss"][-2:] == columns["samples"][-2:] == [None, None]
     assert shown["rollouts"][-1]["reward"] is None
     assert shown["rollouts"][-1]["logprobs"] == [None, 1.0, 1.0, 1.0]
 
@@ -119,7 +178,7 @@ def test_no_text_can_leave_the_data_element(tmp_path) -> None:
 
 def test_plans_of_every_shape(tmp_path) -> None:
     run = made_run(tmp_path / "run", 1)
-    for written, shown in (("{", None), ("[1]", None), ('{"words": ["a"], "new": NaN}', {"words": ["a"], "new": None})):
+    for written, shown in (("{", None), ("[" * 9999, None), ("[1]", None), ('{"words": ["a"], "new": NaN}', {"words": ["a"], "new": None})):
         (run / "plan.json").write_text(written)
         assert Run(run).read()["plan"] == shown
     (run / "plan.json").write_text(json.dumps(plan()))
@@ -141,7 +200,13 @@ def test_the_command_writes_where_it_says(capsys, tmp_path, monkeypatch) -> None
     assert ebbtide(capsys, "report", "b", "--out", "elsewhere.html") == (0, "elsewhere.html\n", "")
     for file in ("a/report.html", "report.html", "elsewhere.html"):
         assert Path(file).stat().st_size > 10**6
-    assert sorted(entry.name for entry in Path("a").iterdir()) == ["config.yaml", "metrics.jsonl", "report.html", "rollouts.jsonl"]
+    assert sorted(entry.name for entry in Path("a").iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "report.html",
+        "rollouts.jsonl",
+        "versions.jsonl",
+    ]
 
 
 def test_what_a_user_can_mend(capsys, tmp_path, monkeypatch) -> None:

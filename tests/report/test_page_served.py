@@ -33,7 +33,7 @@ def test_the_page_and_its_data(tmp_path) -> None:
         status, headers, data = ask(port, "/data.json")
         assert status == 200
         assert headers["X-Content-Type-Options"] == "nosniff"
-        assert json.loads(data)["runs"][0]["columns"]["step"] == [0, 1, 2, 3]
+        assert json.loads(data)["runs"][0]["tables"][0]["step"] == [0, 1, 2, 3]
 
 
 def test_data_comes_again_only_when_a_file_has_changed(tmp_path) -> None:
@@ -45,7 +45,7 @@ def test_data_comes_again_only_when_a_file_has_changed(tmp_path) -> None:
         status, headers, data = ask(port, "/data.json", **{"If-None-Match": tag})
         assert status == 200
         assert headers["ETag"] != tag
-        assert json.loads(data)["runs"][0]["columns"]["step"] == [0, 1, 2, 3, 4]
+        assert json.loads(data)["runs"][0]["tables"][0]["step"] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", ""])

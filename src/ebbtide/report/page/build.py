@@ -14,7 +14,10 @@ from typing import Any
 from ebbtide.errors import UserError
 from ebbtide.report.page.run import Run, named
 
-SCRIPTS = ("shared.js", "curves.js", "phases.js", "rollouts.js", "main.js")
+SCRIPTS = (
+    *("shared.js", "view.js", "csv.js", "meanings.js"),
+    *("runs.js", "chooser.js", "curves.js", "phases.js", "settings.js", "rollouts.js", "main.js"),
+)
 
 
 def installed() -> bool:

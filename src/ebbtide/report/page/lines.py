@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-JSON = json.JSONDecoder(parse_constant=lambda _: None)
-"""JSON has no NaN: Python writes it all the same, and a browser refuses it."""
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+JSON = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
+"""JSON has no NaN: Python writes it all the same, and a browser refuses it. 1e400 is none that either could hold."""
 
 
 class Followed:
@@ -60,8 +67,8 @@ def foreign(path: Path) -> int | None:
 
 
 def some_of(path: Path, newest_bytes: int, spread: int, spread_bytes: int) -> tuple[list[dict[str, Any]], bool]:
-    """(objects, whether they are all). A large file is not read whole: its end is, and a line at each of `spread` places before that,
-    no more than `spread_bytes` of them."""
+    """(objects, whether they are all). A large file is not read whole: its end is, and the group of samples at each of `spread`
+    places before that, about `spread_bytes` of them."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -71,12 +78,18 @@ def some_of(path: Path, newest_bytes: int, spread: int, spread_bytes: int) -> tu
                 begin = max(0, begin - newest_bytes)
                 end = _from(file, begin)
             before: dict[int, bytes] = {}
-            for place in range(spread):
+            for place in _scattered(spread):
                 if begin and sum(map(len, before.values())) < spread_bytes:
-                    before |= _line_at(file, place * begin // spread, begin)
+                    before |= _group_at(file, place * begin // spread, begin)
     except FileNotFoundError:
         return [], True
-    return [*parsed(b"\n".join(line for _, line in sorted(before.items()))), *parsed(end)], not begin
+    return [*parsed(b"".join(lines for _, lines in sorted(before.items()))), *parsed(end)], not begin
+
+
+def _scattered(count: int) -> list[int]:
+    """0 to count - 1, so that however few are taken they lie all over it: in the order of their bits turned around."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
 
 
 def _from(file: BinaryIO, begin: int) -> bytes:
@@ -87,10 +100,27 @@ def _from(file: BinaryIO, begin: int) -> bytes:
     return file.read().rpartition(b"\n")[0]
 
 
-def _line_at(file: BinaryIO, begin: int, until: int) -> dict[int, bytes]:
-    """The first whole line from this byte on, by the byte where it begins; none where that is not before `until`."""
+def _group_at(file: BinaryIO, begin: int, until: int) -> dict[int, bytes]:
+    """The lines of the first whole group from this byte on, by the byte where it begins; none where that is not before `until`."""
     file.seek(max(0, begin - 1))
     if begin:
         file.readline()
-    place = file.tell()
-    return {place: file.readline()} if place < until else {}
+        cut = None  # the group in whose middle this byte may be
+        while file.tell() < until and (line := file.readline()):
+            cut = cut or _group(line)
+            if _group(line) != cut:
+                file.seek(-len(line), os.SEEK_CUR)
+                break
+    place, found, first = file.tell(), b"", None
+    while file.tell() < until and (line := file.readline()):
+        first = first or _group(line)
+        if _group(line) != first:
+            break
+        found += line
+    return {place: found} if found else {}
+
+
+def _group(line: bytes) -> tuple[object, object]:
+    """Which prompt of which step a line is of."""
+    value = _of_a_step(line.decode(errors="replace")) or {}
+    return value.get("step"), value.get("group")

@@ -3,13 +3,21 @@
 
 const EVERY_MS = 2000;
 
+/** What there is to choose from. */
+function fillAll() {
+  fillSteps();
+  fillRunFilter();
+}
+
 function drawAll() {
   drawRuns();
+  markRuns();
   fillMetrics();
   drawCurves();
-  fillSteps();
   drawSteps();
   drawPlans();
+  drawSettings();
+  colourTokens();
   takeSamples();
 }
 
@@ -36,12 +44,24 @@ async function refresh() {
   setTimeout(refresh, EVERY_MS);
   if (data) {
     shown = data;
+    fillAll();
     drawAll();
   }
 }
 
+frameRuns();
 frameSteps();
+fillAll();
+readView();
 drawAll();
+document.addEventListener("input", (event) => {
+  if (event.target.dataset.view) keepView();
+});
+addEventListener("hashchange", () => {
+  readView();
+  drawAll();
+  afresh();
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   drawCurves();
   drawSteps();

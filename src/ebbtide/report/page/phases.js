@@ -3,6 +3,7 @@
 
 const PHASE_ORDER = Object.keys(PHASE_COLOURS);
 const HOLDING_ORDER = Object.keys(HOLDING_COLOURS);
+const WAITING = "waiting for memory moves (exposed)";
 
 function inOrder(names, order) {
   const place = (name) => (order.includes(name) ? order.indexOf(name) : order.length);
@@ -13,7 +14,7 @@ function fillSteps() {
   const steps = inOrder(shown.runs.flatMap((run) => run.phases.map((one) => one.step)), []).sort((one, other) => other - one);
   fillChoice(byId("step-choice"), [
     ["last", several() ? "the last of each run" : `the last${steps.length ? ` (${steps[0]})` : ""}`],
-    ["middle", "the one of median seconds"],
+    ["middle", "the one that took the median of all seconds"],
     ...steps.map((step) => [String(step), String(step)]),
   ]);
 }
@@ -75,7 +76,10 @@ function memoryTraces(spots, phases, plan) {
   const gib = (spot, holding) => Math.max(0, phases[spot.name].device[holding] || 0);
   const there = holdings.filter((holding) => spots.some((spot) => gib(spot, holding) > 0));
   const bars = there.map((holding) => ({
-    type: "bar", name: plain(holding), marker: { color: HOLDING_COLOURS[holding] || "#888888", line: { width: 0.5, color: theme().card } },
+    type: "bar", name: plain(holding), marker: {
+      color: HOLDING_COLOURS[holding] || "#888888", line: { width: 0.5, color: theme().card },
+      pattern: { shape: HOLDING_PATTERNS[holding] || "", fgcolor: "rgba(0,0,0,0.45)", fillmode: "overlay", size: 7, solidity: 0.22 },
+    },
     x: spots.map((spot) => spot.centre), width: spots.map((spot) => spot.width), y: spots.map((spot) => gib(spot, holding)),
     text: spots.map((spot) => `<b>${plain(spot.name)}</b><br>${plain(holding)} ${figure(gib(spot, holding))} GiB<br>of ${figure(phases[spot.name].peak)} GiB at its peak`),
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
@@ -86,31 +90,45 @@ function memoryTraces(spots, phases, plan) {
 function secondsTraces(spots, phases, plan) {
   const exposed = (spot) => Math.min(phases[spot.name].exposed || 0, phases[spot.name].seconds || 0);
   const bar = (name, value, marker) => ({
-    type: "bar", name, marker, showlegend: name === "exposed",
+    type: "bar", name, marker, showlegend: name === WAITING,
     x: spots.map((spot) => spot.centre), width: spots.map((spot) => spot.width), y: spots.map(value),
-    text: spots.map((spot) => `<b>${plain(spot.name)}</b> ${figure(phases[spot.name].seconds)} s<br>${figure(exposed(spot))} s of it exposed: compute waited for a move<br>${figure(phases[spot.name].moved)} GiB moved`),
+    text: spots.map((spot) => `<b>${plain(spot.name)}</b> ${figure(phases[spot.name].seconds)} s<br>compute waited ${figure(exposed(spot))} s of it for memory moves<br>${figure(phases[spot.name].moved)} GiB moved`),
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
   });
-  const say = (phase, of) => `<b>${plain(phase)}, predicted ${figure(of.seconds)} s</b><br>${figure(of.seconds_exposed)} s of it exposed`;
+  const say = (phase, of) => `<b>${plain(phase)}, predicted ${figure(of.seconds)} s</b><br>compute waits ${figure(of.seconds_exposed)} s of it for memory moves`;
   return [
     bar("compute", (spot) => (phases[spot.name].seconds || 0) - exposed(spot), { color: spots.map((spot) => PHASE_COLOURS[spot.name] || "#888888") }),
-    bar("exposed", exposed, { color: EXPOSED_COLOUR, pattern: { shape: "/", bgcolor: EXPOSED_COLOUR, fgcolor: "#ffffff", size: 6, solidity: 0.3 } }),
-    ...predicted(spots, plan, (of) => of.seconds, say, "predicted"),
+    bar(WAITING, exposed, { color: EXPOSED_COLOUR, pattern: { shape: "/", bgcolor: EXPOSED_COLOUR, fgcolor: "#ffffff", size: 6, solidity: 0.3 } }),
+    ...predicted(spots, plan, (of) => of.seconds, say, "predicted seconds"),
   ];
 }
 
-/** Measured beside predicted, as figures. */
-function comparedTable(spots, phases, plan) {
-  const has = (spot) => plan?.phases?.[spot.name] || {};
-  const heading = ["phase", "peak GiB", ...(plan ? ["predicted"] : []), "seconds", ...(plan ? ["predicted"] : []), "exposed s", "moved GiB"];
-  const rows = spots.map((spot) => {
-    const of = phases[spot.name];
-    return [spot.name, figure(of.peak), ...(plan ? [figure(has(spot).peak_gib)] : []), figure(of.seconds), ...(plan ? [figure(has(spot).seconds)] : []),
-      figure(of.exposed), figure(of.moved)];
+/** Measured beside predicted: a heading, and a row for each phase. */
+function phaseRows(phases, plan) {
+  const foretold = (one) => (plan ? [one] : []);
+  const heading = ["phase", "peak GiB", ...foretold("predicted peak GiB"), "seconds", ...foretold("predicted seconds"),
+    "seconds waiting for memory moves", "GiB moved"];
+  const rows = inOrder(Object.keys(phases), PHASE_ORDER).map((name) => {
+    const of = phases[name];
+    const said = plan?.phases?.[name] || {};
+    return [name, of.peak, ...foretold(said.peak_gib), of.seconds, ...foretold(said.seconds), of.exposed, of.moved];
   });
-  return make("div", { className: "scroll" }, make("table", {},
-    make("thead", {}, make("tr", {}, ...heading.map((text) => make("th", { scope: "col", textContent: text })))),
-    make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells.map((text) => make("td", { textContent: text })))))));
+  return { heading, rows };
+}
+
+function comparedTable(phases, plan) {
+  const { heading, rows } = phaseRows(phases, plan);
+  return make("div", { className: "scroll" }, tableOf(heading, rows.map(([name, ...values]) => [name, ...values.map((value) => figure(value))])));
+}
+
+/** The chosen step of every run, with all columns that any of them has. */
+function phasesAsRows() {
+  const plan = shown.runs.find((run) => run.plan)?.plan;
+  const rows = shown.runs.flatMap((run) => {
+    const { step, phases } = chosenStep(run) || { step: null, phases: {} };
+    return phaseRows(phases, plan && (run.plan || {})).rows.map((row) => [run.name, step, ...row]);
+  });
+  return [["run", "step", ...phaseRows({}, plan).heading], ...rows];
 }
 
 /** The frames of the charts, made once, as redrawing keeps them: of several runs, all their memory side by side and then their seconds. */
@@ -120,7 +138,7 @@ function frameSteps() {
   const [memory, seconds] = ["memory", "seconds"].map((kind) => shown.runs.map(frame(kind)));
   const grids = several() ? [memory, seconds] : [[...memory, ...seconds]];
   byId("steps").replaceChildren(...grids.map((figures) => make("div", { className: "charts" }, ...figures)),
-    make("details", { className: "compared" }, make("summary", { textContent: "The figures" }),
+    make("details", { className: "compared" }, make("summary", { textContent: "The same as a table: memory, seconds and moves of each phase" }),
       ...shown.runs.map((run, number) => make("div", { id: `figures-${number}` }))));
 }
 
@@ -137,16 +155,16 @@ function drawSteps() {
     const wide = places(names, phases, toScale);
     const even = places(names, phases, false);
     const at = `${several() ? `${run.name}, ` : ""}${step === null ? "no step yet" : `step ${step}`}`;
-    byId(`memory-${number}-caption`).textContent = `Device memory at each phase's peak, by holding; ${at}`;
+    byId(`memory-${number}-caption`).textContent = `Memory at each phase's peak, by what holds it; ${at}`;
     byId(`seconds-${number}-caption`).textContent = `Seconds of each phase; ${at}`;
     const bars = { barmode: "stack", dragmode: false, showlegend: true };
-    draw(`memory-${number}`, memoryTraces(wide, phases, run.plan), {
+    draw(byId(`memory-${number}`), memoryTraces(wide, phases, run.plan), {
       ...bars, ...budgetLine(run.plan, highest), xaxis: phaseAxis(wide, toScale), yaxis: { title: { text: "GiB" }, range: [0, highest || 1], fixedrange: true },
     });
-    draw(`seconds-${number}`, secondsTraces(even, phases, run.plan), {
+    draw(byId(`seconds-${number}`), secondsTraces(even, phases, run.plan), {
       ...bars, xaxis: phaseAxis(even, false), yaxis: { title: { text: "seconds" }, range: [0, longest || 1], fixedrange: true },
     });
-    byId(`figures-${number}`).replaceChildren(...(several() ? [make("h3", { textContent: at })] : []), comparedTable(even, phases, run.plan));
+    byId(`figures-${number}`).replaceChildren(...(several() ? [make("h3", { textContent: at })] : []), comparedTable(phases, run.plan));
   });
 }
 
@@ -171,12 +189,13 @@ function drawPlans() {
       machine.rates ? `rates: ${machine.rates}` : null,
     ].filter(Boolean).join(" · ");
     return make("div", { className: "plan" },
-      ...(several() ? [make("h3", {}, swatch(runColour(number)), run.name)] : []),
+      ...(several() ? [make("h3", {}, swatch(number), run.name)] : []),
       make("p", { className: "quiet", textContent: facts }),
-      ...(fits === false ? [make("p", { className: "bad", textContent: "It does not fit." })] : []),
+      ...(fits === false ? [make("p", { className: "bad", textContent: "The plan does not fit the budget." })] : []),
       make("ul", {}, ...(Array.isArray(words) ? words : []).map((text) => make("li", { textContent: text }))));
   }));
 }
 
 byId("step-choice").addEventListener("change", drawSteps);
 byId("to-scale").addEventListener("change", drawSteps);
+byId("phases-csv").addEventListener("click", () => download("phases", phasesAsRows()));

@@ -10,12 +10,14 @@ import yaml
 
 from ebbtide.errors import UserError
 from ebbtide.report.page.lines import JSON, Followed, foreign, some_of
-from ebbtide.report.page.metrics import columns, looked_at, middle
+from ebbtide.report.page.metrics import looked_at, middle, number, tables
+from ebbtide.report.page.settings import flat
 
 ROLLOUT_BYTES = 4_000_000
 """Of rollouts.jsonl in a page: some thousand samples, which a browser filters at once."""
-SPREAD = 300
-"""Samples from before those, spread over the whole run."""
+SPREAD = 100
+"""Prompts from before those, each with all its samples, spread over the whole run."""
+VERSIONS = ("ebbtide", "commit", "torch", "transformers", "python", "cuda", "device")
 KEPT = ("step", "group", "sample", "prompt", "answer", "completion", "reward", "parts", "advantage", "finish", "tokens")
 KEPT_IF_ANY = ("failure", "failure_message", "token_chars", "logprobs")
 
@@ -32,13 +34,13 @@ class Run:
                 f'{folder / "metrics.jsonl"}, line {number}: not the figures of a step, which begin with `{{"step": `. Remove that line'
             )
         self._folder, self.name, self._share = folder, name or folder.resolve().name, share
-        self._metrics = Followed(folder / "metrics.jsonl")
+        self._metrics, self._starts = Followed(folder / "metrics.jsonl"), Followed(folder / "versions.jsonl")
 
     @property
     def version(self) -> tuple[int, ...]:
         """Other when a file is other than it was."""
         found: list[int] = []
-        for name in ("metrics.jsonl", "rollouts.jsonl", "plan.json", "config.yaml"):
+        for name in ("metrics.jsonl", "rollouts.jsonl", "plan.json", "config.yaml", "versions.jsonl"):
             try:
                 known = (self._folder / name).stat()
                 found += [known.st_ino, known.st_size, known.st_mtime_ns]
@@ -51,12 +53,15 @@ class Run:
         newest = ROLLOUT_BYTES // self._share
         samples, whole = some_of(self._folder / "rollouts.jsonl", newest, SPREAD // self._share, newest // 4)
         config = _mapping(self._folder / "config.yaml")
-        made = sum(int(line["samples"]) for line in lines if isinstance(line.get("samples"), int | float))
+        made = sum(int(number(line.get("samples")) or 0) for line in lines)
         return {
             "name": self.name,
             "about": _about(config),
             "steps": _at(config, "train", "steps"),
-            "columns": columns(lines),
+            "group": _at(config, "rollout", "samples"),
+            "config": flat(config),
+            "starts": in_effect(self._starts.read()),
+            "tables": tables(lines),
             "phases": looked_at(lines),
             "middle": middle(lines),
             "rollouts": [_sample(line) for line in samples],
@@ -72,6 +77,16 @@ def named(folders: Sequence[Path]) -> list[Run]:
     return [Run(folder, None if unique else str(folder), len(folders)) for folder in folders]
 
 
+def in_effect(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Which versions made which steps: a process that resumed after a step took the place of all that had gone on from there."""
+    kept: list[dict[str, Any]] = []
+    for line in starts:
+        shown = {key: str(line[key]) for key in VERSIONS if line.get(key) is not None}
+        kept = [before for before in kept if before["step"] < line["step"]]
+        kept.append({"step": line["step"], "time": str(line.get("time", "")), "versions": shown})
+    return kept
+
+
 def _sample(line: dict[str, Any]) -> dict[str, Any]:
     return {key: line.get(key) for key in KEPT} | {key: line[key] for key in KEPT_IF_ANY if line.get(key)}
 
@@ -80,7 +95,7 @@ def _plan(path: Path) -> Any:
     """What plan.json says; None where there is none, or where it is being written."""
     try:
         plan = JSON.decode(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return plan if isinstance(plan, dict) else None
 
@@ -89,7 +104,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     """config.yaml as it is: it may be of another version, whose keys this one does not know."""
     try:
         found = yaml.safe_load(path.read_bytes())
-    except (FileNotFoundError, yaml.YAMLError):
+    except (FileNotFoundError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -6,17 +6,21 @@ const HOLDING_COLOURS = {
   weights: "#4e79a7", grads: "#f28e2b", master: "#59a14f", moments: "#86c5bd", reference: "#b07aa1",
   kv_cache: "#edc948", activations: "#e15759", logits: "#ff9da7", workspace: "#9c755f", gathered: "#7b6888", other: "#a9b1bb",
 };
+const HOLDING_PATTERNS = { // so that no two are told apart by their hue alone
+  grads: "/", moments: "x", reference: "\\", activations: "-", logits: ".", workspace: "|", gathered: "+",
+};
 const PHASE_COLOURS = {
   generate: "#4477aa", score: "#66ccee", logprob: "#228833", train: "#c9a227", step: "#aa3377", save: "#8c6d5a", evaluate: "#9aa3ad",
 };
-const RUN_COLOURS = ["#3b78d8", "#d9622b", "#2f9e6e", "#a65bc9", "#b98900", "#cf4570", "#4aa3b5", "#7d7d7d"];
 const EXPOSED_COLOUR = "#d62728";
+const RUN_COLOURS = 6; // --run-0 to --run-5 of page.css
+const DASHES = [["solid", "solid"], ["dash", "dashed"], ["dot", "dotted"]]; // of Plotly and of CSS
 
 let shown = JSON.parse(document.getElementById("data").textContent);
 
 const byId = (id) => document.getElementById(id);
-const runColour = (number) => RUN_COLOURS[number % RUN_COLOURS.length];
 const several = () => shown.runs.length > 1;
+const dashOf = (number) => DASHES[Math.floor(number / RUN_COLOURS) % DASHES.length];
 
 /** An element with properties and children; strings become text, never HTML. */
 function make(tag, properties = {}, ...children) {
@@ -30,7 +34,7 @@ function plain(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "% {");
 }
 
-/** A name for a legend, which does not break lines. */
+/** A name where lines do not break. */
 function brief(name) {
   return name.length > 32 ? `${name.slice(0, 14)}…${name.slice(-17)}` : name;
 }
@@ -42,9 +46,18 @@ function figure(value, digits = 3) {
   return value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) >= 1000 ? 0 : digits });
 }
 
-function swatch(colour) {
+/** Seconds for people: the two largest units. */
+function duration(seconds) {
+  if (seconds < 60) return `${figure(seconds, seconds < 10 ? 1 : 0)} s`;
+  const [large, small, of, parts] = seconds < 3600 ? ["min", "s", 60, 60] : seconds < 86400 ? ["h", "min", 3600, 60] : ["d", "h", 86400, 24];
+  const whole = Math.round(seconds / (of / parts));
+  return `${Math.floor(whole / parts)} ${large} ${whole % parts} ${small}`;
+}
+
+/** The line that a run is drawn with. */
+function swatch(number) {
   const mark = make("span", { className: "swatch" });
-  mark.style.background = colour;
+  mark.style.borderTop = `3px ${dashOf(number)[1]} var(--run-${number % RUN_COLOURS})`;
   return mark;
 }
 
@@ -54,25 +67,33 @@ function fillChoice(select, options) {
   if (options.some(([value]) => value === before)) select.value = before;
 }
 
+function figures(pairs) {
+  return make("dl", { className: "figures" }, ...pairs.map(([name, value]) =>
+    make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
+}
+
 function theme() {
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue(name).trim();
-  return { ink: of("--ink"), quiet: of("--quiet"), grid: of("--grid"), rule: of("--rule"), card: of("--card") };
+  return {
+    ink: of("--ink"), quiet: of("--quiet"), grid: of("--grid"), rule: of("--rule"), card: of("--card"),
+    runs: Array.from({ length: RUN_COLOURS }, (_, number) => of(`--run-${number}`)),
+  };
 }
 
-/** Draws or redraws a chart; a reader's zoom stays. */
-function draw(id, traces, { xaxis = {}, yaxis = {}, ...layout } = {}) {
+/** Draws or redraws a chart in an element; a reader's zoom stays. */
+function draw(element, traces, { xaxis = {}, yaxis = {}, ...layout } = {}) {
   const colours = theme();
   const axis = { gridcolor: colours.grid, zerolinecolor: colours.rule, linecolor: colours.rule, automargin: true };
   const touch = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page
   const still = { showgrid: false };
-  return Plotly.react(id, traces, {
+  return Plotly.react(element, traces, {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: colours.quiet },
     margin: { l: 56, r: 12, t: 8, b: 44 },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: colours.ink } },
-    hoverlabel: { bgcolor: colours.card, bordercolor: colours.rule, font: { color: colours.ink }, align: "left" },
+    hoverlabel: { bgcolor: colours.card, bordercolor: colours.rule, font: { color: colours.ink }, align: "left", namelength: -1 },
     dragmode: touch ? false : "zoom",
     uirevision: "kept",
     ...layout,

@@ -1,0 +1,32 @@
+"""config.yaml as a flat list of settings, so that those of several runs can be laid side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+MOST_SETTINGS = 2_000
+"""Ebbtide has some two hundred. A file that names itself in itself (YAML can) would have them without end."""
+DEEPEST = 12
+
+
+def flat(config: dict[str, Any]) -> dict[str, str]:
+    """`optimizer.lr` -> `0.001`, in the order of the file."""
+    return dict(islice(chain.from_iterable(_settings(str(name), value, 0) for name, value in config.items()), MOST_SETTINGS))
+
+
+def _settings(key: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inside = list(value.items())
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        inside = list(enumerate(value))
+    if inside and depth < DEEPEST:
+        for name, below in inside:
+            yield from _settings(f"{key}.{name}", below, depth + 1)
+    elif inside:
+        yield key, "..."
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
