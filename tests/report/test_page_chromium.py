@@ -3,91 +3,23 @@
 Opening a page takes seconds, so tests share two of them, one of a run and one of two, each as if nobody had touched it.
 """
 
-import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import pytest
 
 from ebbtide.report.page.build import write
+from looked import PATIENCE, Looked
 from made_run import CHROMIUM, PHASES, append, made_run, metrics_line, plan, sample_line, serving, start_line
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 <b>bold</b> &lt; %{x}"
-
 NAME = "<b>bold<img src=x onerror='window.hacked = 1'> &lt;"  # of a phase or a holding, which has no slash
-
-PATIENCE = 120_000
-"""Milliseconds, as a page of 5 MB of JavaScript may be opened on a machine that is busy with other things."""
-
 FORMULA = '=HYPERLINK("https://example.com?"&A1)'
-
-
-class Looked:
-    """A page, and what it did beside drawing."""
-
-    def __init__(self, chromium: Any, address: str, **context: Any) -> None:
-        self.page = chromium.new_page(**({"viewport": {"width": 1280, "height": 900}} | context))
-        self.page.set_default_timeout(PATIENCE)
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(address)
-        self.page.wait_for_selector("html[data-drawn]")
-
-    def chart(self, metric: str) -> Any:
-        """A metric's chart, when it is drawn."""
-        found = self.page.locator(f"figure[data-metric='{metric}'] .chart.js-plotly-plot")
-        found.wait_for()
-        return found
-
-    def metrics(self) -> list[str]:
-        return self.page.locator("#curves figure").evaluate_all("all => all.map(one => one.dataset.metric)")
-
-    def traces(self, chart: Any) -> dict[str, Any]:
-        """Name -> y of what Plotly has drawn in a chart."""
-        found = chart.evaluate("one => one.data.map(trace => [trace.name, Array.from(trace.y)])")
-        return dict(reversed(found))
-
-    def first(self, metric: str, what: str = "y") -> Any:
-        return self.chart(metric).evaluate("(one, what) => Array.from(one.data[0][what])", what)
-
-    def at(self, view: str) -> None:
-        """The page as a link with this view shows it."""
-        self.page.evaluate(
-            "view => { history.replaceState(null, '', '#' + view); dispatchEvent(new HashChangeEvent('hashchange')); }", view
-        )
-
-    def view(self) -> dict[str, list[str]]:
-        """What the address says, once it says something else than before."""
-        self.page.wait_for_function("() => address() === location.hash")
-        return parse_qs(self.page.evaluate("location.hash.slice(1)"))
-
-    def open(self, number: int) -> Any:
-        """Opens a prompt of the list; what is inside comes with the next event."""
-        self.page.locator("#samples summary").nth(number).click()
-        return self.inside(number)
-
-    def inside(self, number: int) -> Any:
-        inside = self.page.locator("#samples li").nth(number).locator(".inside")
-        inside.wait_for()
-        return inside
-
-    def listed(self) -> list[str]:
-        return [line.replace("\n", " ") for line in self.page.locator("#samples summary").all_inner_texts()]
-
-    def csv(self, button: str) -> list[list[str]]:
-        with self.page.expect_download() as caught:
-            self.page.click(button)
-        with open(caught.value.path(), newline="", encoding="utf-8") as file:
-            return list(csv.reader(file))
 
 
 @pytest.fixture(scope="module")
@@ -420,24 +352,24 @@ def test_runs_that_have_little_or_odd_or_too_much(look, tmp_path, monkeypatch) -
     assert f"Of large the page holds {held} of about 400 samples" in page.inner_text("#left-out")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_it_fits_the_screen_in_light_and_dark(look, tmp_path, width, scheme) -> None:
+def test_it_fits_the_screen_in_light_and_dark(look, tmp_path) -> None:
     run = made_run(tmp_path / "run", planned=True)
     append(run / "rollouts.jsonl", sample_line(5, 7, prompt="x" * 5000, completion="y" * 5000, token_chars=None))
     named = "a-long-name-" * 10
-    looked = look(
-        run,
-        made_run(tmp_path / named, 2, f"run.name={named}"),
-        view="text=xxx",
-        viewport={"width": width, "height": 800},
-        color_scheme=scheme,
-    )
+    other = made_run(tmp_path / named, 2, f"run.name={named}")
+    looked = look(run, other, view="text=xxx", viewport={"width": 390, "height": 800}, color_scheme="dark")
+    page = looked.page
     looked.open(0)
-    assert "1 of 29 samples match" in looked.page.inner_text("#found")  # the link's filter, as it opened
-    assert looked.page.evaluate("document.documentElement.scrollWidth") <= width
-    ink, paper = looked.page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-    bright = [sum(map(int, colour[4:-1].split(","))) for colour in (ink, paper)]
-    assert (bright[0] > bright[1]) == (scheme == "dark")
+    assert "1 of 29 samples match" in page.inner_text("#found")  # the link's filter, as it opened
+    for width, scheme, colour in ((390, "dark", "#56b4e9"), (1280, "light", "#0072b2")):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        ink, paper = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+        bright = [sum(map(int, rgb[4:-1].split(","))) for rgb in (ink, paper)]
+        assert (bright[0] > bright[1]) == (scheme == "dark")
+        looked.chart("reward").scroll_into_view_if_needed()
+        page.wait_for_function("colour => document.querySelector('#curves .chart').data[0].line.color === colour", arg=colour)
     assert looked.said == []
 
 

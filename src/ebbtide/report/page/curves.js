@@ -112,8 +112,11 @@ function drawCurve(key) {
   const began = chart.classList.contains("js-plotly-plot");
   draw(chart, runs.flatMap((one) => tracesOf(one, key, seconds)), {
     margin: { l: 50, r: 10, t: 6, b: 40 },
-    hovermode: several() ? "x unified" : "x",
-    xaxis: { title: { text: overTime() ? `time in ${unit}` : "step" }, uirevision: `${overTime()} ${range}`, hoverformat: ".4~g" },
+    hovermode: "x unified",
+    xaxis: {
+      title: { text: overTime() ? `time in ${unit}` : "step" }, uirevision: `${overTime()} ${range}`,
+      unifiedhovertitle: { text: overTime() ? `%{x:.4~g} ${unit}` : "step %{x}" },
+    },
     yaxis: { title: { text: plain(meaningOf(key).unit) }, type: log ? "log" : "linear", uirevision: `${log} ${range}`, exponentformat: "e", minorloglabels: "none" },
   });
   if (!began) chart.on("plotly_relayout", (change) => zoomed(change, overTime() ? timeUnit()[1] : 1));
