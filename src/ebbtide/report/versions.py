@@ -51,8 +51,8 @@ def commit() -> str | None:
 
 
 def checked_out(package: Path) -> str | None:
-    """The commit of the checkout that tracks this package, and whether files of it were changed since. A package that lies in
-    somebody's repository without being tracked there (in its virtual environment) has none."""
+    """The commit of the checkout that tracks this package, and whether files of it were changed since. A package that
+    lies in somebody's repository without being tracked there (in its virtual environment) has none."""
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     head = _git(package, "rev-parse", "HEAD")
@@ -65,7 +65,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     if git is None:
         return None
     try:
-        done = subprocess.run([git, "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS)  # noqa: S603
+        command = [git, "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

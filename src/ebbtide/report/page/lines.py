@@ -67,8 +67,8 @@ def foreign(path: Path) -> int | None:
 
 
 def some_of(path: Path, newest_bytes: int, spread: int, spread_bytes: int) -> tuple[list[dict[str, Any]], bool]:
-    """(objects, whether they are all). A large file is not read whole: its end is, and the group of samples at each of `spread`
-    places before that, about `spread_bytes` of them."""
+    """(objects, whether they are all). A large file is not read whole: its end is, and the group of samples at each of
+    `spread` places before that, about `spread_bytes` of them."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -101,7 +101,8 @@ def _from(file: BinaryIO, begin: int) -> bytes:
 
 
 def _group_at(file: BinaryIO, begin: int, until: int) -> dict[int, bytes]:
-    """The lines of the first whole group from this byte on, by the byte where it begins; none where that is not before `until`."""
+    """The lines of the first whole group from this byte on, by the byte where it begins; none where that is not before
+    `until`."""
     file.seek(max(0, begin - 1))
     if begin:
         file.readline()

@@ -27,8 +27,8 @@ def tables(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The curves: those of whole steps, and those of one phase, which may have fewer points."""
     time = elapsed(lines)
     keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
-    kinds = (([key for key in keys if not _of_phase(key)], MOST_POINTS), (list(filter(_of_phase, keys)), MOST_POINTS_OF_PHASES))
-    return [_table(lines, time, of_kind, most) for of_kind, most in kinds]
+    whole, of_phases = [key for key in keys if not _of_phase(key)], [key for key in keys if _of_phase(key)]
+    return [_table(lines, time, whole, MOST_POINTS), _table(lines, time, of_phases, MOST_POINTS_OF_PHASES)]
 
 
 def _table(lines: Sequence[Mapping[str, Any]], time: Sequence[float], keys: Sequence[str], most: int) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def _table(lines: Sequence[Mapping[str, Any]], time: Sequence[float], keys: Sequ
 
 
 def _thinned(lines: Sequence[Mapping[str, Any]], most: int) -> list[int]:
-    """The places of at most so many lines: the newest, and of several in a row before it the one with the most figures, as few
-    steps are evaluated."""
+    """The places of at most so many lines: the newest, and of several in a row before it the one with the most figures,
+    as few steps are evaluated."""
     newest = len(lines) - 1
     every = math.ceil(newest / (most - 1)) or 1
     rows = (range(place, min(place + every, newest)) for place in range(0, newest, every))
@@ -52,7 +52,7 @@ def _thinned(lines: Sequence[Mapping[str, Any]], most: int) -> list[int]:
 
 
 def elapsed(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of work until each step was done. What a clock says would count the pause before a run was resumed as well."""
+    """Seconds of work until each step was done. A clock would count the pause before a run was resumed as well."""
     spent = accumulate(sum(number(line.get(key)) or 0 for key in WORK) for line in lines)
     return [round(seconds, 3) for seconds in spent]
 
@@ -98,7 +98,8 @@ def looked_at(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def middle(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The step that took the median of all seconds: a real one, so that its figures add up."""
-    steps = sorted((line for line in lines if number(line.get("seconds")) is not None), key=lambda line: float(line["seconds"]))
+    timed = (line for line in lines if number(line.get("seconds")) is not None)
+    steps = sorted(timed, key=lambda line: float(line["seconds"]))
     if not steps:
         return None
     line = steps[len(steps) // 2]

@@ -78,7 +78,7 @@ def named(folders: Sequence[Path]) -> list[Run]:
 
 
 def in_effect(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Which versions made which steps: a process that resumed after a step took the place of all that had gone on from there."""
+    """Which versions made which steps: a process that resumed after a step took the place of all that went on there."""
     kept: list[dict[str, Any]] = []
     for line in starts:
         shown = {key: str(line[key]) for key in VERSIONS if line.get(key) is not None}

@@ -14,7 +14,8 @@ DEEPEST = 12
 
 def flat(config: dict[str, Any]) -> dict[str, str]:
     """`optimizer.lr` -> `0.001`, in the order of the file."""
-    return dict(islice(chain.from_iterable(_settings(str(name), value, 0) for name, value in config.items()), MOST_SETTINGS))
+    found = chain.from_iterable(_settings(str(name), value, 0) for name, value in config.items())
+    return dict(islice(found, MOST_SETTINGS))
 
 
 def _settings(key: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
