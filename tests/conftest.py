@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,17 @@ def tiny():
         return Config.model_validate(merged(TINY, changes or {}))
 
     return make
+
+
+@pytest.fixture
+def two(tmp_path) -> Path:
+    """A folder with two checkpoints of a few small tensors."""
+    from killed import Numbers, saver
+
+    made = saver(tmp_path / "c", Numbers(), async_save=False)
+    for step in (1, 2):
+        made.save(step, {"reward": -float(step)})
+    return tmp_path / "c"
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe")

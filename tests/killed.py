@@ -1,5 +1,6 @@
 """A state of a few tensors that is saved until the process is killed; imports little, as many processes begin with it."""
 
+import json
 import os
 import signal
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from ebbtide.checkpoint.contents import CONFIG, RUN, random_name
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.state import Snapshot
+from ebbtide.checkpoint.state import Snapshot, _random_states
 from ebbtide.checkpoint.tensors import Entry
 from ebbtide.config.tree import Checkpoint
 
@@ -39,7 +41,13 @@ class Numbers:
             return into
 
         entries = [Entry(f"model.w{number}", torch.Size([number, 3]), torch.bfloat16) for number in range(5)]
-        return Snapshot({"run.json": "{}"}, {entry: (fill(entry.name), False) for entry in entries})
+        return Snapshot(texts(step), {entry: (fill(entry.name), False) for entry in entries})
+
+
+def texts(step: int) -> dict[str, str]:
+    """The files of a checkpoint beside its tensors."""
+    run = {"step": step, "sampler": {"epoch": 0, "position": 0}, "optimizer_steps": {}}
+    return {RUN: json.dumps(run), CONFIG: "seed: 0\n", random_name(0): json.dumps(_random_states())}
 
 
 def saver(folder: Path, state, **options) -> Saver:

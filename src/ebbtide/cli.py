@@ -220,7 +220,8 @@ def checkpoints(
         raise UserError(f"{run} has no complete checkpoint")
     for saved in found:
         reward = f"  reward {saved.metrics['reward']:.3f}" if "reward" in saved.metrics else ""
-        checked = f"  {saved.problem() or 'verified'}" if verify else ""
+        problem = saved.problem() if verify else saved.damage
+        checked = f"  damaged ({problem})" if problem is not None else "  verified" if verify else ""
         typer.echo(f"step {saved.step:>6}  {saved.bytes / 2**30:.3f} GiB{reward}  {saved.path}{checked}")
 
 
@@ -234,7 +235,7 @@ def export(
     from ebbtide.checkpoint.export import export as write_folder
     from ebbtide.checkpoint.export import pick
 
-    saved = pick(run, step)
+    saved = pick(run, step, typer.echo)
     write_folder(saved, out)
     typer.echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
 

@@ -15,12 +15,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ebbtide.checkpoint.export import export, pick
+from ebbtide.checkpoint.export import export
+from ebbtide.checkpoint.export import pick as pick_saying
 from ebbtide.checkpoint.keep import Keeper
+from ebbtide.checkpoint.manifest import Listed
 from ebbtide.checkpoint.resume import FOLDER, find
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.store import UNFINISHED, begin, finish, listed, prune
-from ebbtide.checkpoint.tensors import read_tensors
+from ebbtide.checkpoint.store import UNFINISHED, listed, prune
+from ebbtide.checkpoint.tensors import Tensors
 from ebbtide.checkpoint.writer import Writer
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Checkpoint
@@ -64,6 +66,10 @@ def run(config, resumed=None):
 
 def same(one, other) -> bool:
     return one[:2] == other[:2] and all(torch.equal(one[2][key], other[2][key]) for key in one[2])
+
+
+def pick(run: Path, step: int | None):
+    return pick_saying(run, step, print)
 
 
 def stop_after(folder: Path, step: int) -> None:
@@ -166,53 +172,6 @@ def test_later_checkpoints_are_kept_aside_when_a_run_goes_on_from_an_earlier_one
         resumed = find(tiny({**config, "resume": str(place / "step-000003")}), print)
         assert same(run(tiny({**config, "resume": str(place)}), resumed), straight)
     assert sorted(path.name for path in place.iterdir()) == ["aside-step-000004", "aside-step-000004.2", "step-000003", "step-000004"]
-
-
-def write(folder: Path, step: int, metrics: dict[str, float], fill) -> None:
-    making = begin(folder, step)
-    fill(making)
-    finish(making, metrics, {})
-
-
-@pytest.fixture
-def two(tmp_path) -> Path:
-    """A folder with two checkpoints of two files each."""
-
-    def fill(number: int):
-        def into(folder: Path) -> None:
-            (folder / "sub").mkdir()
-            (folder / "a").write_bytes(bytes([number]) * 5000)
-            (folder / "sub" / "b").write_bytes(b"hello")
-
-        return into
-
-    for step in (1, 2):
-        write(tmp_path / "c", step, {"reward": -float(step)}, fill(step))
-    return tmp_path / "c"
-
-
-DAMAGE = {
-    "truncated": (lambda path: (path / "a").write_bytes(b"\2" * 4999), "a has 4999 bytes instead of 5000"),
-    "flipped bit": (lambda path: (path / "a").write_bytes(b"\2" * 4999 + b"\3"), "a has other contents"),
-    "missing": (lambda path: (path / "sub" / "b").unlink(), "b is missing"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_and_the_one_before_is_offered(two, kind) -> None:
-    from ebbtide.checkpoint.store import newest_sound
-
-    damage, words = DAMAGE[kind]
-    damage(two / "step-000002")
-    said: list[str] = []
-    assert newest_sound(listed(two), said.append).step == 1
-    assert words in said[0]
-    assert "going back to the one before" in said[0]
-
-
-def test_a_checkpoint_without_its_manifest_is_none(two) -> None:
-    (two / "step-000002" / "manifest.json").write_text('{"step": 2, "fil')
-    assert [saved.step for saved in listed(two)] == [1]
 
 
 @pytest.mark.parametrize("problem", [OSError("no space left on device"), RuntimeError("no space left, says torch")])
@@ -319,7 +278,7 @@ def test_a_save_that_is_given_up_leaves_nothing(two) -> None:
 
 def test_the_newest_and_the_best_are_kept(two) -> None:
     for step in (3, 4, 5):
-        write(two, step, {"reward": -float(step)}, lambda folder: (folder / "a").write_bytes(b"1"))
+        saver(two, Numbers(), async_save=False).save(step, {"reward": -float(step)})
     prune(two, last=2, best=1, metric="reward")
     assert [saved.step for saved in listed(two)] == [1, 4, 5]
     prune(two, last=1, best=0, metric="reward")
@@ -345,7 +304,7 @@ def killed_at(folder: Path, moment: int, async_save: bool) -> None:
     assert len(found) >= min(2, len(finished))  # an old one is never lost before the new one is there
     for saved in found:
         weights = {"model.w2": torch.zeros(2, 3, dtype=torch.bfloat16)}
-        read_tensors(weights, saved.path)
+        Tensors(Listed(saved.path)).read(weights)
         assert (weights["model.w2"] == saved.step).all()
     again = saver(folder, Numbers(), async_save=False)
     again.save(found[-1].step + 1, {})

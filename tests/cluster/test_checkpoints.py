@@ -5,8 +5,9 @@ from ranks import run, together
 from test_training import BASE, agree
 
 from conftest import TINY, merged
-from ebbtide.checkpoint.store import listed
-from ebbtide.checkpoint.tensors import Entry, Share, finish_tensors, read_parts, write_tensors
+from ebbtide.checkpoint.manifest import Listed
+from ebbtide.checkpoint.store import begin, finish, listed
+from ebbtide.checkpoint.tensors import Entry, Share, Tensors, finish_tensors, write_tensors
 from ebbtide.config.tree import Config
 from ebbtide.memory.shards import Region
 
@@ -48,13 +49,14 @@ def test_parts_are_read_from_other_parts_and_from_the_flat_form(tmp_path) -> Non
         ]
         for cut, start in rows
     ]
-    results = []
+    results, making = [], begin(tmp_path, 1)
     for rank, (cut, _) in enumerate(rows):
         known = {"model.x": whole[cut].clone(), "optimizer.y": whole.flatten() + 100}
-        results.append(write_tensors(tmp_path, everyone, known.__getitem__, Share(rank, 2)))
-    finish_tensors(tmp_path, everyone, results, Share(0, 2))
+        results.append(write_tensors(making, everyone, known.__getitem__, Share(rank, 2)))
+    finish_tensors(making, everyone, results, Share(0, 2))
+    finish(making, {}, {})
     box = Region(whole.size(), (1, 2), torch.Size([5, 2]), cut=True)
     into = {"model.x": torch.zeros(5, 2), "optimizer.y": torch.zeros(5, 2)}
-    read_parts(into, dict.fromkeys(into, box), tmp_path)
+    Tensors(Listed(tmp_path / "step-000001")).read_parts(into, dict.fromkeys(into, box))
     assert torch.equal(into["model.x"], whole[1:6, 2:4])
     assert torch.equal(into["optimizer.y"], whole[1:6, 2:4] + 100)

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ebbtide.checkpoint.contents import read_config
+from ebbtide.checkpoint.manifest import Damaged, Listed
 from ebbtide.checkpoint.resume import FOLDER
-from ebbtide.checkpoint.state import CONFIG
-from ebbtide.checkpoint.store import Saved, listed
-from ebbtide.checkpoint.tensors import read_tensors, saved_dtypes
+from ebbtide.checkpoint.store import Saved, listed, newest_sound
+from ebbtide.checkpoint.tensors import Tensors
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.policy.model import unfilled_model
 
 
-def pick(run: Path, step: int | None) -> Saved:
-    """A checkpoint of a run: of a step, or the newest."""
+def pick(run: Path, step: int | None, say: Callable[[str], None]) -> Saved:
+    """A checkpoint of a run: of a step, or the newest that is whole."""
     found = [saved for saved in listed(run / FOLDER) if step in (None, saved.step)]
-    if not found:
+    if step is not None and found:
+        if (problem := found[-1].problem()) is not None:
+            raise Damaged(found[-1].path, problem)
+        return found[-1]
+    if (saved := newest_sound(found, say)) is None:
         raise UserError(
             f"{run} has no complete checkpoint"
             + (f" of step {step}" if step is not None else "")
             + " (`ebbtide checkpoints RUN` lists them)"
         )
-    if (problem := found[-1].problem()) is not None:
-        raise UserError(f"the checkpoint {found[-1].path} is damaged ({problem}): choose another with `--step`")
-    return found[-1]
+    return saved
 
 
 @torch.no_grad()
 def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Config]:
     """A checkpoint's model, on the CPU and in the type of its weights, with its tokenizer and the run's config."""
-    config = Config.model_validate(yaml.safe_load((saved.path / CONFIG).read_text()))
-    model, tokenizer = unfilled_model(config, next(iter(saved_dtypes(saved.path).values())))
-    read_tensors({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}, saved.path)
+    files = Listed(saved.path)
+    config, tensors = read_config(files), Tensors(files)
+    model, tokenizer = unfilled_model(config, next(iter(tensors.weights.values())))
+    tensors.read({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
     return model, tokenizer, config
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic import ValidationError
 
+from ebbtide.checkpoint.contents import CONFIG, read_run, read_tree
+from ebbtide.checkpoint.manifest import Damaged, Listed, first
 from ebbtide.checkpoint.store import Saved, listed, newest_sound
 from ebbtide.config.decided import as_before
 from ebbtide.config.tree import Cluster, Config
@@ -50,12 +51,15 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
 
 def going_on(config: Config, saved: Saved) -> Config:
     """The config with what a plan had chosen when the checkpoint was made."""
-    return as_before(config, _made_with(saved))
-
-
-def _made_with(saved: Saved) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((saved.path / "config.yaml").read_text())
-    return found
+    then = read_tree(Listed(saved.path))
+    try:
+        chosen = as_before(config, then)
+        # What the checkpoint had is as foreign as the rest of it.
+        Config.model_validate(chosen.model_dump(mode="json", warnings=False))
+    except (ValidationError, TypeError) as error:
+        why = first(error) if isinstance(error, ValidationError) else "a section is none"
+        raise Damaged(saved.path, f"{CONFIG} is not valid: {why}") from None
+    return chosen
 
 
 def _candidates(config: Config) -> Iterator[Path]:
@@ -69,7 +73,8 @@ def _candidates(config: Config) -> Iterator[Path]:
 
 def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
     """Says what differs from the config that the checkpoint was made with; refuses what would make it another run."""
-    then = dict(_flat(_made_with(saved)))
+    files = Listed(saved.path)
+    then = dict(_flat(read_tree(files)))
     now = dict(_flat(going_on(config, saved).model_dump(mode="json")))
     changed = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key) and not key.startswith(FREE)]
     told = [f"`{key}` was {then.get(key)!r} and is {now.get(key)!r}" for key in changed]
@@ -81,7 +86,7 @@ def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
         raise UserError(
             f"the checkpoint {saved.path} is of step {saved.step}, and `train.steps` is {config.train.steps}: raise it to go on"
         )
-    world = (json.loads((saved.path / "run.json").read_text()).get("world", 1), _ranks(config))
+    world = (read_run(files).world, _ranks(config))
     if world[0] != world[1]:
         told.append(f"the number of ranks was {world[0]} and is {world[1]}")
     for text in told:

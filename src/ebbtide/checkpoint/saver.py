@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ebbtide.checkpoint.manifest import Files
 from ebbtide.checkpoint.state import Snapshot, State
-from ebbtide.checkpoint.store import Files, begin, failed, finish, prune
+from ebbtide.checkpoint.store import begin, failed, finish, prune
 from ebbtide.checkpoint.tensors import Everyone, Share, finish_tensors, write_tensors
 from ebbtide.checkpoint.writer import Writer
 from ebbtide.config.tree import Checkpoint

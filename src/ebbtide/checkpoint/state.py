@@ -15,8 +15,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from ebbtide.checkpoint.contents import CONFIG, RUN, RandomStates, random_name, read_random, read_run
+from ebbtide.checkpoint.manifest import Damaged, Listed
 from ebbtide.checkpoint.ranks import Ranks
-from ebbtide.checkpoint.tensors import Entry, read_parts, read_tensors, saved_dtypes
+from ebbtide.checkpoint.tensors import Entry, Tensors
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
@@ -27,7 +29,6 @@ from ebbtide.memory.shards import Region, local, region
 from ebbtide.optim.adamw import AdamW, Stored
 from ebbtide.tasks.sampler import Sampler
 
-RUN, CONFIG = "run.json", "config.yaml"
 HELD: tuple[Name, ...] = ("weights", "master", "moments")
 READ_AT_ONCE = 64 * 2**20  # elements: with masters and moments 0.9 GB
 
@@ -59,7 +60,7 @@ class State:
         """The run as it is now. With `copy` it stays so while the run goes on; without, it is to be written at once."""
         twins = self.residency.copied(*HELD, copy=copy)
         # While the copies run:
-        texts = {f"random-{self.ranks.rank:05d}.json": json.dumps(_random_states()) + "\n"}
+        texts = {random_name(self.ranks.rank): json.dumps(_random_states()) + "\n"}
         if self.ranks.rank == 0:
             run = {
                 "step": step,
@@ -87,28 +88,31 @@ class State:
     @torch.no_grad()
     def load(self, folder: Path, *, load_rng: bool, parallel: bool = True) -> int:
         """Takes up a checkpoint, of any number of ranks; gives its step."""
-        run = json.loads((folder / RUN).read_text())
-        self._check_types(folder)
-        self.optimizer.restore(self._read(folder, parallel), run["optimizer_steps"])
-        self.sampler.seek(run["sampler"]["epoch"], run["sampler"]["position"])
+        files = Listed(folder)
+        run, tensors = read_run(files), Tensors(files)
+        self._check_types(tensors.weights, folder)
+        if absent := [name for name in self.optimizer.steps if name not in run.optimizer_steps]:
+            raise Damaged(folder, f"{RUN} lacks the optimizer's steps of {absent[0]}")
+        self.optimizer.restore(self._read(tensors, parallel), run.optimizer_steps)
+        self.sampler.seek(run.sampler.epoch, run.sampler.position)
         if self.rollouts is not None:
-            self.rollouts.restore(run.get("rollouts", []))
-        mine = folder / f"random-{self.ranks.rank:05d}.json"
-        if load_rng and mine.exists():  # a rank that was not there then goes on with the state that its seed gave it
-            _set_random_states(json.loads(mine.read_text()))
-        elif load_rng and "random" in run:  # where checkpoints of one rank had it at first
-            _set_random_states(run["random"])
-        return int(run["step"])
+            self.rollouts.restore([group.model_dump() for group in run.rollouts])
+        mine = read_random(files, self.ranks.rank) if load_rng else None
+        if mine is not None:  # a rank that was not there then goes on with the state that its seed gave it
+            try:
+                _set_random_states(mine)
+            except (ValueError, RuntimeError, TypeError) as error:
+                raise Damaged(folder, f"{random_name(self.ranks.rank)}: {error}") from None
+        return run.step
 
-    def _check_types(self, folder: Path) -> None:
+    def _check_types(self, saved: dict[str, torch.dtype], folder: Path) -> None:
         """Weights that were rounded are not to be taken for exact ones."""
-        saved = saved_dtypes(folder)
         for name, weight in self.model.named_parameters():
             if name in saved and saved[name] != weight.dtype:
                 was, now = (str(dtype).removeprefix("torch.") for dtype in (saved[name], weight.dtype))
                 raise UserError(f"the weights in {folder} are {was}, those of this run {now}: set `model.dtype: {was}` to go on from it")
 
-    def _read(self, folder: Path, parallel: bool) -> Iterator[dict[str, Tensor]]:
+    def _read(self, saved: Tensors, parallel: bool) -> Iterator[dict[str, Tensor]]:
         """Sets the weights, a few parameters at a time, and gives the masters and moments of those: all at once would take as much memory again as the run has."""
         stored: dict[str, dict[str, Stored]] = {}
         for name, one in self.optimizer.state().items():
@@ -117,13 +121,13 @@ class State:
         for name, weight in self.model.named_parameters():
             # Counted by whole parameters, not by this rank's parts of them: all ranks read the same ones together.
             if batch and sum(one.numel() for one in batch.values()) + weight.numel() > READ_AT_ONCE:
-                yield self._read_some(batch, stored, folder, parallel)
+                yield self._read_some(batch, stored, saved, parallel)
                 batch = {}
             batch[name] = weight
-        yield self._read_some(batch, stored, folder, parallel)
+        yield self._read_some(batch, stored, saved, parallel)
 
     def _read_some(
-        self, weights: dict[str, nn.Parameter], stored: dict[str, dict[str, Stored]], folder: Path, parallel: bool
+        self, weights: dict[str, nn.Parameter], stored: dict[str, dict[str, Stored]], saved: Tensors, parallel: bool
     ) -> dict[str, Tensor]:
         states = {name: one for of in weights for name, one in stored.get(of, {}).items()}
         regions = {f"model.{name}": region(weight) for name, weight in weights.items()}
@@ -131,21 +135,21 @@ class State:
         kinds = {f"model.{name}": weight.dtype for name, weight in weights.items()}
         kinds |= {f"optimizer.{name}": one.dtype for name, one in states.items()}
         found = {name: torch.empty(place.size, dtype=kinds[name]) for name, place in regions.items()}
-        self._fill(found, regions, folder, parallel)
+        self._fill(found, regions, saved, parallel)
         for name, weight in weights.items():
             local(weight).copy_(found[f"model.{name}"])
         return {name: found[f"optimizer.{name}"].view(-1) for name in states}
 
-    def _fill(self, found: dict[str, Tensor], regions: dict[str, Region], folder: Path, parallel: bool) -> None:
+    def _fill(self, found: dict[str, Tensor], regions: dict[str, Region], saved: Tensors, parallel: bool) -> None:
         """What ranks have parts of, each reads for itself; of what all of them have, each reads a part and tells the others."""
         parts = {name: place for name, place in regions.items() if place.cut and found[name].numel()}
-        read_parts({name: found[name] for name in parts}, parts, folder)
+        saved.read_parts({name: found[name] for name in parts}, parts)
         tensors = {name: tensor for name, tensor in found.items() if not regions[name].cut}
         owners, burden = {}, [0] * (self.ranks.count if parallel else 1)
         for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
             owners[name] = burden.index(min(burden))
             burden[owners[name]] += tensors[name].nbytes
-        read_tensors({name: tensor for name, tensor in tensors.items() if owners[name] == self.ranks.rank}, folder)
+        saved.read({name: tensor for name, tensor in tensors.items() if owners[name] == self.ranks.rank})
         for name, tensor in tensors.items():
             self.ranks.broadcast(tensor, owners[name])
 
@@ -201,14 +205,14 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["python"]
+def _set_random_states(states: RandomStates) -> None:
+    version, internal, gauss = states.python
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = states["numpy"]
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-    torch.set_rng_state(_tensor(states["torch"]))
-    if torch.cuda.is_available() and len(states["devices"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_tensor(state) for state in states["devices"]])
+    kind, keys, position, has_gauss, cached = states.numpy
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_tensor(states.torch))
+    if torch.cuda.is_available() and len(states.devices) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_tensor(state) for state in states.devices])
 
 
 def _text(state: Tensor) -> str:

@@ -1,44 +1,59 @@
-"""Checkpoints on disk. One is a folder `step-000050` that appears by a rename when all of it is written and synced; what is cut short stays under another name.
+"""Checkpoints on disk. One is a folder `step-000050` that appears by a rename when all of it is written and synced.
 
-`manifest.json` in it has the size and the SHA-256 of every other file.
+What is cut short stays under another name.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ebbtide.checkpoint.contents import check
+from ebbtide.checkpoint.manifest import MANIFEST, Damaged, File, Files, Listed, Manifest, digest
 from ebbtide.errors import UserError
 
-MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
-
-Files = dict[str, dict[str, object]]
-"""Name -> size and SHA-256."""
+COMPLETE = re.compile(r"step-([0-9]+)")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint."""
+    """A checkpoint that has its name."""
 
     path: Path
     step: int
-    metrics: dict[str, float]
-    bytes: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+    damage: str | None = None
+    """What is wrong with its manifest; then nothing more is known of it."""
+
+    @classmethod
+    def at(cls, path: Path, step: int) -> Saved:
+        try:
+            manifest = Listed(path).manifest
+            if manifest.step != step:
+                raise Damaged(path, f"{MANIFEST} is of step {manifest.step}")
+        except Damaged as damage:
+            return cls(path, step, damage=damage.why)
+        return cls(path, step, manifest.metrics, sum(file.size for file in manifest.files.values()))
 
     def problem(self) -> str | None:
-        """What is wrong with it, read whole and compared with its manifest; None if nothing is."""
-        listed = json.loads((self.path / MANIFEST).read_text())["files"]
-        with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda name: _difference(self.path / name, listed[name]), listed)
-            return next((problem for problem in found if problem is not None), None)
+        """What is wrong with it, read whole, compared with its manifest, and fit to go on from; None if nothing is."""
+        if self.damage is not None:
+            return self.damage
+        try:
+            files = Listed(self.path)
+            files.compare()
+            check(files)
+        except Damaged as damage:
+            return damage.why
+        return None
 
 
 def failed(folder: Path, step: int, reason: object) -> UserError:
@@ -59,7 +74,7 @@ def finish(making: Path, metrics: dict[str, float], known: Files) -> None:
     folder, place = making.parent, making.parent / making.name.removeprefix(UNFINISHED)
     listed = dict(sorted((known | digests(making, "**/*", but=known)).items()))
     step = int(place.name.removeprefix("step-"))
-    (making / MANIFEST).write_text(json.dumps({"step": step, "metrics": metrics, "files": listed}, indent=1) + "\n")
+    (making / MANIFEST).write_text(Manifest(step=step, metrics=metrics, files=listed).model_dump_json(indent=1) + "\n")
     for path in (*(making / name for name in listed), making / MANIFEST, *(path for path in making.rglob("*") if path.is_dir()), making):
         _sync(path)
     if place.exists():  # the same step again, after a resume: the new one is as good
@@ -71,20 +86,17 @@ def finish(making: Path, metrics: dict[str, float], known: Files) -> None:
 
 
 def listed(folder: Path) -> list[Saved]:
-    """The complete checkpoints in a folder, oldest first."""
-    found = []
-    for path in sorted(folder.glob("step-*")):
-        try:
-            manifest = json.loads((path / MANIFEST).read_text())
-            found.append(Saved(path, manifest["step"], manifest["metrics"], sum(file["size"] for file in manifest["files"].values())))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # without a readable manifest it is none
-    return sorted(found, key=lambda saved: saved.step)
+    """The checkpoints in a folder, oldest first, and those whose manifest is damaged among them."""
+    named = [(path, COMPLETE.fullmatch(path.name)) for path in folder.glob("step-*") if path.is_dir()]
+    return sorted((Saved.at(path, int(name[1])) for path, name in named if name), key=lambda saved: saved.step)
 
 
 def prune(folder: Path, last: int, best: int, metric: str) -> None:
-    """Removes all but the newest `last` and the `best` by a metric, larger being better."""
-    found = listed(folder)
+    """Removes all but the newest `last` and the `best` by a metric, larger being better.
+
+    A damaged one is neither counted nor removed.
+    """
+    found = [saved for saved in listed(folder) if saved.damage is None]
     ranked = sorted((saved for saved in found if metric in saved.metrics), key=lambda saved: saved.metrics[metric])
     kept = {saved.path for saved in (*found[-last:], *(ranked[-best:] if best else []))}
     for saved in found:
@@ -107,20 +119,13 @@ def set_aside(folder: Path, after: int) -> list[Path]:
 
 def newest_sound(found: Sequence[Saved], say: Callable[[str], None]) -> Saved | None:
     """The newest checkpoint that is whole; says which newer ones are not, and why."""
-    for saved in reversed(found):
+    for place, saved in reversed(list(enumerate(found))):
         problem = saved.problem()
         if problem is None:
             return saved
-        say(f"the checkpoint {saved.path} is damaged ({problem}): going back to the one before it")
+        then = "going back to the one before it" if place else "there is none before it"
+        say(f"the checkpoint {saved.path} is damaged ({problem}): {then}")
     return None
-
-
-def _difference(path: Path, listed: dict[str, object]) -> str | None:
-    if not path.exists():
-        return f"{path.name} is missing"
-    if path.stat().st_size != listed["size"]:
-        return f"{path.name} has {path.stat().st_size} bytes instead of {listed['size']}"
-    return None if _digest(path) == listed["sha256"] else f"{path.name} has other contents than were written"
 
 
 def digests(folder: Path, pattern: str, but: Container[str] = ()) -> Files:
@@ -128,13 +133,8 @@ def digests(folder: Path, pattern: str, but: Container[str] = ()) -> Files:
     names = [str(path.relative_to(folder)) for path in folder.glob(pattern) if path.is_file()]
     wanted = [name for name in names if name not in but]
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda name: {"size": (folder / name).stat().st_size, "sha256": _digest(folder / name)}, wanted)
+        found = pool.map(lambda name: File(size=(folder / name).stat().st_size, sha256=digest(folder / name)), wanted)
         return dict(zip(wanted, found, strict=True))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import mmap
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import SEEK_CUR, SEEK_END, SEEK_SET, FileIO, RawIOBase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ebbtide.checkpoint.index import TENSORS, Kept, Part, read_index
+from ebbtide.checkpoint.manifest import MALFORMED, Listed, shown
 from ebbtide.memory.shards import Region
-
-TENSORS = "tensors"
 
 
 @dataclass(frozen=True)
@@ -107,52 +104,109 @@ def finish_tensors(folder: Path, everyone: Everyone, results: Sequence[list[Any]
     writer.finish(metadata, list(results))
 
 
-class _Parts(DefaultLoadPlanner):
-    """Reads, of each tensor, the part that is asked for, whoever wrote it in whatever pieces."""
+class Tensors:
+    """Those of a checkpoint, to be read by name: `model.` or `optimizer.` and their own."""
 
-    def __init__(self, regions: Mapping[str, Region]) -> None:
-        super().__init__()
-        self._regions = regions
+    def __init__(self, files: Listed) -> None:
+        self._files, self._index = files, read_index(files)
 
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None  # set up by now
-        items = []
-        for name, region in self._regions.items():
-            saved: Any = self.metadata.state_dict_metadata[name]
-            items += create_read_items_for_chunk_list(name, saved, [ChunkStorageMetadata(torch.Size(region.offset), region.size)])
-        return LoadPlan(items)
+    @property
+    def weights(self) -> dict[str, torch.dtype]:
+        """Their types, by their own names."""
+        named = [(name.partition(".")[::2], kept) for name, kept in self._index.items()]
+        return {name: self._dtype(kept) for (section, name), kept in named if section == "model"}
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn]
+    def read(self, into: dict[str, Tensor]) -> None:
+        """Fills tensors on the host."""
+        wholes = {name: Region(one.size(), (0,) * one.ndim, one.size()) for name, one in into.items()}
+        self.read_parts(into, wholes)
+
+    def read_parts(self, into: dict[str, Tensor], regions: Mapping[str, Region]) -> None:
+        """Fills tensors on the host with parts of those of these names, whoever wrote them in whatever pieces."""
+        pieces: dict[str, list[tuple[Part, str]]] = {}
+        for name, region in regions.items():
+            kept = self._kept(name, region)
+            if kept.size == tuple(region.whole):
+                for part in kept.parts:
+                    pieces.setdefault(part.file, []).append((part, name))
+                continue
+            flat = torch.empty(kept.size, dtype=into[name].dtype)  # as optimizer states were at first
+            self.read({name: flat})
+            box = tuple(slice(start, start + size) for start, size in zip(region.offset, region.size, strict=True))
+            into[name].copy_(flat.view(region.whole)[box])
+        for file, wanted in pieces.items():
+            with self._files.path(file).open("rb", buffering=0) as opened:
+                for part, name in sorted(wanted, key=lambda piece: piece[0].start):
+                    self._copy(opened, part, name, into[name], regions[name])
+
+    def _kept(self, name: str, region: Region) -> Kept:
+        if name not in self._index:
+            raise self._files.damaged(f"it lacks {name}")
+        kept = self._index[name]
+        if kept.size not in (tuple(region.whole), (region.whole.numel(),)):
+            raise self._files.damaged(f"{name} has the size {list(kept.size)} instead of {list(region.whole)}")
+        return kept
+
+    def _copy(self, file: FileIO, part: Part, name: str, out: Tensor, region: Region) -> None:
+        """What a part and a region have in common, from one to the other."""
+        common = [
+            (max(one, other), min(one + extent, other + much))
+            for one, extent, other, much in zip(part.offset, part.size, region.offset, region.size, strict=True)
+        ]
+        if all(start < end for start, end in common):
+            out[_within(common, region.offset)].copy_(self._part(file, part, name)[_within(common, part.offset)])
+
+    def _part(self, file: FileIO, part: Part, name: str) -> Tensor:
+        try:
+            stretch: Any = _Stretch(file, part.start, part.length)
+            found = torch.load(stretch, map_location="cpu", weights_only=True)
+        except MALFORMED as error:
+            why = f"{part.file} has no tensor in the place of {name}: {shown(str(error))}"
+            raise self._files.damaged(why) from None
+        kind = self._dtype(self._index[name])
+        if type(found) is not Tensor or (found.device.type, found.layout, found.dtype) != ("cpu", torch.strided, kind):
+            raise self._files.damaged(f"{part.file} has no {kind} tensor in the place of {name}")
+        if tuple(found.size()) != part.size:
+            raise self._files.damaged(f"{part.file} has {list(found.size())} of {name} instead of {list(part.size)}")
+        return found
+
+    def _dtype(self, kept: Kept) -> torch.dtype:
+        found = getattr(torch, kept.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise self._files.damaged(f"torch has no type {kept.dtype}")
         return found
 
 
-def read_tensors(into: dict[str, Tensor], folder: Path) -> None:
-    """Fills tensors on the host, by name."""
-    read_parts(into, {name: Region(tensor.size(), (0,) * tensor.ndim, tensor.size()) for name, tensor in into.items()}, folder)
+def _within(box: Iterable[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    """The box (start and end in each dimension) as a part that begins at an offset has it."""
+    return tuple(slice(start - at, end - at) for (start, end), at in zip(box, offset, strict=True))
 
 
-def read_parts(into: dict[str, Tensor], regions: Mapping[str, Region], folder: Path) -> None:
-    """Fills tensors on the host with parts of those of these names."""
-    reader = FileSystemReader(folder / TENSORS)
-    saved: Any = reader.read_metadata().state_dict_metadata
-    if absent := [name for name in into if name not in saved]:
-        raise RuntimeError(f"the checkpoint {folder} lacks {len(absent)} tensors, such as {absent[0]}")
-    flat = [name for name, region in regions.items() if saved[name].size != region.whole]  # as optimizer states were at first
-    lain = {name: torch.empty(saved[name].size, dtype=tensor.dtype) for name, tensor in into.items() if name in flat}
-    for name, whole in lain.items():
-        read_tensors({name: whole}, folder)
-        box = tuple(slice(start, start + size) for start, size in zip(regions[name].offset, regions[name].size, strict=True))
-        into[name].copy_(whole.view(regions[name].whole)[box])
-    wanted = {name: region for name, region in regions.items() if name not in flat}
-    with _alone():
-        load(_nested({name: into[name] for name in wanted}), storage_reader=reader, planner=_Parts(wanted), no_dist=True)
+class _Stretch(RawIOBase):
+    """A stretch of a file as a file of its own: torch reads it straight into the tensor's memory."""
 
+    def __init__(self, file: FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._place = file, start, length, 0
 
-def saved_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Types of the weights in a checkpoint, by name."""
-    entries: dict[str, Any] = FileSystemReader(folder / TENSORS).read_metadata().state_dict_metadata
-    return {name.removeprefix("model."): entry.properties.dtype for name, entry in entries.items() if name.startswith("model.")}
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        self._place = offset + {SEEK_SET: 0, SEEK_CUR: self._place, SEEK_END: self._length}[whence]
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._place)]
+        self._file.seek(self._start + self._place)
+        count = self._file.readinto(view) or 0
+        self._place += count
+        return count
 
 
 def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -162,11 +216,3 @@ def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
         section, rest = name.split(".", 1)
         tree.setdefault(section, {})[rest] = tensor
     return tree
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """torch warns that there is one process only: there is."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

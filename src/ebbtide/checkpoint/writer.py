@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.checkpoint.index import TENSORS
+from ebbtide.checkpoint.manifest import Files
 from ebbtide.checkpoint.sizes import SLOTS
-from ebbtide.checkpoint.store import Files, digests
-from ebbtide.checkpoint.tensors import TENSORS, Entry, Everyone, Share, write_tensors
+from ebbtide.checkpoint.store import digests
+from ebbtide.checkpoint.tensors import Entry, Everyone, Share, write_tensors
 
 
 class Writer:

@@ -1,0 +1,117 @@
+"""What a checkpoint holds beside its tensors: config, place in the data, random states. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+
+from ebbtide.checkpoint.index import read_index
+from ebbtide.checkpoint.manifest import Listed, Record, first, shown
+from ebbtide.config.tree import Config
+
+RUN, CONFIG = "run.json", "config.yaml"
+
+
+def random_name(rank: int) -> str:
+    return f"random-{rank:05d}.json"
+
+
+Word = Annotated[int, Field(ge=0, lt=2**32)]
+Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]+={0,2}$")]
+
+
+class RandomStates(Record):
+    """Of one rank."""
+
+    python: tuple[Literal[3], Annotated[list[Word], Field(min_length=625, max_length=625)], float | None]
+    # numpy looks at its 624 words at whatever position it is given.
+    numpy: tuple[
+        Literal["MT19937"],
+        Annotated[list[Word], Field(min_length=624, max_length=624)],
+        Annotated[int, Field(ge=0, le=624)],
+        Literal[0, 1],
+        float,
+    ]
+    torch: Base64
+    devices: list[Base64]
+
+
+class Place(Record):
+    """In the data."""
+
+    epoch: NonNegativeInt
+    position: NonNegativeInt
+
+
+class Group(Record):
+    """Completions of one prompt that were under way."""
+
+    prompt: NonNegativeInt
+    tokens: list[NonNegativeInt]
+    step: NonNegativeInt
+    seeds: list[int]
+    samples: list[tuple[list[NonNegativeInt], list[float], list[float], Literal["stop", "length"] | None]]
+
+
+class Run(Record):
+    step: NonNegativeInt
+    world: PositiveInt = 1
+    sampler: Place
+    optimizer_steps: dict[str, NonNegativeInt]
+    rollouts: list[Group] = []
+    random: RandomStates | None = None
+    """Where checkpoints of one rank had it at first."""
+
+
+def read_run(files: Listed) -> Run:
+    return files.record(Run, RUN)
+
+
+def read_random(files: Listed, rank: int) -> RandomStates | None:
+    """None of a rank that was not there."""
+    if random_name(rank) in files:
+        return files.record(RandomStates, random_name(rank))
+    return read_run(files).random if rank == 0 else None
+
+
+class _Yaml(yaml.SafeLoader):
+    """Without aliases: a run writes none, and a few lines of them can stand for more than memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def read_tree(files: Listed) -> dict[str, Any]:
+    """The config that the run had, as a tree: it may be one of an earlier version."""
+    try:
+        tree = yaml.load(files.read(CONFIG), _Yaml)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = shown(" ".join(str(error).split()))
+        raise files.damaged(f"{CONFIG} is not what a run writes: {why}") from None
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise files.damaged(f"{CONFIG} is not what a run writes: it holds no settings")
+    return tree
+
+
+def read_config(files: Listed) -> Config:
+    """The same, checked."""
+    try:
+        return Config.model_validate(read_tree(files))
+    except ValidationError as error:
+        raise files.damaged(f"{CONFIG} is not valid: {first(error)}") from None
+
+
+def check(files: Listed) -> None:
+    """Raises what is not fit to go on from, though it may be just as it was written."""
+    run = read_run(files)
+    if run.step != files.manifest.step:
+        raise files.damaged(f"{RUN} is of step {run.step}")
+    for rank in range(run.world):
+        if read_random(files, rank) is None:
+            raise files.damaged(f"the manifest does not list {random_name(rank)}")
+    read_tree(files)
+    read_index(files)
