@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -83,24 +82,41 @@ class Writer:
         os.close(self._memory)
 
 
-def _serve(connection: Connection, memory: int) -> None:
+class _Line:
+    """To the run. When that is over so is this process, at once: a thread of torch's would end in a traceback."""
+
+    def __init__(self, handle: int) -> None:
+        self._connection = Connection(handle)
+
+    def send(self, words: Any) -> None:
+        try:
+            self._connection.send(words)
+        except OSError:
+            os._exit(0)
+
+    def recv(self) -> Any:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):  # the second in the middle of a message
+            os._exit(0)
+
+
+def _serve(line: _Line, memory: int) -> None:
     """The process's side."""
     torch.serialization.set_crc32_options(False)  # takes as long as writing, and every file has a better digest
     while True:
-        folder, everyone, share, slot, threads = connection.recv()
-        asking = _Asking(connection, everyone[share.rank], mmap.mmap(memory, slot * threads), slot)
+        folder, everyone, share, slot, threads = line.recv()
+        asking = _Asking(line, everyone[share.rank], mmap.mmap(memory, slot * threads), slot)
         try:
             results = write_tensors(Path(folder), everyone, asking, share, threads)
-            connection.send(("written", results, digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
-        except (EOFError, ConnectionError):
-            raise
+            line.send(("written", results, digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
         except Exception as error:  # noqa: BLE001  # torch says of a full disk that a position is unexpected
-            connection.send(("failed", str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"))
+            line.send(("failed", str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"))
 
 
 class _Asking:
-    def __init__(self, connection: Connection, entries: Sequence[Entry], window: mmap.mmap, slot: int) -> None:
-        self._connection, self._window, self._slot = connection, window, slot
+    def __init__(self, line: _Line, entries: Sequence[Entry], window: mmap.mmap, slot: int) -> None:
+        self._line, self._window, self._slot = line, window, slot
         self._entries = {entry.name: entry for entry in entries}
         self._lock = threading.Lock()
         self._numbers: dict[int, int] = {}
@@ -109,11 +125,10 @@ class _Asking:
         with self._lock:
             # A thread is done with its last tensor when it wants the next.
             number = self._numbers.setdefault(threading.get_ident(), len(self._numbers))
-            self._connection.send(("wants", name, number))
-            self._connection.recv()
+            self._line.send(("wants", name, number))
+            self._line.recv()
         return self._entries[name].within(self._window, number * self._slot)
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, ConnectionError):  # the run is over
-        _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    _serve(_Line(int(sys.argv[1])), int(sys.argv[2]))
