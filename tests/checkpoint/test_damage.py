@@ -77,6 +77,7 @@ def pipe(path: Path) -> None:
 
 
 BOMB = b"a: &a {x: 1}\nb: &b {x: *a, y: *a}\nc: &c {x: *b, y: *b}\n"
+HALF = {"prompt": 0, "tokens": [1], "step": 1, "seeds": [7], "samples": [[[1, 2], [0.0], [0.0], None]]}
 NOT_WRITTEN = "is not what a run writes"
 DAMAGE = {
     "truncated": (holds(PART, lambda path: (path / PART).read_bytes()[:-1]), "__0_0.distcp has"),
@@ -107,6 +108,7 @@ DAMAGE = {
     "an empty run": (mended(RUN, b"{}"), f"run.json {NOT_WRITTEN}: step: Field required"),
     "a run of another step": (within(RUN, lambda tree: tree.update(step=1)), "run.json is of step 1"),
     "a place before the data": (within(RUN, lambda tree: tree["sampler"].update(position=-1)), "sampler.position"),
+    "half a group": (within(RUN, lambda tree: tree.update(rollouts=[HALF])), "rollouts.0: Value error"),
     "numpy's position": (within(random_name(0), lambda tree: tree["numpy"].__setitem__(2, 10**6)), "numpy.2"),
 }
 
@@ -302,6 +304,14 @@ def test_what_a_plan_had_chosen_is_checked(two, tiny, text) -> None:
     put(two / "step-000002", CONFIG, text.encode())
     with pytest.raises(UserError, match=r"step-000002 is damaged \(config.yaml is not valid: "):
         going_on(tiny({"memory.plan": "auto"}), listed(two)[1])
+
+
+def test_a_place_in_the_data_that_is_not_there(run) -> None:
+    (saved,) = listed(run / "checkpoints")
+    edited(saved.path, RUN, lambda tree: tree["sampler"].update(position=4))
+    state, *_ = made()
+    with pytest.raises(UserError, match="had taken 4 problems of an epoch, and this `task` has 3"):
+        state.load(saved.path, load_rng=True)
 
 
 def test_random_states_where_the_first_checkpoints_had_them(run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from ebbtide.checkpoint.index import read_index
 from ebbtide.checkpoint.manifest import Listed, Record, first, shown
@@ -18,6 +18,7 @@ def random_name(rank: int) -> str:
     return f"random-{rank:05d}.json"
 
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Word = Annotated[int, Field(ge=0, lt=2**32)]
 Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]+={0,2}$")]
 
@@ -41,25 +42,33 @@ class RandomStates(Record):
 class Place(Record):
     """In the data."""
 
-    epoch: NonNegativeInt
-    position: NonNegativeInt
+    epoch: Count
+    position: Count
 
 
 class Group(Record):
     """Completions of one prompt that were under way."""
 
-    prompt: NonNegativeInt
-    tokens: list[NonNegativeInt]
-    step: NonNegativeInt
+    prompt: Count
+    tokens: list[Count]
+    step: Count
     seeds: list[int]
-    samples: list[tuple[list[NonNegativeInt], list[float], list[float], Literal["stop", "length"] | None]]
+    samples: list[tuple[list[Count], list[float], list[float], Literal["stop", "length"] | None]]
+    """Tokens, their log-probs twice, and how it ended."""
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Group:
+        lengths = [{len(column) for column in sample[:3]} for sample in self.samples]
+        if len(self.samples) != len(self.seeds) or any(len(found) != 1 for found in lengths):
+            raise ValueError("it has more of one than of the other")
+        return self
 
 
 class Run(Record):
-    step: NonNegativeInt
+    step: Count
     world: PositiveInt = 1
     sampler: Place
-    optimizer_steps: dict[str, NonNegativeInt]
+    optimizer_steps: dict[str, Count]
     rollouts: list[Group] = []
     random: RandomStates | None = None
     """Where checkpoints of one rank had it at first."""

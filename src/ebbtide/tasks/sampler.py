@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from ebbtide.errors import UserError
+
 Item = TypeVar("Item")
 
 
@@ -24,6 +26,11 @@ class Sampler(Generic[Item]):
 
     def seek(self, epoch: int, position: int) -> None:
         """Goes to where another sampler of the same items and seed was."""
+        if position > len(self._items):
+            raise UserError(
+                f"the checkpoint had taken {position} problems of an epoch, and this `task` has {len(self._items)}: "
+                "resume with the task it was made with"
+            )
         self.epoch, self.position = epoch, position
         self._order = self._shuffled()
 
