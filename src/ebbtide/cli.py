@@ -23,6 +23,7 @@ from ebbtide.cluster.leash import Job, leave, told
 from ebbtide.cluster.on_ray import launch_on_ray
 from ebbtide.config import changed, load, load_serve, recipes
 from ebbtide.config.document import explained
+from ebbtide.config.model_path import check_paths
 from ebbtide.config.tree import Rehearsal
 from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.plan import build_plan, check_budget
@@ -171,6 +172,7 @@ def _run(job: Job) -> None:
     config = job.config
     sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
     build_plan(config.memory, config.optimizer)  # what can be found wrong without torch is found now, not ten seconds later
+    check_paths(config.model)
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
     if config.rollout.serve_port is not None:
         check_installed()

