@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ebbtide.batch import Sample
+from ebbtide.config.model_path import locate
 from ebbtide.config.tree import Cluster, Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB
@@ -18,7 +19,7 @@ from ebbtide.planner.choose import Chooser, Chosen, settings
 from ebbtide.planner.machine import Machine, cpu_machine, this_machine
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.ranks import sharing
-from ebbtide.planner.shape import Shape, from_config, is_gguf
+from ebbtide.planner.shape import Shape, find_shape, from_config
 from ebbtide.planner.show import as_json, compared, misfit, on_the_command_line, words
 from ebbtide.planner.work import Work, most_work
 from ebbtide.policy.model import model_config, pick_dtype
@@ -99,7 +100,7 @@ class World(Protocol):
 
 
 def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None, world: World) -> tuple[RunPlan | None, list[str]]:
-    """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for other families, GGUF files. All ranks make the same."""
+    """The plan, and what a person should know; None where a plan has nothing to say: on a CPU without a budget, for other families. All ranks make the same."""
     on_cpu = device.type != "cuda"
     if on_cpu and config.memory.budget_gib is None:
         return None, []
@@ -122,8 +123,8 @@ def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None, 
 
 
 def _shape(config: Config) -> Shape:
-    if is_gguf(config.model.path or ""):  # reading its header takes seconds
-        raise UserError("a GGUF file has no config.json")
+    if config.model.path is not None and locate(config.model.path).gguf is not None:
+        return find_shape(config.model)  # transformers takes seconds to read such a header
     return from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")
 
 

