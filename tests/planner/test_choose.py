@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from ebbtide.planner.foretold import Prediction
 from ebbtide.planner.machine import GIB, machine_for
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.shape import find_shape
-from ebbtide.planner.show import misfit
+from ebbtide.planner.show import misfit, on_the_command_line, text
 from ebbtide.planner.work import most_work
 
 BASE: dict[str, Any] = {
@@ -280,3 +281,68 @@ def test_balanced_runs_as_it_was_foreseen() -> None:
     assert frozenset(now.recompute or []) == found.tried.prediction.activations.recompute
     by_hand = chosen_for(139, config_with(memory={"plan": "manual", "activations": {"preset": "balanced"}}))
     assert by_hand.tried.config.memory.activations.preset == "balanced"
+
+
+# What is advised where it does not fit
+
+
+def test_advice_is_never_empty() -> None:
+    """As it is set it would fit with more host memory, and there is nothing to change."""
+    advised = chosen_for(7, host=8).more_host
+    assert advised is not None
+    config = with_changes(config_with(), advised.changes)
+    said = misfit(chosen_for(7, config, host=8), config, machine_for("h200", None, 8, None))
+    assert said.endswith(" GiB there, it fits as it is set")
+
+
+def test_what_auto_finds_is_named_where_the_nearest_is_slower() -> None:
+    config = config_with(memory={"plan": "manual"})
+    found, auto = chosen_for(36, config), chosen_for(36).tried
+    assert found.nearest is not None
+    assert found.fastest is not None
+    assert found.fastest.prediction.seconds == auto.prediction.seconds < found.nearest.prediction.seconds
+    assert f"; the fastest: {on_the_command_line(as_settings(config, auto.config))}, at " in misfit(found, config, MACHINE)
+
+
+def test_the_nearest_changes_the_least_of_what_is_set_by_hand() -> None:
+    """And the rest is as fast as it can be: with one key set, what auto finds."""
+    one = chosen_for(20, config_with(optimizer={"place": "device"}))
+    assert one.nearest is not None
+    assert one.nearest.prediction.seconds == chosen_for(20).tried.prediction.seconds
+    assert one.fastest is None
+    two = chosen_for(20, config_with(optimizer={"place": "device"}, memory={"activations": {"preset": "recompute"}}))
+    assert two.nearest is not None
+    assert "optimizer.place" in two.nearest.changes
+    assert "memory.activations" not in two.nearest.changes
+
+
+@pytest.mark.parametrize(
+    ("budget", "by_hand", "titles"),
+    [
+        (4.0, {}, ["the plan that takes least:"]),
+        (20, {"optimizer": {"place": "device"}}, ["the plan that takes least:", "the nearest that fits:"]),
+        (40, {"memory": {"plan": "manual"}}, ["as it is set:", "the nearest that fits:"]),
+    ],
+)
+def test_a_table_is_of_the_plan_that_the_text_speaks_of(budget: float, by_hand: dict[str, Any], titles: list[str]) -> None:
+    config = config_with(**by_hand)
+    found = chosen_for(budget, config)
+    shown = text(found, with_changes(config, {"memory.budget_gib": budget}), find_shape(config.model), MACHINE)
+    assert [line for line in shown.splitlines() if line.endswith(":")] == titles
+    first, *others = (part for part in shown.split("\n\n") if "phase " in part)
+    tightest = found.tried.prediction.tightest
+    (row,) = (line for line in first.splitlines() if line.startswith(tightest))
+    (takes,) = re.findall(rf"(?:{tightest} takes|in {tightest} is) ([\d.]+) GiB", shown)
+    assert takes == f"{float(row.split()[3]):.3g}"
+    if found.nearest is not None:
+        (other,) = others
+        rows = [line.split() for line in other.splitlines()[2:] if line.split()[0] not in ("save", "evaluate")]
+        seconds = sum(float(row[1]) for row in rows)
+        assert f"at {found.nearest.prediction.seconds:.1f} s a step" in shown
+        assert seconds == pytest.approx(found.nearest.prediction.seconds, abs=0.03)
+
+
+def test_a_run_that_is_let_begin_without_room_has_the_plan_that_takes_least() -> None:
+    found = chosen_for(4.0)
+    assert not found.fits
+    assert found.tried.prediction.least_peak < 0.5 * chosen_for(139).tried.prediction.least_peak

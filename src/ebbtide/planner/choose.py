@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -41,7 +41,11 @@ class Tried:
     @property
     def changed(self) -> int:
         """How many groups are."""
-        return sum(any(key in keys for key in self.changes) for keys in GROUPS.values())
+        return self.changed_of(GROUPS)
+
+    def changed_of(self, groups: Collection[str]) -> int:
+        """How many of these groups are."""
+        return sum(any(key in GROUPS[group] for key in self.changes) for group in groups)
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,22 @@ class Reason:
 @dataclass(frozen=True)
 class Chosen:
     tried: Tried
+    """What a run does. Where nothing fits: of what may be chosen, the way that takes least."""
     lacks: Lacks | None = None
     """What there is too little of; None where it fits."""
     reasons: Sequence[Reason] = ()
     nearest: Tried | None = None
-    """Where it does not fit: the fewest changes with which it would, hand-set or not."""
+    """Where it does not fit: what would, with the fewest changes to what is set by hand."""
+    fastest: Tried | None = None
+    """Where it does not fit: what would, and faster than the nearest, with more changes to what is set by hand."""
     least: float | None = None
     """Where nothing fits: GiB, the smallest budget that any way could do with, if the device is what lacks."""
     by_hand: Sequence[str] = ()
     """Where it does not fit: the settings that were left alone."""
     more_host: Tried | None = None
     """Where nothing fits: what would, with more host memory; the least of it."""
+    notes: Sequence[str] = ()
+    """What else a person should know, in sentences."""
 
     @property
     def fits(self) -> bool:
@@ -92,25 +101,32 @@ class Chooser:
         tried = list(self._tried(config, free))
         fitting = [one for one in tried if self.lacks(one) is None]
         if fitting:
-            quickest = min(one.prediction.seconds for one in fitting)
-            best = min((one for one in fitting if one.prediction.seconds <= (1 + SAME) * quickest), key=lambda one: one.changed)
+            best = _best(fitting)
             return Chosen(self._as_it_runs(best), reasons=self._reasons(config, best))
+        closest, by_hand = min(tried, key=self._far), keys_by_hand(config)
         everything = tried if free == groups_of(config) else list(self._tried(config, groups_of(config)))
-        nearest = self._nearest(everything)
-        least = None if nearest is not None else self._least(everything)
-        more_host = None if nearest is not None else self._with_more_host(everything)
-        if nearest is None and least is None and any(self._host_lacks(one) == "loading" for one in everything):
+        if fitting := [one for one in everything if self.lacks(one) is None]:
+            nearest, fastest = _nearest(fitting, set(groups_of(config)) - set(free)), _best(fitting)
+            faster = fastest.prediction.seconds < (1 - SAME) * nearest.prediction.seconds
+            return Chosen(closest, self.lacks(closest), (), nearest, fastest if faster else None, by_hand=by_hand)
+        least, lacks = self._least(everything), self.lacks(closest)
+        if least is None and any(self._host_lacks(one) == "loading" for one in everything):
             lacks = "loading"  # before anything could be too much for the device, and no plan changes it
-        return Chosen(as_it_is, lacks, (), nearest, least, keys_by_hand(config), more_host)
+        return Chosen(closest, lacks, least=least, by_hand=by_hand, more_host=self._with_more_host(everything))
 
     def nearest(self, config: Config) -> Tried | None:
         """What fits with the fewest changes, of anything, or with none; of those, the fastest."""
         as_it_is = self._foretold(config, {})
-        return as_it_is if self.lacks(as_it_is) is None else self._nearest(self._tried(config, groups_of(config)))
+        if self.lacks(as_it_is) is None:
+            return as_it_is
+        fitting = [one for one in self._tried(config, groups_of(config)) if self.lacks(one) is None]
+        return _nearest(fitting, GROUPS) if fitting else None
 
-    def _nearest(self, tried: Iterable[Tried]) -> Tried | None:
-        fitting = (one for one in tried if one.changes and self.lacks(one) is None)
-        return min(fitting, key=lambda one: (one.changed, one.prediction.seconds), default=None)
+    def _far(self, tried: Tried) -> tuple[bool, float, int, float]:
+        """Orders what does not fit: that which takes least comes first, and what the host has no room for last."""
+        prediction, host = tried.prediction, self._host_lacks(tried) is not None
+        takes = float(prediction.host) if host else max(prediction.least_peak, prediction.generation.beside)
+        return host, takes, tried.changed, prediction.seconds
 
     def lacks(self, tried: Tried) -> Lacks | None:
         prediction = tried.prediction
@@ -239,6 +255,18 @@ class Chooser:
                 cost = None
             found.append(Reason(settings(without.config, best.config), why, cost))
         return found
+
+
+def _best(fitting: Sequence[Tried]) -> Tried:
+    """The fastest; of those that are as fast, the one that changes least."""
+    quickest = min(one.prediction.seconds for one in fitting)
+    return min((one for one in fitting if one.prediction.seconds <= (1 + SAME) * quickest), key=lambda one: one.changed)
+
+
+def _nearest(fitting: Sequence[Tried], kept: Collection[str]) -> Tried:
+    """The best of those that change the fewest of these groups."""
+    fewest = min(one.changed_of(kept) for one in fitting)
+    return _best([one for one in fitting if one.changed_of(kept) == fewest])
 
 
 def _cost(mine: Prediction, other: Prediction, *, whole: bool) -> float:

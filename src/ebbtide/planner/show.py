@@ -32,6 +32,7 @@ def as_json(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> di
         "settings": settings(asked, chosen.tried.config),
         "words": words(chosen, asked, machine),
         "nearest": settings(asked, chosen.nearest.config) if chosen.nearest is not None else None,
+        "fastest": settings(asked, chosen.fastest.config) if chosen.fastest is not None else None,
         "step_seconds": prediction.seconds if machine.timed and prediction.generates else None,
         "activations": prediction.activations.words(),
         "kv_blocks": generation.blocks,
@@ -80,6 +81,8 @@ def words(chosen: Chosen, asked: Config, machine: Machine) -> list[str]:
         said.append(f"{', '.join(f'`{line}`' for line in reason.settings)}: {reason.why}{costs}")
     if chosen.fits and not chosen.reasons:
         said.append("nothing had to be changed")
+    if not chosen.fits and (taken := settings(asked, chosen.tried.config)):
+        said.append(f"the plan that takes least: {on_the_command_line(taken)}")
     said.append(f"activations: {prediction.activations.words()}")
     if generation.blocks is not None:
         said.append(
@@ -87,13 +90,13 @@ def words(chosen: Chosen, asked: Config, machine: Machine) -> list[str]:
         )
     if prediction.waits_for:
         said.append(
-            f"checkpoints are written while the loop waits: copies of what is on the device would take {_number(prediction.waits_for / GIB)} GiB of host memory{' in each rank' if prediction.sharing.size > 1 else ''}, more than there is; how long the disk takes is not foretold"
+            f"checkpoints are written while the loop waits: copies of what is on the device would take {number(prediction.waits_for / GIB)} GiB of host memory{' in each rank' if prediction.sharing.size > 1 else ''}, more than there is; how long the disk takes is not foretold"
         )
     if machine.timed and asked.rollout.engine != "paged" and asked.rollout.replay is None:
         said.append(f"seconds of generate are those of the paged engine: what `{asked.rollout.engine}` takes is not foretold")
     if generation.beside:
         said.append(f"a rank beside that only generates takes {generation.beside / GIB:.3g} GiB")
-    said += _of_ranks(prediction, machine)
+    said += [*_of_ranks(prediction, machine), *chosen.notes]
     if machine.timed:
         said.append(f"rates: {machine.source}")
     return said
@@ -103,10 +106,10 @@ def _of_ranks(prediction: Prediction, machine: Machine) -> list[str]:
     sharing, links = prediction.sharing, machine.links
     if sharing.size == 1:
         return []
-    loading = f", and {_number(prediction.loading / GIB)} before they begin, when each loads the whole model" if prediction.loading else ""
+    loading = f", and {number(prediction.loading / GIB)} before they begin, when each loads the whole model" if prediction.loading else ""
     said = [
         sharing.words(),
-        f"the host of a node: {_number(prediction.host / GIB)} GiB for its ranks{loading}",
+        f"the host of a node: {number(prediction.host / GIB)} GiB for its ranks{loading}",
     ]
     if machine.timed:
         talk, waited = (sum(getattr(prediction.phases[phase], name) for phase in CYCLE) for name in ("talk", "waited"))
@@ -136,26 +139,49 @@ def misfit(chosen: Chosen, asked: Config, machine: Machine) -> str:
     taken_by: str = prediction.tightest
     if prediction.generation.beside > prediction.peak:
         peak, taken_by = prediction.generation.beside / GIB, "a rank that only generates"
+    least = "the least that a plan takes in " if chosen.tried.changes else ""
     why = {
-        "device": f"does not fit into {of}: {taken_by} takes {_number(peak)} GiB, {_number(peak - can)} more than the {_number(can)} that can be filled",
+        "device": f"does not fit into {of}: {least}{taken_by} {'is' if least else 'takes'} {number(peak)} GiB, {number(peak - can)} more than the {number(can)} that can be filled",
         "cache": f"does not fit into {of}: generate has no room for the cache of one sample of {asked.rollout.max_prompt_tokens + asked.rollout.max_new_tokens:,} tokens",
-        "host": f"does not fit: {_number(prediction.host / GIB)} GiB of host memory are wanted{_here(prediction)}, more than {_host(asked, machine)}",
-        "loading": f"does not fit: {_number(prediction.loading / GIB)} GiB of host memory are wanted to load the model whole{_here(prediction)}, more than the {_number(machine.host_gib)} that are free",
+        "host": f"does not fit: {number(prediction.host / GIB)} GiB of host memory are wanted{_here(prediction)}, more than {_host(asked, machine)}",
+        "loading": f"does not fit: {number(prediction.loading / GIB)} GiB of host memory are wanted to load the model whole{_here(prediction)}, more than the {number(machine.host_gib)} that are free",
         None: "",
     }[chosen.lacks]
-    alone = f" ({', '.join(chosen.by_hand)} were left alone, as they are set)" if chosen.by_hand and asked.memory.plan == "auto" else ""
     if chosen.nearest is not None:
-        at = f", at {chosen.nearest.prediction.seconds:.1f} s a step" if machine.timed else ""
-        return f"{why}{alone}. The nearest that fits: {on_the_command_line(settings(asked, chosen.nearest.config))}{at}"
+        return f"{why}{_left_alone(chosen, asked)}. {_advice(chosen, asked, machine)}"
     smaller = "; or lower `rollout.batch`" if asked.rollout.engine == "huggingface" and taken_by in ("generate", "evaluate") else ""
+    return f"{why}{_limits(chosen, asked, machine)}{smaller}"
+
+
+def _left_alone(chosen: Chosen, asked: Config) -> str:
+    keys = chosen.by_hand if asked.memory.plan == "auto" else ()
+    if not keys:
+        return ""
+    return f" ({', '.join(f'`{key}`' for key in keys)} {'was' if len(keys) == 1 else 'were'} left alone, as set by hand)"
+
+
+def _advice(chosen: Chosen, asked: Config, machine: Machine) -> str:
+    """What would fit, hand-set or not."""
+    named = {"The nearest that fits": chosen.nearest, "the fastest": chosen.fastest}
+    said = []
+    for name, tried in named.items():
+        if tried is not None:
+            at = f", at {tried.prediction.seconds:.1f} s a step" if machine.timed else ""
+            said.append(f"{name}: {on_the_command_line(settings(asked, tried.config))}{at}")
+    return "; ".join(said)
+
+
+def _limits(chosen: Chosen, asked: Config, machine: Machine) -> str:
+    """Where nothing fits: the budget, and the host memory, with which something would."""
     least = f". No plan does with less than {_rounded_up(chosen.least)} GiB" if chosen.least is not None else ", whatever the plan"
-    if chosen.more_host is not None:
-        host_budget = asked.memory.host_budget_gib
-        wanted = chosen.more_host.prediction.host / GIB / (1 if host_budget is not None else HOST_SHARE)
-        here = f"under {_host(asked, machine)}" if host_budget is not None else f"on a host with {_number(machine.host_gib)} GiB"
-        changes = on_the_command_line(settings(asked, chosen.more_host.config))
-        least = f"{least} {here}; with {_rounded_up(wanted)} GiB there, this fits: {changes}"
-    return f"{why}{least}{smaller}"
+    if chosen.more_host is None:
+        return least
+    host_budget = asked.memory.host_budget_gib
+    wanted = chosen.more_host.prediction.host / GIB / (1 if host_budget is not None else HOST_SHARE)
+    here = f"under {_host(asked, machine)}" if host_budget is not None else f"on a host with {number(machine.host_gib)} GiB"
+    changes = on_the_command_line(settings(asked, chosen.more_host.config))
+    fits = f"this fits: {changes}" if changes else "it fits as it is set"
+    return f"{least} {here}; with {_rounded_up(wanted)} GiB there, {fits}"
 
 
 def on_the_command_line(changes: Iterable[str]) -> str:
@@ -163,14 +189,15 @@ def on_the_command_line(changes: Iterable[str]) -> str:
     return " ".join(map(shlex.quote, changes))
 
 
-def _number(gib: float) -> str:
-    return f"{gib:,.0f}" if gib >= 1000 else f"{gib:.3g}"
+def number(value: float) -> str:
+    """With three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _rounded_up(gib: float) -> str:
     """So that as much as is shown is enough."""
     each = 10 ** (math.floor(math.log10(gib)) - 2)
-    return _number(math.ceil(gib / each - 1e-9) * each)
+    return number(math.ceil(gib / each - 1e-9) * each)
 
 
 def _here(prediction: Prediction) -> str:
@@ -179,7 +206,7 @@ def _here(prediction: Prediction) -> str:
 
 def _host(asked: Config, machine: Machine) -> str:
     budget = asked.memory.host_budget_gib
-    return f"`memory.host_budget_gib` = {budget:g}" if budget is not None else f"{HOST_SHARE:.0%} of the host's {_number(machine.host_gib)}"
+    return f"`memory.host_budget_gib` = {budget:g}" if budget is not None else f"{HOST_SHARE:.0%} of the host's {number(machine.host_gib)}"
 
 
 def compared(
@@ -224,11 +251,14 @@ def text(chosen: Chosen, asked: Config, shape: Shape, machine: Machine) -> str:
     rollout = asked.rollout
     ranks = chosen.tried.prediction.sharing.size
     header = (
-        f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with {machine.device_gib:.1f} GiB and {_number(machine.host_gib)} GiB of host memory; "
+        f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with {machine.device_gib:.1f} GiB and {number(machine.host_gib)} GiB of host memory; "
         f"{rollout.prompts} x {rollout.samples} samples of at most {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens"
     )
-    lines = [header, "", plain_table(rows(chosen.tried.prediction)), "", *words(chosen, asked, machine)]
-    if found := settings(asked, chosen.tried.config):
+    title = [] if chosen.fits else ["the plan that takes least:" if chosen.tried.changes else "as it is set:"]
+    lines = [header, "", *title, plain_table(rows(chosen.tried.prediction)), "", *words(chosen, asked, machine)]
+    if chosen.nearest is not None:
+        lines += ["", "the nearest that fits:", plain_table(rows(chosen.nearest.prediction))]
+    elif chosen.fits and (found := settings(asked, chosen.tried.config)):
         lines += ["", f"to set it by hand: {on_the_command_line(found)}"]
     return "\n".join(lines)
 
