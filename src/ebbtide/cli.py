@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,15 +22,16 @@ from ebbtide.checkpoint.store import listed
 from ebbtide.cluster.launch import launch, to_start
 from ebbtide.cluster.leash import Job, leave, told
 from ebbtide.cluster.on_ray import launch_on_ray
-from ebbtide.config import changed, load, load_serve, recipes
+from ebbtide.config import Config, changed, load, load_serve, recipes
 from ebbtide.config.document import explained
 from ebbtide.config.model_path import check_paths
 from ebbtide.config.tree import Rehearsal
 from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.plan import build_plan, check_budget
 from ebbtide.planner import show
-from ebbtide.planner.choose import Chooser
-from ebbtide.planner.machine import KNOWN, USUAL_NODE, keep_rates, machine_for
+from ebbtide.planner.choose import Chooser, Chosen
+from ebbtide.planner.fewer import said_of_fewer
+from ebbtide.planner.machine import KNOWN, USUAL_NODE, Machine, keep_rates, machine_for
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.ranks import sharing
 from ebbtide.planner.shape import find_shape
@@ -125,13 +127,23 @@ def plan(
     """Say what a run would take, phase by phase, and what would make it fit; with `cluster`, each rank of it. Needs no GPU and loads no weights."""
     config = load(source, overrides or [])
     build_plan(config.memory, config.optimizer)
-    shared = sharing(config.cluster, None, gpus_per_node)
-    machine = machine_for(gpu, device_gib, host_gib, link, network, shared.here)
+    ranks_of = partial(sharing, size=None, node=gpus_per_node)
+
+    def machine_of(one: Config) -> Machine:
+        return machine_for(gpu, device_gib, host_gib, link, network, ranks_of(one.cluster).here)
+
+    machine = machine_of(config)
+    check_budget(config.memory.budget_gib, machine.device_gib)
     shape = find_shape(config.model)
     config.check_context(shape.context)
-    predictor = Predictor(shape, machine, each=4 if config.model.dtype == "float32" else 2, sharing=shared)
-    check_budget(config.memory.budget_gib, machine.device_gib)
-    chosen = Chooser(predictor, most_work(config), config.memory.budget_gib or machine.device_gib, machine.host_gib).choose(config)
+
+    def chosen_for(one: Config) -> Chosen:
+        there = machine_of(one)
+        predictor = Predictor(shape, there, each=4 if one.model.dtype == "float32" else 2, sharing=ranks_of(one.cluster))
+        return Chooser(predictor, most_work(one), one.memory.budget_gib or there.device_gib, there.host_gib).choose(one)
+
+    chosen = chosen_for(config)
+    chosen = replace(chosen, notes=said_of_fewer(config, chosen, chosen_for))
     if as_json:
         typer.echo(json.dumps(show.as_json(chosen, config, shape, machine), indent=1, allow_nan=False))
     else:
