@@ -132,7 +132,6 @@ def test_strict_types_are_not_coerced() -> None:
         (["model.scratch.hidden=12"], ["3 channels", "even"]),
         (["model.tokenizer=x"], ["`model.tokenizer`", "`model.scratch.alphabet`"]),
         (["evaluate.problems=200"], ["`evaluate.problems: 200`", "`task.held_out: 128`"]),
-        (["loss.kl=true"], ["`loss.kl` is True", "a section with keys such as coefficient"]),
         (["memory.away.generate=[moment]"], ["'moment'", "'moments'", "While completions are sampled"]),
         (["optimizer.lr=-1"], ["`optimizer.lr`", "-1", "greater than 0"]),
     ],

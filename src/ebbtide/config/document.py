@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ebbtide.config.load import sections
+from ebbtide.config.explain import all_keys, section_at, sections
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Config
+from ebbtide.config.written import main_key
 
 
 def resolved(config: Config) -> str:
@@ -51,8 +52,18 @@ def reference() -> str:
         "command line: `ebbtide train quickstart train.steps=50 loss.kl.coefficient=0.01`. `ebbtide config RECIPE` prints the resolved",
         "tree with each field's meaning. An unknown key is an error. A section that is `null` is off; one that is present is on.",
         "",
+        "Values may be written as people write them where the meaning is plain: `bf16` for `bfloat16`, `1e3` for an integer, one item in place of a",
+        "list, `false` for a section that may be `null` and `true` for its defaults. Some sections take one value for their main key:",
+        f"{_main_keys()}.",
+        "",
     ]
     return "\n".join([*lines, *_tables(Config, ""), *_tables(Serve, "", "`ebbtide serve`")])
+
+
+def _main_keys() -> str:
+    """Such as `loss.kl=0.04`, in general: each section that takes one value, and the key that it is for."""
+    named = {key: main_key(section_at(key.split("."), Config)) for key in all_keys(Config)}
+    return ", ".join(f"`{key}` (`{main}`)" for key, main in named.items() if main is not None)
 
 
 def _tables(section: type[BaseModel], above: str, title: str = "The top level") -> list[str]:

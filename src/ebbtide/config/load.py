@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from ebbtide.config.explain import explained, section_at
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Config
+from ebbtide.config.written import as_meant, main_key, spread
 from ebbtide.errors import UserError
 
 T = TypeVar("T", bound=BaseModel)
@@ -55,8 +57,7 @@ def recipes() -> dict[str, str]:
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
     """The config that `source` (a recipe's name or a YAML file) and `overrides` (`a.b=c`) describe."""
     tree, where = _read(source)
-    for override in overrides:
-        _override(tree, override)
+    _apply(tree, overrides, Config)
     return _valid(Config, tree, f"the config from {where}")
 
 
@@ -69,18 +70,17 @@ def changed(overrides: Sequence[str], changes: Mapping[str, object]) -> list[str
 def load_serve(overrides: Sequence[str]) -> Serve:
     """What `ebbtide serve` was told."""
     tree: dict[str, Any] = {}
-    for override in overrides:
-        _override(tree, override)
+    _apply(tree, overrides, Serve)
     return _valid(Serve, tree, "what `ebbtide serve` was told")
 
 
 def _valid(root: type[T], tree: dict[str, Any], what: str) -> T:
     try:
-        return root.model_validate(tree)
+        return root.model_validate(as_meant(root, tree))
     except ValidationError as error:
         # Unknown keys first: a misspelt section is also a missing one, and the spelling is what to mend.
         ordered = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        problems = [_explain(dict(problem), root) for problem in ordered]
+        problems = [explained(dict(problem), root) for problem in ordered]
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
         raise UserError(f"{what} is not valid:\n{lines}") from None
 
@@ -126,8 +126,18 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in `tree`; the value is read as YAML, so `null`, `1e-6` and `[1, 2]` mean what they do in a file."""
+def _apply(tree: dict[str, Any], overrides: Sequence[str], root: type[BaseModel]) -> None:
+    """One after the other."""
+    for place, override in enumerate(overrides):
+        key, _, value = override.partition("=")
+        main = main_key(section_at(key.split("."), root))
+        undone = [earlier for earlier in overrides[:place] if earlier.startswith(f"{key}.")]
+        if isinstance(_override(tree, override, root), str) and main is not None and undone:
+            raise UserError(f"`{override}` would undo `{undone[-1]}`, which stands before it: write `{key}.{main}={value}`")
+
+
+def _override(tree: dict[str, Any], override: str, root: type[BaseModel]) -> Any:
+    """Sets `a.b=c` in `tree`, and returns the value, which is read as YAML, so `null`, `1e-6` and `[1, 2]` mean what they do in a file."""
     dotted, equals, text = override.partition("=")
     keys = dotted.split(".")
     if not equals or not all(keys):
@@ -138,82 +148,23 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"the value of `{override}` is not valid YAML: {' '.join(str(error).split())}") from None
     for depth, key in enumerate(keys[:-1]):
         below = tree.get(key)
-        if below is None:
+        if below is None or below is True:
             below = tree[key] = {}
+        if not isinstance(below, dict):
+            below = tree[key] = spread(
+                section_at(keys[: depth + 1], root), below
+            )  # `model: Qwen/Qwen3-0.6B` in the file, and now `model.dtype=bfloat16`
         if not isinstance(below, dict):
             raise UserError(
                 f"`{override}`: `{'.'.join(keys[: depth + 1])}` is {below!r}, not a section that could hold `{keys[depth + 1]}`"
             )
         tree = below
-    tree[keys[-1]] = value
-
-
-def _explain(problem: dict[str, Any], root: type[BaseModel]) -> str:
-    """One line for one pydantic error: the key, the value, and what to write instead."""
-    keys = [str(part) for part in problem["loc"]]
-    dotted = ".".join(keys)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key `{dotted}` (= {_short(problem['input'])}). {_nearest(keys, root)}"
-    if problem["type"] == "missing":
-        return f"`{dotted}` is missing: {_meaning(keys, root)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return f"`{dotted}`: {message}" if dotted and f"`{dotted}" not in message else message
-    section = _section(keys, root)
-    if section is not None:
-        message = f"a section with keys such as {', '.join(list(section.model_fields)[:3])}"
-    message = message.removeprefix("Input should be ").removeprefix("a valid ")
-    return f"`{dotted}` is {_short(problem['input'])} and should be {message}. Its meaning: {_meaning(keys, root)}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _section(keys: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
-    """The section class that the dotted path names, if it names one."""
-    section = root
-    for key in keys:
-        found = sections(section).get(key)
-        if found is None:
-            return None
-        section = found
-    return section
-
-
-def sections(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The fields of a section that are sections themselves (`X` or `X | None`)."""
-    found: dict[str, type[BaseModel]] = {}
-    for name, field in section.model_fields.items():
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found[name] = kind
-    return found
-
-
-def _all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    for name in section.model_fields:
-        yield above + name
-    for name, below in sections(section).items():
-        yield from _all_keys(below, f"{above}{name}.")
-
-
-def _nearest(keys: Sequence[str], root: type[BaseModel]) -> str:
-    section = _section(keys[:-1], root)
-    siblings = list(section.model_fields) if section else []
-    near = difflib.get_close_matches(keys[-1], siblings, n=1)
-    if near:
-        return f"Did you mean `{'.'.join([*keys[:-1], near[0]])}`?"
-    same_name = [key for key in _all_keys(root) if key.rsplit(".", 1)[-1] == keys[-1]]
-    if same_name:
-        return f"Did you mean `{same_name[0]}`?"
-    return f"Valid keys here: {', '.join(siblings)}."
-
-
-def _meaning(keys: Sequence[str], root: type[BaseModel]) -> str:
-    while keys and keys[-1].isdigit():  # an entry of a list: the list has the meaning
-        keys = keys[:-1]
-    section = _section(keys[:-1], root)
-    field = section.model_fields.get(keys[-1]) if section else None
-    return field.description if field is not None and field.description else "see docs/config.md"
+    section, now = section_at(keys, root), tree.get(keys[-1])
+    main = main_key(section)
+    if isinstance(now, dict) and value is True and section is not None:
+        return value  # it is on, with what is set of it
+    if isinstance(now, dict) and value and isinstance(value, int | float) and main is not None:
+        now[main] = value  # of `loss.kl=0.04`; a name would be of another thing, whose other settings are not these
+    else:
+        tree[keys[-1]] = value
+    return value

@@ -128,7 +128,8 @@ class Model(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Model:
         if (self.path is None) == (self.scratch is None):
-            both = "both are set" if self.path is not None else "neither is set"
+            off = "both are set: switch one off with `model.path=null` or `model.scratch=null`"
+            both = off if self.path is not None else "neither is set"
             raise ValueError(f"exactly one of `model.path` and `model.scratch` says which model to train; {both}")
         if self.tokenizer is not None and self.scratch is not None and self.scratch.alphabet is not None:
             raise ValueError("`model.tokenizer` and `model.scratch.alphabet` both say how text becomes tokens: remove one of the two")
@@ -232,8 +233,9 @@ class Task(Section):
         named = [name for name in ("builtin", "gym", "file", "python") if getattr(self, name) is not None]
         if len(named) != 1:
             found = " and ".join(f"`task.{name}`" for name in named) or "none"
+            off = f": switch off what is not meant, with {' or '.join(f'`task.{name}=null`' for name in named)}" if named else ""
             raise ValueError(
-                f"exactly one of `task.builtin`, `task.gym`, `task.file` and `task.python` says what to practise; set: {found}"
+                f"exactly one of `task.builtin`, `task.gym`, `task.file` and `task.python` says what to practise; set: {found}{off}"
             )
         return self
 
