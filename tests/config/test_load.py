@@ -58,7 +58,7 @@ def test_yaml_merges_work(tmp_path) -> None:
     file.write_text(resolved(load("quickstart")).replace("optimizer:\n", "optimizer:\n  <<: {lr: 5.0, eps: 1.0e-5}\n"))
     assert load(str(file)).optimizer.lr == 1e-3
     file.write_text(shared + "model: {scratch: {<<: *shape}}\ntask: {builtin: {name: copy}}\n")
-    assert "unknown key `x`" in refused(source=str(file))
+    assert "unknown key `x.hidden`" in refused(source=str(file))
 
 
 def test_override_opens_a_section_that_was_off() -> None:
@@ -85,8 +85,10 @@ def test_a_date_that_does_not_exist_is_no_traceback() -> None:
 def test_unknown_key_names_the_nearest() -> None:
     assert "unknown key `optimizer.learning_rte`" in refused("optimizer.learning_rte=1")
     assert "`train.microbatch_tokens`" in refused("train.micro_batch_tokens=1")
-    assert "Did you mean `rollout.temperature`?" in refused("train.temperature=1")
+    assert "Did you mean `rollout.temperature` or `evaluate.temperature`?" in refused("train.temperature=1")
     assert "Valid keys here: cap" in refused("loss.correction.zzz=1")
+    assert "unknown key `optimiser` (= {'lr': 1, 'eps': 1}). Did you mean `optimizer`?" in refused("optimiser.lr=1", "optimiser.eps=1")
+    assert "unknown key `what` (= {'is': {'this': 1}}). Valid keys here: seed, " in refused("what.is.this=1")
 
 
 def test_wrong_type_names_key_value_and_meaning() -> None:

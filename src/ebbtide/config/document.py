@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ebbtide.config.explain import all_keys, section_at, sections
+from ebbtide.config.foreign import names_known
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Config
 from ebbtide.config.written import main_key
@@ -55,9 +56,24 @@ def reference() -> str:
         "Values may be written as people write them where the meaning is plain: `bf16` for `bfloat16`, `1e3` for an integer, one item in place of a",
         "list, `false` for a section that may be `null` and `true` for its defaults. Some sections take one value for their main key:",
         f"{_main_keys()}.",
+        "On the command line `--train.steps=50` and `--train.steps 50` are read as `train.steps=50`.",
         "",
     ]
-    return "\n".join([*lines, *_tables(Config, ""), *_tables(Serve, "", "`ebbtide serve`")])
+    return "\n".join([*lines, *_tables(Config, ""), *_tables(Serve, "", "`ebbtide serve`"), *_foreign()])
+
+
+def _foreign() -> list[str]:
+    rows = [f"| `{name}` | {here.replace('|', chr(92) + '|')} |" for name, here in names_known(Config).items()]
+    return [
+        "## Names from other tools",
+        "",
+        "What is known from TRL, verl, NeMo RL and Unsloth, and what it is here. A key with one of these names, alone or at the end of a dotted one, is answered with it.",
+        "",
+        "| name | here |",
+        "|---|---|",
+        *rows,
+        "",
+    ]
 
 
 def _main_keys() -> str:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel
+
+from ebbtide.config.foreign import what_it_is_here, what_to_write
 
 WANTED = {"string_type": "a text: put it in quotes", "bool_type": "`true` or `false`", "int_type": "an integer"}
 """Kinds of pydantic's errors, in words for those whose own say too little."""
 
 
-def explained(problem: dict[str, Any], root: type[BaseModel]) -> str:
-    """One line for one pydantic error: the key, the value, and what to write instead."""
+MOST = 40  # unknown keys of one section that are spoken of
+CLOSE, NEAR = 0.8, 0.6  # how alike names are that one slip makes of each other, and names that are perhaps meant
+
+
+def explained(problem: dict[str, Any], root: type[BaseModel]) -> list[str]:
+    """What one pydantic error comes to; of a section that is not known, a line for each key in it."""
     keys = [str(part) for part in problem["loc"]]
-    dotted = ".".join(keys)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key `{dotted}` (= {_short(problem['input'])}). {_nearest(keys, root)}"
+        return _unknown(keys, problem["input"], root)
+    return [_wrong(problem, keys, root)]
+
+
+def _wrong(problem: dict[str, Any], keys: Sequence[str], root: type[BaseModel]) -> str:
+    """One line: the key, the value, and what to write instead."""
+    dotted = ".".join(keys)
     if problem["type"] == "missing":
         return f"`{dotted}` is missing: {_meaning(keys, root)}"
     message = problem["msg"].removeprefix("Value error, ")
@@ -28,7 +40,58 @@ def explained(problem: dict[str, Any], root: type[BaseModel]) -> str:
         some = list(section.model_fields)[:3]
         message = f"a section with keys such as {', '.join(some)}: write `{dotted}.{some[0]}=...`"
     message = WANTED.get(problem["type"], message).removeprefix("Input should be ").removeprefix("a valid ")
-    return f"`{dotted}` is {_short(problem['input'])} and should be {message}. Its meaning: {_meaning(keys, root)}"
+    known = what_to_write(dotted, problem["input"])
+    more = f"Of {problem['input']}: {known}" if known is not None else f"Its meaning: {_meaning(keys, root)}"
+    return f"`{dotted}` is {_short(problem['input'])} and should be {message}. {more}"
+
+
+def _unknown(keys: Sequence[str], value: object, root: type[BaseModel]) -> list[str]:
+    """Of a key, or of each key in a section, that is not known: what is meant, as far as that is known."""
+    found = {path: (inside, _meant(path, root)) for path, inside in islice(_leaves(tuple(keys), value), MOST)}
+    lines = [f"unknown key `{'.'.join(path)}` (= {_short(inside)}). {meant}" for path, (inside, meant) in found.items() if meant]
+    others = [".".join(path) for path, (_, meant) in found.items() if not meant]
+    if not lines or _misspelt_section(keys, value, root):  # which is one mistake, however many keys are in it
+        return [f"unknown key `{'.'.join(keys)}` (= {_short(value)}). {_nearest(keys, root)}"]
+    return [
+        *lines,
+        *([f"unknown keys {', '.join(f'`{one}`' for one in others)}. docs/config.md has those that there are"] if others else []),
+    ]
+
+
+def _misspelt_section(keys: Sequence[str], value: object, root: type[BaseModel]) -> bool:
+    close = _sibling(keys, root, CLOSE)
+    section = section_at(close.split("."), root) if close is not None else None
+    return section is not None and isinstance(value, dict) and set(value) <= set(section.model_fields)
+
+
+def _leaves(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Each key in a section of sections, and its value."""
+    waiting = [(keys, value)]
+    while waiting:
+        path, inside = waiting.pop(0)
+        if isinstance(inside, dict) and inside and len(path) < MOST:
+            waiting = [((*path, str(key)), below) for key, below in inside.items()] + waiting
+        else:
+            yield path, inside
+
+
+def _meant(keys: Sequence[str], root: type[BaseModel]) -> str | None:
+    """A sentence on what an unknown key surely means: one of ours with a slip in it, a name of another tool, or one of ours at another place."""
+    if close := _sibling(keys, root, CLOSE):
+        return f"Did you mean `{close}`?"
+    if (foreign := what_it_is_here(keys, root)) is not None:
+        return foreign
+    ours = list(all_keys(root))
+    ends = [".".join(keys[start:]) for start in range(1, len(keys) - 1)]
+    same = [end for end in ends if end in ours][:1] or [key for key in ours if key.rsplit(".", 1)[-1] == keys[-1]]
+    return f"Did you mean {' or '.join(f'`{key}`' for key in same[:3])}?" if same else None
+
+
+def _sibling(keys: Sequence[str], root: type[BaseModel], alike: float) -> str | None:
+    """The key of the same section whose name is nearest."""
+    section = section_at(keys[:-1], root)
+    near = difflib.get_close_matches(keys[-1], list(section.model_fields) if section else [], n=1, cutoff=alike)
+    return ".".join([*keys[:-1], near[0]]) if near else None
 
 
 def _short(value: object) -> str:
@@ -66,15 +129,9 @@ def all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _nearest(keys: Sequence[str], root: type[BaseModel]) -> str:
-    section = section_at(keys[:-1], root)
-    siblings = list(section.model_fields) if section else []
-    near = difflib.get_close_matches(keys[-1], siblings, n=1)
-    if near:
-        return f"Did you mean `{'.'.join([*keys[:-1], near[0]])}`?"
-    same_name = [key for key in all_keys(root) if key.rsplit(".", 1)[-1] == keys[-1]]
-    if same_name:
-        return f"Did you mean `{same_name[0]}`?"
-    return f"Valid keys here: {', '.join(siblings)}."
+    if near := _sibling(keys, root, NEAR):
+        return f"Did you mean `{near}`?"
+    return f"Valid keys here: {', '.join((section_at(keys[:-1], root) or root).model_fields)}."
 
 
 def _meaning(keys: Sequence[str], root: type[BaseModel]) -> str:

@@ -80,7 +80,7 @@ def _valid(root: type[T], tree: dict[str, Any], what: str) -> T:
     except ValidationError as error:
         # Unknown keys first: a misspelt section is also a missing one, and the spelling is what to mend.
         ordered = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        problems = [explained(dict(problem), root) for problem in ordered]
+        problems = [line for problem in ordered for line in explained(dict(problem), root)]
         lines = "\n".join(f"  - {line}" for line in dict.fromkeys(problems))
         raise UserError(f"{what} is not valid:\n{lines}") from None
 
@@ -104,6 +104,8 @@ def _read(source: str) -> tuple[dict[str, Any], str]:
         return tree, source
     near = difflib.get_close_matches(source, known, n=1)
     hint = f"Did you mean `{near[0]}`?" if near else "`ebbtide recipes` lists what ships."
+    if "=" in source:
+        hint = f"It is a setting: name a recipe or a file as well, as in `quickstart {source}`."
     raise UserError(f"`{source}` is neither a recipe nor a config file. {hint}")
 
 
@@ -139,7 +141,7 @@ def _apply(tree: dict[str, Any], overrides: Sequence[str], root: type[BaseModel]
 def _override(tree: dict[str, Any], override: str, root: type[BaseModel]) -> Any:
     """Sets `a.b=c` in `tree`, and returns the value, which is read as YAML, so `null`, `1e-6` and `[1, 2]` mean what they do in a file."""
     dotted, equals, text = override.partition("=")
-    keys = dotted.split(".")
+    keys = dotted.lstrip("+").split(".")  # Hydra's sign for a new key
     if not equals or not all(keys):
         raise UserError(f"`{override}` is not an override: write `section.key=value`, as in `train.steps=50`")
     try:
