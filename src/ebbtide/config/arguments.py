@@ -1,0 +1,55 @@
+"""Settings on the command line in the spelling of other tools: `--train.steps=3`, `--train.steps 3`, or before the recipe's name. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+
+from pydantic import BaseModel
+
+from ebbtide.config.foreign import what_it_is_here
+from ebbtide.errors import UserError
+
+SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.-]*=")
+DASHED = re.compile(r"-{1,2}([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
+
+
+def in_order(arguments: Sequence[str], flags: Collection[str], valued: Collection[str], root: type[BaseModel]) -> list[str]:
+    """A command's arguments with settings as `section.key=value`, after all others. `flags` and `valued`: the command's own options, without and with a value."""
+    own: list[str] = []
+    settings: list[str] = []
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        dashed = DASHED.fullmatch(argument)
+        if argument == "--":
+            return [*own, *settings, argument, *left]
+        if argument in valued:
+            own += [argument, *left[:1]]
+            left = left[1:]
+        elif argument in flags or argument.partition("=")[0] in valued:
+            own.append(argument)
+        elif dashed is not None and _is_setting(dashed[1], root):
+            settings.append(_setting(dashed[1], dashed[2], left))
+        elif SETTING.match(argument) and not os.path.isfile(argument):
+            settings.append(argument)
+        else:
+            own.append(argument)
+    return [*own, *settings]
+
+
+def _is_setting(name: str, root: type[BaseModel]) -> bool:
+    """Not a slip in an option of the command, which knows what else it may have been."""
+    plain = name.replace("-", "_")
+    return "." in name or plain in root.model_fields or what_it_is_here([plain], root) is not None
+
+
+def _setting(name: str, value: str | None, left: list[str]) -> str:
+    """Takes its value from what follows where it has none."""
+    key = name.replace("-", "_")
+    if value is None:
+        if not left or left[0].startswith("--") or SETTING.match(left[0]):
+            raise UserError(f"`--{name}` is a setting and has no value: write `{key}=VALUE`")
+        value = left.pop(0)
+    return f"{key}={value}"
