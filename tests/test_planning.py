@@ -27,6 +27,7 @@ from ebbtide.planner.shape import find_shape
 from ebbtide.planner.work import most_work
 from ebbtide.planning import RunPlan, plan_run
 from ebbtide.report.report import Report
+from tiny_gguf import VOCABULARY, written
 
 CPU = torch.device("cpu")
 SHAPE = "model.scratch={layers: 28, hidden: 2048, heads: 16, kv_heads: 8, head_dim: 128, mlp: 6144, vocabulary: 151936, context: 4096}"
@@ -95,6 +96,13 @@ def test_a_family_that_no_plan_is_made_for_goes_without(tiny, monkeypatch) -> No
     plan, said = plan_run(tiny({"memory.budget_gib": 1.0}), CPU, None, World())
     assert plan is None
     assert said == ["no plan: of another family"]
+
+
+def test_a_run_of_a_gguf_file_is_planned(tiny, tmp_path) -> None:
+    file = written(tmp_path / "model.gguf", "qwen2", tied=True)
+    plan, _ = plan_run(tiny({"memory.budget_gib": 1.0, "model": {"path": str(file)}}), CPU, None, World())
+    assert plan is not None
+    assert plan.shape.vocabulary == VOCABULARY
 
 
 def test_when_memory_runs_out_the_plan_is_asked() -> None:

@@ -29,7 +29,7 @@ from ebbtide.config.arguments import in_order
 from ebbtide.config.document import explained
 from ebbtide.config.model_path import check_paths
 from ebbtide.config.serve import Serve
-from ebbtide.config.tree import Rehearsal
+from ebbtide.config.tree import Model, Rehearsal
 from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.plan import build_plan, check_budget
 from ebbtide.planner import show
@@ -297,6 +297,8 @@ def serve(
     config = load_serve(overrides or [])
     check_installed()
     key = api_key(api_key_file)
+    if not (Path(os.path.expanduser(source)) / FOLDER).is_dir():
+        check_paths(Model(path=source))
     err = Console(stderr=True, highlight=False)
     err.print("starting (torch and transformers take a few seconds to load)", style="dim")
     try:

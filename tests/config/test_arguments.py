@@ -28,6 +28,7 @@ def read(line: str, root: type = Config) -> list[str]:
         ("quickstart --optimizer.lr -1", "quickstart optimizer.lr=-1"),
         ("quickstart --rollout.max-new-tokens 64", "quickstart rollout.max_new_tokens=64"),
         ("quickstart --seed 3 --json", "quickstart --json seed=3"),
+        ("quickstart --steps 3", "quickstart steps=3"),  # which the config answers with `train.steps`
         ("--gpu h200 quickstart --learning_rate 1e-6", "--gpu h200 quickstart learning_rate=1e-6"),
         ("--gpu=h200 quickstart --num-generations=8", "--gpu=h200 quickstart num_generations=8"),
         ("quickstart --train.steps=3 train.steps=5", "quickstart train.steps=3 train.steps=5"),

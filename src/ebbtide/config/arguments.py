@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from pydantic import BaseModel
 
+from ebbtide.config.explain import all_keys
 from ebbtide.config.foreign import what_it_is_here
 from ebbtide.errors import UserError
 
@@ -40,9 +41,9 @@ def in_order(arguments: Sequence[str], flags: Collection[str], valued: Collectio
 
 
 def _is_setting(name: str, root: type[BaseModel]) -> bool:
-    """Not a slip in an option of the command, which knows what else it may have been."""
+    """Whole, or a name that one of ours ends with, or one of another tool: not a slip in an option of the command, which knows what else it may have been."""
     plain = name.replace("-", "_")
-    return "." in name or plain in root.model_fields or what_it_is_here([plain], root) is not None
+    return "." in name or any(key.rsplit(".", 1)[-1] == plain for key in all_keys(root)) or what_it_is_here([plain], root) is not None
 
 
 def _setting(name: str, value: str | None, left: list[str]) -> str:
