@@ -10,13 +10,11 @@ import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperCommand
 
 from ebbtide import __version__
 from ebbtide.checkpoint.resume import FOLDER, find
@@ -25,10 +23,9 @@ from ebbtide.cluster.launch import launch, to_start
 from ebbtide.cluster.leash import Job, leave, told
 from ebbtide.cluster.on_ray import launch_on_ray
 from ebbtide.config import Config, changed, load, load_serve, recipes
-from ebbtide.config.arguments import in_order
+from ebbtide.config.arguments import TakesServerSettings, TakesSettings
 from ebbtide.config.document import explained
 from ebbtide.config.model_path import check_paths
-from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Model, Rehearsal
 from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.plan import build_plan, check_budget
@@ -52,23 +49,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-
-class TakesSettings(TyperCommand):
-    """A command with settings among its arguments, in whatever order and spelling (config/arguments.py)."""
-
-    root: type[BaseModel] = Config
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named: dict[bool, set[str]] = {True: set(), False: set()}
-        for one in self.get_params(ctx):
-            if (flag := getattr(one, "is_flag", None)) is not None:  # an option
-                named[flag].update(one.opts, one.secondary_opts)
-        return super().parse_args(ctx, in_order(args, named[True], named[False], self.root))
-
-
-class TakesServerSettings(TakesSettings):
-    root = Serve
 
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE_OR_FILE", help="A recipe's name (see `ebbtide recipes`) or a YAML file.")]

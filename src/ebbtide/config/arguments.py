@@ -5,15 +5,36 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from pydantic import BaseModel
+from typer.core import TyperCommand
 
 from ebbtide.config.explain import all_keys
 from ebbtide.config.foreign import what_it_is_here
+from ebbtide.config.serve import Serve
+from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 
 SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.-]*=")
 DASHED = re.compile(r"-{1,2}([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
+
+
+class TakesSettings(TyperCommand):
+    """A command with settings among its arguments, in whatever order and spelling."""
+
+    root: type[BaseModel] = Config
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named: dict[bool, set[str]] = {True: set(), False: set()}
+        for one in self.get_params(ctx):
+            if (flag := getattr(one, "is_flag", None)) is not None:  # an option
+                named[flag].update(one.opts, one.secondary_opts)
+        return super().parse_args(ctx, in_order(args, named[True], named[False], self.root))
+
+
+class TakesServerSettings(TakesSettings):
+    root = Serve
 
 
 def in_order(arguments: Sequence[str], flags: Collection[str], valued: Collection[str], root: type[BaseModel]) -> list[str]:
