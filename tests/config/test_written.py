@@ -1,4 +1,4 @@
-"""Values as people write them: taken where the meaning is plain, on the command line and in a file, and refused with a way out where it is not."""
+"""Values as people write them: taken where the meaning is plain, and refused with a way out where it is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Settings on the command line in the spelling of other tools: `--train.steps=3`, `--train.steps 3`, or before the recipe's name. Imports no torch."""
+"""Settings on the command line in the spelling of other tools: `--train.steps=3`, `--train.steps 3`, or before the recipe's name.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class TakesServerSettings(TakesSettings):
 
 
 def in_order(arguments: Sequence[str], flags: Collection[str], valued: Collection[str], root: type[BaseModel]) -> list[str]:
-    """A command's arguments with settings as `section.key=value`, after all others. `flags` and `valued`: the command's own options, without and with a value."""
+    """A command's arguments with settings as `section.key=value`, after all others.
+
+    `flags` and `valued`: the command's own options, without and with a value.
+    """
     own: list[str] = []
     settings: list[str] = []
     left = list(arguments)
@@ -62,9 +68,10 @@ def in_order(arguments: Sequence[str], flags: Collection[str], valued: Collectio
 
 
 def _is_setting(name: str, root: type[BaseModel]) -> bool:
-    """Whole, or a name that one of ours ends with, or one of another tool: not a slip in an option of the command, which knows what else it may have been."""
+    """A key of ours, whole or its last part, or a name of another tool. Anything else is a slip in an option of the command itself."""
     plain = name.replace("-", "_")
-    return "." in name or any(key.rsplit(".", 1)[-1] == plain for key in all_keys(root)) or what_it_is_here([plain], root) is not None
+    ours = {key.rsplit(".", 1)[-1] for key in all_keys(root)}
+    return "." in name or plain in ours or what_it_is_here([plain], root) is not None
 
 
 def _setting(name: str, value: str | None, left: list[str]) -> str:

@@ -48,14 +48,17 @@ def _wrong(problem: dict[str, Any], keys: Sequence[str], root: type[BaseModel]) 
 def _unknown(keys: Sequence[str], value: object, root: type[BaseModel]) -> list[str]:
     """Of a key, or of each key in a section, that is not known: what is meant, as far as that is known."""
     found = {path: (inside, _meant(path, root)) for path, inside in islice(_leaves(tuple(keys), value), MOST)}
-    lines = [f"unknown key `{'.'.join(path)}` (= {_short(inside)}). {meant}" for path, (inside, meant) in found.items() if meant]
-    others = [".".join(path) for path, (_, meant) in found.items() if not meant]
+    lines, others = [], []
+    for path, (inside, meant) in found.items():
+        if meant is not None:
+            lines.append(f"unknown key `{'.'.join(path)}` (= {_short(inside)}). {meant}")
+        else:
+            others.append(".".join(path))
     if not lines or _misspelt_section(keys, value, root):  # which is one mistake, however many keys are in it
         return [f"unknown key `{'.'.join(keys)}` (= {_short(value)}). {_nearest(keys, root)}"]
-    return [
-        *lines,
-        *([f"unknown keys {', '.join(f'`{one}`' for one in others)}. docs/config.md has those that there are"] if others else []),
-    ]
+    if others:
+        lines.append(f"unknown keys {', '.join(f'`{one}`' for one in others)}. docs/config.md has those that there are")
+    return lines
 
 
 def _misspelt_section(keys: Sequence[str], value: object, root: type[BaseModel]) -> bool:
@@ -76,7 +79,7 @@ def _leaves(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, .
 
 
 def _meant(keys: Sequence[str], root: type[BaseModel]) -> str | None:
-    """A sentence on what an unknown key surely means: one of ours with a slip in it, a name of another tool, or one of ours at another place."""
+    """What an unknown key surely means: one of ours with a slip in it, a name of another tool, or one of ours elsewhere."""
     if close := _sibling(keys, root, CLOSE):
         return f"Did you mean `{close}`?"
     if (foreign := what_it_is_here(keys, root)) is not None:

@@ -1,4 +1,7 @@
-"""Names that people bring from other tools (foreign_names.yaml), looked up where a key or a value is not known. Imports no torch."""
+"""Names that people bring from other tools (foreign_names.yaml), looked up where a key or a value is not known.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

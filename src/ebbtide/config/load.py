@@ -139,7 +139,7 @@ def _apply(tree: dict[str, Any], overrides: Sequence[str], root: type[BaseModel]
 
 
 def _override(tree: dict[str, Any], override: str, root: type[BaseModel]) -> Any:
-    """Sets `a.b=c` in `tree`, and returns the value, which is read as YAML, so `null`, `1e-6` and `[1, 2]` mean what they do in a file."""
+    """Sets `a.b=c` in `tree`, and returns the value: read as YAML, so `null`, `1e-6` and `[1, 2]` mean what they do in a file."""
     dotted, equals, text = override.partition("=")
     keys = dotted.lstrip("+").split(".")  # Hydra's sign for a new key
     if not equals or not all(keys):

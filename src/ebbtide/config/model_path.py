@@ -1,4 +1,7 @@
-"""Where `model.path` leads: a folder, a GGUF file, or a hub id. A mistyped one is found here, before anything is loaded or asked of the hub. Imports no torch."""
+"""Where `model.path` leads: a folder, a GGUF file, or a hub id.
+
+A mistyped one is found here, before anything is loaded or asked of the hub. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,8 @@ def _unreachable(endpoint: str) -> str | None:
         return None
     except (OSError, ValueError) as error:  # URLError, a timeout, no address at all
         reason = error.reason if isinstance(error, URLError) else error
-        return None if isinstance(reason, ssl.SSLError) else str(reason)  # certificates are the hub library's to judge: it has its own
+        # Certificates are the hub library's to judge: it has its own.
+        return None if isinstance(reason, ssl.SSLError) else str(reason)
 
 
 def config_from_hub(name: str) -> Path:

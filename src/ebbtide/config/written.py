@@ -1,4 +1,7 @@
-"""Values as people write them, in the types that the config has: `bf16`, `1e3` for a count, `loss.kl=0.04`, one text for a list of them. What could mean two things stays as it is, and is refused."""
+"""Values as people write them, in the types that the config has: `bf16`, `1e3` for a count, `loss.kl=0.04`, one text for a list.
+
+What could mean two things stays as it is, and is refused. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,9 @@ def _meant(annotation: Any, value: Any) -> Any:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return _section(kind, value, optional)
         if get_origin(kind) is list:
-            items = value if isinstance(value, list) else [value]
-            return value if value is None or isinstance(value, dict) else [_meant(get_args(kind)[0], item) for item in items]
+            if value is None or isinstance(value, dict):
+                return value
+            return [_meant(get_args(kind)[0], item) for item in (value if isinstance(value, list) else [value])]
         if get_origin(kind) is Literal and isinstance(value, str):
             return _option(get_args(kind), value)
     if int in kinds and float not in kinds and isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:

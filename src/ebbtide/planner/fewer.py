@@ -34,7 +34,7 @@ def said_of_fewer(config: Config, chosen: Chosen, plan: Callable[[Config], Chose
 
 
 def _smaller(cluster: Cluster, shared: Sharing) -> Iterator[Cluster | None]:
-    """The same with half of the ranks that train; with those of one node; and one GPU alone. More would take a plan seconds."""
+    """Half of the ranks that train; those of one node; and one GPU alone. To try more would take a plan seconds."""
     for size in sorted({shared.size // 2, min(shared.node, shared.size // 2)} - {0, 1}, reverse=True):
         tensor = gcd(cluster.tensor, size)
         replicate = gcd(cluster.replicate, size // tensor)

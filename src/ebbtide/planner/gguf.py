@@ -1,4 +1,7 @@
-"""The header of a GGUF file as the config.json that it stands for: sizes and names of tensors, no weight. Imports neither torch nor the package `gguf`."""
+"""The header of a GGUF file as the config.json that it stands for: sizes and names of tensors, no weight.
+
+Imports neither torch nor the package `gguf`.
+"""
 
 from __future__ import annotations
 

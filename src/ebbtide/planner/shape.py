@@ -1,4 +1,4 @@
-"""A model's shape from its `config.json` or the header of its GGUF file alone: what it weighs, to the parameter, and how wide each part is."""
+"""A model's shape from its `config.json` or its GGUF header alone: what it weighs, to the parameter, and how wide each part is."""
 
 from __future__ import annotations
 
