@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILIES, family
 from ebbtide.errors import UserError
-from ebbtide.policy.model import Loaded, load_model
+from ebbtide.policy.model import load_model
 from ebbtide.policy.pack import Trajectory, pack
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.tokenizer import scratch_tokenizer
@@ -109,19 +108,6 @@ def test_verify_refuses_a_head_it_does_not_know(tiny, monkeypatch) -> None:
         policy.verify()
 
 
-@pytest.mark.parametrize("name", ["bloom", "lfm2"])
-def test_verify_refuses_layers_in_which_packed_sequences_would_mix(tiny, name) -> None:
-    """Also in bfloat16, in which what they mix may be no more than rounding."""
-    config = tiny({"model.dtype": "bfloat16"})
-    tokenizer = load_model(config).tokenizer
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    kinds = {"layer_types": ["conv", "full_attention"] * 2} if name == "lfm2" else {}
-    shape = AutoConfig.for_model(name, vocab_size=len(tokenizer), pad_token_id=0, **sizes, **kinds)
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
-    with pytest.raises(UserError, match="tokens see each other in the others as well"):
-        Policy(Loaded(model, tokenizer, model.config._attn_implementation), config).verify()
-
-
 def test_same_seed_same_weights_and_other_seed_others(tiny) -> None:
     first, again, other = (load_model(tiny({"seed": seed})).model.state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[key], again[key]) for key in first)
@@ -135,7 +121,7 @@ def test_bfloat16_on_the_cpu(tiny) -> None:
     for parameter in policy.model.parameters():  # with weights as small as new ones a wrong forward would look right
         parameter.data += 0.2 * torch.randn_like(parameter)
     policy.verify()
-    policy.model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, args, out: out * 3 if out.shape[1] > 10 else out)
+    policy.model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, args, out: out * 3 if out.shape[1] > 14 else out)
     with pytest.raises(UserError, match="differ from the model's own"):
         policy.verify()
 

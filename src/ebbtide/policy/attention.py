@@ -6,8 +6,7 @@ padded on the right, where a causal mask alone keeps real tokens from seeing pad
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -26,12 +25,31 @@ PACKED = "ebbtide_packed"
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-def refuse_extras(module: nn.Module, softcap: float | None, sinks: Tensor | None) -> None:
-    """What some families add to attention and no kernel here has."""
-    if softcap is not None or sinks is not None:
-        raise UserError(
-            f"{type(module).__name__} uses soft-capped attention scores or attention sinks, which attention here does not have: choose another model"
-        )
+# What families hand down to attention and which asks nothing of it: positions are in the rotated queries and keys, and sequences are known by `cu_seq_lens_q`.
+_SAYS_NOTHING = {"position_ids", "cache_position", "cu_seq_lens_k", "max_length_k", "is_causal"}
+
+
+def unsupported(module: nn.Module, what: str) -> UserError:
+    """For a layer that wants of attention what no kernel here computes."""
+    family = getattr(getattr(module, "config", None), "model_type", "this model")
+    layer = getattr(module, "layer_idx", None)
+    where = type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
+    return UserError(f"`{family}` cannot be computed here: {where} {what}, which is not supported: choose another model")
+
+
+def window_asked(module: nn.Module, attention_mask: object, asked: Mapping[str, Any]) -> int | None:
+    """How many tokens back a layer sees, itself among them; None: all. All else that it asks of attention is refused: what is not computed must not be left out in silence."""
+    if attention_mask is not None:
+        raise unsupported(module, "hands attention a mask of its own")
+    if asked.get("is_causal") is False:
+        raise unsupported(module, "lets tokens see those that come after them")
+    for name, value in asked.items():
+        nothing = value is None or (isinstance(value, bool | int | float) and not value)  # no dropout, no cap, no bias
+        if not nothing and name not in _SAYS_NOTHING and name != "sliding_window":
+            raise unsupported(module, f"hands attention `{name}`")
+    # Most families hand the window down; Qwen2-MoE keeps it in the layer and relies on its mask, which is not made for attention of ours.
+    window: int | None = asked["sliding_window"] if "sliding_window" in asked else getattr(module, "sliding_window", None)
+    return window
 
 
 def packed_attention(
@@ -41,17 +59,16 @@ def packed_attention(
     value: Tensor,  # [1, kv heads, T, channels]
     attention_mask: None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     *,
-    cu_seq_lens_q: Tensor,  # [S + 1]: where each sequence starts, and T
-    max_length_q: int,
-    **_: Any,
+    cu_seq_lens_q: Tensor | None = None,  # [S + 1]: where each sequence starts, and T
+    max_length_q: int = 0,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: [1, T, heads, channels]."""
-    refuse_extras(module, softcap, s_aux)
-    window = None if sliding_window is None or sliding_window >= max_length_q else sliding_window
+    window = window_asked(module, attention_mask, asked)
+    if cu_seq_lens_q is None:
+        raise unsupported(module, "does not tell attention where packed sequences begin")
+    window = None if window is None or window >= max_length_q else window
     fits = query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and fits
     attend = _varlen if flash else _padded
@@ -95,26 +112,12 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 @contextmanager
-def counted() -> Iterator[Counter[nn.Module]]:
-    """Which modules compute packed attention inside this block, and how often."""
-    calls: Counter[nn.Module] = Counter()
-
-    def counting(module: nn.Module, *arguments: Any, **named: Any) -> tuple[Tensor, None]:
-        calls[module] += 1
-        return packed_attention(module, *arguments, **named)
-
-    AttentionInterface.register(PACKED, counting)
-    try:
-        yield calls
-    finally:
-        AttentionInterface.register(PACKED, packed_attention)
-
-
-@contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model computes attention with the registered function `name` inside this block."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # transformers only warns
+        raise UserError(f"`{model.config.model_type}` cannot be run: its layers do not take their attention from transformers' registry")
     try:
         yield
     finally:

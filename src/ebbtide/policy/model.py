@@ -216,6 +216,9 @@ def _check(loaded: Loaded, config: ModelConfig) -> None:
 def decoder(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its output head: token ids in, last hidden states out."""
     found: torch.nn.Module = model.base_model
+    if found is model:  # transformers' answer where the class names a part that it does not have, as Llama 4's text model does
+        family = model.config.model_type  # type: ignore[union-attr]
+        raise UserError(f"`{family}` cannot be run: {type(model).__name__} does not say which of its parts is the decoder")
     return found
 
 
@@ -243,3 +246,17 @@ def head_shape(config: PretrainedConfig) -> tuple[float, float | None]:
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
     softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     return scale, float(softcap) if softcap is not None else None
+
+
+def rope_limit(config: PretrainedConfig) -> int | None:
+    """The longest sequence with which the rope is the same for all: past it, transformers turns every sequence of a batch as the longest one needs. None: there is none."""
+    text = config.get_text_config()
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one for each kind of layer
+        kind = str(table.get("rope_type"))
+        if kind == "longrope":
+            limits.append(int(table.get("original_max_position_embeddings") or text.max_position_embeddings))
+        elif "dynamic" in kind:
+            limits.append(int(text.max_position_embeddings))
+    return min(limits, default=None)

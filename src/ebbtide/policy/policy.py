@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 from ebbtide.config.tree import Activations as ActivationsConfig
@@ -25,17 +24,15 @@ from ebbtide.memory.residency import Residency
 from ebbtide.memory.shards import unsharded
 from ebbtide.policy.activation_plan import capacity, choose, described, figures_for, measure, tried
 from ebbtide.policy.activations import Activations
-from ebbtide.policy.attention import PACKED, attention, counted
+from ebbtide.policy.attention import PACKED, attention
 from ebbtide.policy.head import token_logprobs
 from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
 from ebbtide.policy.model import Loaded, blocks_of, decoder, head_shape, head_weight
 from ebbtide.policy.pack import MicroBatch, Trajectory, pack
+from ebbtide.policy.probe import TOLERANCE, examine, not_packed, own_logprobs, probes, refusing
 from ebbtide.policy.reference import exchanged
 from ebbtide.policy.together import Alone, Together
 from ebbtide.progress import Progress
-
-# Most that our packed log-probs may differ from the model's own forward, on average: rounding of each type, many times over.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 # Of no weight: what a rank without work of its own computes, for the sake of those that have some.
 IDLE = Trajectory([1], [1], [0.0], old_logprobs=torch.zeros(1), reference_logprobs=torch.zeros(1))
@@ -242,28 +239,17 @@ class Policy:
     @torch.no_grad()
     def verify(self, whole: PreTrainedModel | None = None) -> None:
         """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model: `whole`, where ranks share the policy's out and have another."""
-        rows = torch.arange(12) * 7919 % (min(len(self.tokenizer), self.rows) - 1)  # tokens spread over the vocabulary
-        probes = [Trajectory([1], rows[:7].tolist(), []), Trajectory([2, 1], rows[7:].tolist(), [])]
-        (batch,) = pack(probes, budget=64, device=self.device)
         own_model = whole or self.model
-        try:
-            with self._resharded(), counted() as attending:
-                packed, _ = self._logprobs(batch, temperature=1.0)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{type(self.model).__name__} cannot be trained on packed sequences: {error}") from None
-        layers = self.model.config.get_text_config().num_hidden_layers
-        if len(attending) < layers:  # states, convolutions, or attention of its own: they would mix sequences that lie end to end
-            raise UserError(
-                f"{type(self.model).__name__} cannot be trained on packed sequences: of its {layers} layers only {len(attending)} take their attention from transformers' registry, and tokens see each other in the others as well"
-            )
-        own = []
+        longest = self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
+        both = probes(own_model.config, longest, min(len(self.tokenizer), self.rows))
+        (batch,) = pack([Trajectory(one.prompt, one.completion, []) for one in both], budget=2 * longest, device=self.device)
         # Its blocks gather their weights as they are called, where FSDP has shared them out; what is outside of them has to be there.
-        with unsharded(self.module) if own_model is self.model else nullcontext(), attention(own_model, self._generate_attention):
-            for probe in (probes[member] for member in batch.members):
-                ids = torch.tensor([probe.prompt + probe.completion], device=self.device)
-                logits = own_model(ids, use_cache=False).logits[0, len(probe.prompt) - 1 : -1].float()
-                own.append(log_softmax(logits, -1).gather(-1, ids[0, len(probe.prompt) :, None])[:, 0])
-        difference = (packed - torch.cat(own)).abs().mean().item()
+        with unsharded(self.module) if own_model is self.model else nullcontext():
+            examine(own_model, longest, both)
+            own = [own_logprobs(own_model, self._generate_attention, one) for one in both]
+        with self._resharded(), refusing(lambda why: not_packed(self.model, why)):
+            packed, _ = self._logprobs(batch, temperature=1.0)
+        difference = max((found - wanted).abs().mean().item() for found, wanted in zip(packed.split(batch.lengths), own, strict=True))
         if not difference <= TOLERANCE[self.model.dtype]:
             raise UserError(
                 f"{type(self.model).__name__}: log-probs of packed sequences differ from the model's own by {difference:.3g} on average, "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from ebbtide.errors import UserError
-from ebbtide.policy.attention import refuse_extras
+from ebbtide.policy.attention import unsupported, window_asked
 from ebbtide.rollout.paged.room import Room
 
 PAGED = "ebbtide_paged"
@@ -25,16 +25,32 @@ class Cache:
 def room_of(config: PretrainedConfig) -> Room:
     """What a model keeps of a token, and what a pass takes beside that."""
     text = config.get_text_config()
-    heads = int(text.num_attention_heads)
-    experts = int(getattr(text, "num_experts_per_tok", None) or 1)
-    return Room(
-        layers=int(text.num_hidden_layers),
-        heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        channels=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-        hidden=int(text.hidden_size),
-        query_heads=heads,
-        mlp=max(int(getattr(text, "intermediate_size", 0)), experts * int(getattr(text, "moe_intermediate_size", None) or 0)),
-        vocabulary=int(text.vocab_size),
+    try:
+        heads = int(text.num_attention_heads)
+        experts = int(getattr(text, "num_experts_per_tok", None) or 1)
+        return Room(
+            layers=int(text.num_hidden_layers),
+            heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            channels=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            hidden=int(text.hidden_size),
+            query_heads=heads,
+            mlp=max(_largest(getattr(text, "intermediate_size", 0)), experts * int(getattr(text, "moe_intermediate_size", None) or 0)),
+            vocabulary=int(text.vocab_size),
+        )
+    except RuntimeError:  # how transformers answers for what differs from layer to layer
+        raise not_paged(config, "its layers are of different sizes") from None
+
+
+def _largest(size: int | Sequence[int]) -> int:
+    """Of a size that may be given for each layer."""
+    return int(size) if isinstance(size, int) else max(size)
+
+
+def not_paged(config: PretrainedConfig, why: str) -> UserError:
+    """For a model that this engine does not compute, and another one does."""
+    family = config.get_text_config().model_type
+    return UserError(
+        f"the paged engine cannot run `{family}` ({why}): set `rollout.engine: huggingface` (`ebbtide serve` has no other engine)"
     )
 
 
@@ -53,23 +69,18 @@ def paged_attention(
     value: Tensor,  # [1, kv heads, T, channels]
     attention_mask: None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     *,
-    paged_pass: Attends,
-    **_: Any,
+    paged_pass: Attends | None = None,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """[1, T, heads, channels]."""
-    refuse_extras(module, softcap, s_aux)
-    if key.shape[-1] != value.shape[-1]:
-        raise UserError(
-            f"{type(module).__name__} has keys and values of different sizes, for which the paged cache has no place: set `rollout.engine: huggingface`"
-        )
+    window = window_asked(module, attention_mask, asked)
+    if paged_pass is None:
+        raise unsupported(module, "does not tell attention where the cache is")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return paged_pass.attend(layer, q, k, v, scale, sliding_window).unsqueeze(0), None
+    return paged_pass.attend(layer, q, k, v, scale, window).unsqueeze(0), None
 
 
 AttentionInterface.register(PAGED, paged_attention)
