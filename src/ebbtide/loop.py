@@ -84,6 +84,10 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
         whole = share_out(policy, world, residency.device, residency.plan.place("generate", "weights"))
         with whole.there() as model:
             policy.verify(model)
+        engine = whole.engine(  # before the optimizer takes its memory: the engine is tried, as the policy is
+            lambda model: build_engine(replace(loaded, model=model), config, residency.make_room),
+            lambda: optimizer.steps if optimizer is not None else {},
+        )
         residency.hold("weights", [local(parameter) for parameter in policy.model.parameters()])
         optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, world.total) if rehearsal != "none" else None
         reference = freeze_reference(policy.model, residency) if config.loss.kl is not None else None
@@ -92,10 +96,6 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
         if optimizer is not None and rehearsal is None:
             notes += policy.place_activations(residency, needs, world.here)
             optimizer.discard()  # gradients of what was tried
-        engine = whole.engine(
-            lambda model: build_engine(replace(loaded, model=model), config, residency.make_room),
-            lambda: optimizer.steps if optimizer is not None else {},
-        )
     with report.working("pinning host memory"):
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:

@@ -8,7 +8,7 @@ from ebbtide.config.tree import Config
 from ebbtide.policy.model import Loaded
 from ebbtide.rollout.engine import Engine
 from ebbtide.rollout.huggingface import HuggingFaceEngine
-from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.rollout.paged.verify import verified_engine
 
 
 def build_engine(loaded: Loaded, config: Config, make_room: Callable[[int], None]) -> Engine:
@@ -19,7 +19,8 @@ def build_engine(loaded: Loaded, config: Config, make_room: Callable[[int], None
 
         return VllmEngine(loaded, config)
     if rollout.engine == "paged":
-        engine = PagedEngine(loaded, rollout.batch, longest=(rollout.max_prompt_tokens, rollout.max_new_tokens))
+        longest = rollout.max_prompt_tokens, rollout.max_new_tokens
+        engine = verified_engine(loaded, rollout.batch, longest=longest, samples=rollout.samples)
         engine.beforehand = make_room
         return engine
     return HuggingFaceEngine(loaded, rollout.batch)

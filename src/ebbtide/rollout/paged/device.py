@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from ebbtide.rollout.engine import Sampling
 from ebbtide.rollout.paged import sample_kernels
 from ebbtide.rollout.paged.attention import PAGED, Cache, room_of
 from ebbtide.rollout.paged.attention_kernels import TILE
+from ebbtide.rollout.paged.capture import needs_host, uncollected
 from ebbtide.rollout.paged.device_pass import Decoding, DevicePass, Reading
 from ebbtide.rollout.paged.lean import LeanModel, lean_shape
 from ebbtide.rollout.paged.room import DRAWN_AT_ONCE, ROWS_CUT_AT_ONCE, size_for
@@ -50,7 +50,7 @@ class DeviceRunner:
             self._lean = LeanModel(model)
             if not self._lean_is_right():
                 self._lean = None
-        self._captures = not _needs_host(model, known=self._lean is not None)
+        self._captures = not needs_host(model, known=self._lean is not None)
 
     @property
     def fused(self) -> bool:
@@ -82,6 +82,16 @@ class DeviceRunner:
         self._open.close()
         torch.cuda.current_stream(self._device).synchronize()  # what is under way still reads the cache
         self._cache = None
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        captures, self._captures = self._captures, False
+        try:
+            yield
+        finally:
+            self._captures = captures
+            self._graphs.clear()
+            self._weights, self._widths = (), (0, 0)  # all is made anew for what comes, which may be shorter
 
     # Reading
 
@@ -228,7 +238,7 @@ class DeviceRunner:
             graph.run()  # compiles and warms up, on padding alone
             if self._captures:
                 torch.cuda.current_stream(self._device).synchronize()
-                with _uncollected(), torch.cuda.graph(graph.graph, pool=self._pool):
+                with uncollected(), torch.cuda.graph(graph.graph, pool=self._pool):
                     graph.run()
             self._graphs[key] = graph
         return self._graphs[key]
@@ -362,35 +372,6 @@ class _Ticket:
         for name, value in (("tokens", 0), ("slots", -1), ("own_lengths", 0), ("own_starts", 0), ("prompt_lengths", 0), ("temperature", 0)):
             found[name].fill(value)
         return found
-
-
-def _needs_host(model: PreTrainedModel, *, known: bool) -> bool:
-    """Whether a pass waits for the device in its middle, as routing to experts may, and a rope that follows the longest sequence; or gathers a block's weights from other ranks
-    before it, which is a hook's work. `known`: its blocks are of a kind that was tried."""
-    blocks: Any = getattr(decoder(model), "layers", ())
-    if any(block._forward_pre_hooks for block in blocks):
-        return True
-    rope = repr(getattr(model.config.get_text_config(), "rope_parameters", None))
-    sparse = any("experts" in name for name, _ in model.named_parameters())
-    return (sparse and not (known and _groups_experts(model))) or "dynamic" in rope or "longrope" in rope
-
-
-def _groups_experts(model: PreTrainedModel) -> bool:
-    """Whether all experts are one product whose sizes are read on the device: torch's for bfloat16 on these GPUs, and a loop of the host's on others."""
-    way = getattr(model.config.get_text_config(), "_experts_implementation", None)
-    return way == "grouped_mm" and model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected: what is freed then, such as another engine's graphs, would break a capture."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _fields(rows: int, widths: tuple[int, int]) -> dict[str, int]:

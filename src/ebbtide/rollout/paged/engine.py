@@ -97,6 +97,13 @@ class PagedEngine:
 
         return DeviceRunner(self._model, self._batch, self._block)
 
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Inside this block, what is generated is a try: nothing of it stays."""
+        with self._runner.trying():
+            yield
+        self.preempted = 0
+
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
         seeds = sum(len(request.seeds) for request in requests)
         if not seeds:

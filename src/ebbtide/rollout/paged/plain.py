@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ class PlainRunner:
 
     def end(self) -> None:
         self._cache = None
+
+    def trying(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def read(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> Drawn:
         hidden = self._forward(chunks, [token for chunk in chunks for token in chunk.tokens])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,4 +45,8 @@ class Runner(Protocol):
 
     def decode(self, draws: Sequence[Draw]) -> Drawn:
         """The next token of samples; their last one becomes part of the cache."""
+        ...
+
+    def trying(self) -> AbstractContextManager[None]:
+        """Inside this block, what is computed is a try: nothing is captured or kept for it."""
         ...

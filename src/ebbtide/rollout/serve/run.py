@@ -14,7 +14,7 @@ from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Model
 from ebbtide.errors import UserError
 from ebbtide.policy.model import Loaded, load_pretrained, pick_device, pick_dtype, ready
-from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.rollout.paged.verify import verified_engine
 from ebbtide.rollout.serve.ask import Limits, serve_as
 from ebbtide.rollout.serve.checks import KEY, OWN
 from ebbtide.rollout.serve.desk import Desk
@@ -29,7 +29,7 @@ def serve(source: str, config: Serve, key: str | None, say: Callable[[str], None
             say(f"warning: whoever reaches {config.host} can use this server: set an API key ({KEY} or --api-key-file)")
         loaded, templated = load(source, config, say)
         longest = _longest(loaded, config)
-        engine, desk = PagedEngine(loaded, config.batch), Desk(config.max_queue)
+        engine, desk = verified_engine(loaded, config.batch, longest=(longest - 1, 1)), Desk(config.max_queue)
         limits = Limits(longest - 1, longest - 1, longest, config.max_queue)
         served = serve_as(config.name or _name(source), loaded, limits, templated)
         server = answering(desk, served, listening, key=key, max_body=1024 * config.max_body_kib)

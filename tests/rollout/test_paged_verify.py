@@ -1,0 +1,65 @@
+"""The paged engine is tried when it is built: a family that it does not compute is refused there, with the engine that does."""
+
+import pytest
+import torch
+
+from ebbtide.errors import UserError
+from ebbtide.policy.policy import Policy
+from ebbtide.rollout.build import build_engine
+from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.rollout.paged.plain import _Pass
+from families import family_model, own_logprobs
+
+LONGER = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 16, "rollout.batch": 8}
+PROMPT = [3, 4, 5, 6, 7, 8, 9]
+
+
+def sampled(engine, loaded) -> float:
+    """How far the log-probs of a sample are from the model's own."""
+    (group,) = engine.generate([Request(PROMPT, [1, 2])], Sampling(12, ignore_end=True), lambda *_: None)
+    return max((torch.tensor(one.logprobs) - own_logprobs(loaded, PROMPT, one.tokens)).abs().max().item() for one in group)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("diffllama", "its 2 layers do not attend once each"),
+        ("jetmoe", "keys and values of 4 heads with 8 and 8 channels"),
+        ("deepseek_v3", "with 16 and 8 channels"),
+        ("gemma4_text", "its layers are of different sizes|with 16 and 16 channels"),
+    ],
+)
+def test_a_family_that_only_another_engine_computes_is_refused_with_its_name(tiny, name, said) -> None:
+    loaded, config = family_model(name), tiny(LONGER)
+    Policy(loaded, config).verify()
+    with pytest.raises(UserError, match=rf"paged engine cannot run `{name}` \(.*({said}).*: set `rollout.engine: huggingface`"):
+        build_engine(loaded, config, lambda size: None)
+    assert sampled(build_engine(loaded, tiny({**LONGER, "rollout.engine": "huggingface"}), lambda size: None), loaded) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gemma3n_text"])
+def test_windows_and_shared_keys_are_those_of_the_models_own_forward(tiny, name) -> None:
+    loaded = family_model(name)
+    assert sampled(build_engine(loaded, tiny(LONGER), lambda size: None), loaded) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["phimoe", "falcon_h1", "phi3"])
+def test_the_engine_needs_no_trainer_to_refuse(tiny, name) -> None:
+    with pytest.raises(UserError, match=f"`{name}`"):
+        build_engine(family_model(name, torch.bfloat16, spread=0.0), tiny(LONGER), lambda size: None)
+
+
+def test_an_engine_that_computes_something_else_is_refused(tiny, monkeypatch) -> None:
+    right = _Pass.attend
+    monkeypatch.setattr(_Pass, "attend", lambda self, layer, query, *more: right(self, layer, query * 3, *more))
+    with pytest.raises(UserError, match=r"log-probs are .* nats from the model's own"):
+        build_engine(family_model("qwen2_moe"), tiny(LONGER), lambda size: None)
+
+
+def test_an_engine_that_fails_is_refused_with_what_was_said(tiny, monkeypatch) -> None:
+    def fail(self, *_: object) -> None:
+        raise IndexError("no such slot")
+
+    monkeypatch.setattr(_Pass, "attend", fail)
+    with pytest.raises(UserError, match=r"cannot run `qwen2_moe` \(IndexError: no such slot\): set `rollout.engine: huggingface`"):
+        build_engine(family_model("qwen2_moe"), tiny(LONGER), lambda size: None)
