@@ -10,6 +10,7 @@ from ebbtide.policy.model import load_model
 from ebbtide.rollout.engine import Request, Sampling
 from ebbtide.rollout.huggingface import HuggingFaceEngine
 from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.rollout.paged.verify import verified_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -49,6 +50,18 @@ def test_the_tokens_are_those_of_transformers(tiny, name, sampling) -> None:
         if sampling.ignore_end:
             assert (engine.preempted > 0) == ("blocks" in options)
     assert engine._runner.fused == (name not in ("gemma", "mistral"))  # Mistral has a window
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_that_was_tried_is_as_new(tiny, name, dtype) -> None:
+    loaded = loaded_model(tiny, dtype, family(name))
+    tried = verified_engine(loaded, 16, longest=(8, 24), samples=5)
+    assert not tried._runner._graphs
+    new = PagedEngine(loaded, 16, longest=(8, 24))
+    found, wanted = (tokens_of(engine.generate(ASKED, Sampling(20, 0.9, ignore_end=True), quiet)) for engine in (tried, new))
+    assert found == wanted
+    assert tried._runner._graphs.keys() == new._runner._graphs.keys()
 
 
 def test_a_window_is_kept_to(tiny) -> None:

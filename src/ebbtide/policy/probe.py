@@ -72,6 +72,7 @@ def probes(config: PretrainedConfig, longest: int, rows: int) -> tuple[Probe, Pr
     in them. So all that is tried costs some forwards of one sequence like those that a step trains on by the hundred, on a CPU as well; with a window of 4,096 and a 1.7B
     model each is 14 TFLOP.
     """
+    longest = max(2, longest)  # a token, and one that it predicts
     reached = max((size for size in _spans(config.get_text_config().to_dict()) if size < min(longest, MOST)), default=0)
     length = min(longest, max(SHORT, reached + 2 * PREDICTED))
     ids = [number * 7919 % (rows - 1) for number in range(length + 5)]  # spread over the vocabulary
