@@ -13,7 +13,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, check_host_budget
 from ebbtide.memory.plan import Plan
 from ebbtide.optim.sizes import state_bytes
-from ebbtide.policy.model import model_config, pick_device, pick_dtype
+from ebbtide.policy.model import NO_CODE, model_config, pick_device, pick_dtype
 from ebbtide.rollout.paged.attention import room_of
 from ebbtide.rollout.paged.room import BLOCKS
 from ebbtide.rollout.paged.schedule import most_blocks
@@ -52,7 +52,7 @@ def host_needs(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         return {}
     dtype = pick_dtype(config.model.dtype, pick_device(config.device))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
     parameters = -(-sum(parameter.numel() for parameter in model.parameters()) // share)
     moving, resident = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})
     if config.loss.kl is not None:

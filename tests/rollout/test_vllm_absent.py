@@ -1,6 +1,7 @@
 """What the vLLM engine does without vLLM: its error, its part of the config, and the weights it would hand over."""
 
 import sys
+from types import ModuleType
 
 import pytest
 from pydantic import ValidationError
@@ -67,3 +68,10 @@ def test_weights_in_the_policys_own_shape_are_not_copied(tiny) -> None:
     model = load_model(tiny()).model
     own = {parameter.data_ptr() for parameter in model.parameters()}
     assert {tensor.data_ptr() for _, tensor in checkpoint_weights(model, 1)} == own
+
+
+def test_vllm_runs_no_code_of_a_model_either(tiny, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    config = tiny({"rollout.engine": "vllm", "rollout.vllm": {"args": {"trust_remote_code": True}}})
+    with pytest.raises(UserError, match=r"`rollout.vllm.args` names trust_remote_code, which Ebbtide sets itself"):
+        build_engine(load_model(config), config, lambda size: None)

@@ -111,7 +111,7 @@ class Model(Section):
     """The policy: exactly one of `path` and `scratch`."""
 
     path: str | None = None
-    """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, or `package:NAME/FILE` for a file that an installed Python package carries."""
+    """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, or `package:NAME/FILE` for a file that an installed Python package carries. Python code that it brings is never run."""
 
     scratch: Scratch | None = None
     """Build a model from nothing instead of loading one."""
@@ -123,7 +123,7 @@ class Model(Section):
     """Type of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
 
     chat_template: bool = True
-    """Render problems with the tokenizer's chat template if it has one; off, or without one, the messages' texts are joined as they are."""
+    """Render problems with the tokenizer's chat template if it has one; off, or without one, the messages' texts are joined as they are. Only a template makes control tokens."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:

@@ -29,6 +29,9 @@ from ebbtide.config.tree import Model as ModelConfig
 from ebbtide.errors import UserError
 from ebbtide.policy.tokenizer import scratch_tokenizer
 
+NO_CODE = {"trust_remote_code": False}
+"""For everything of transformers that reads a model: without it a folder's own Python code is offered on stdin, and a `y` runs it."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -76,7 +79,7 @@ def load_model(config: Config, device: torch.device | None = None) -> Loaded:
     else:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(config.seed)
-            model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
         loaded = ready(model, _tokenizer(config.model), config.model)
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     config.check_context(context)
@@ -117,7 +120,7 @@ def unfilled_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel,
     """The configured model on the CPU with weights that mean nothing yet, and its tokenizer: to be filled from a checkpoint, which has parameters only."""
     shape = model_config(config)
     with torch.device("meta"):
-        buffers = _saved_buffers(AutoModelForCausalLM.from_config(shape))
+        buffers = _saved_buffers(AutoModelForCausalLM.from_config(shape, **NO_CODE))
     if buffers and config.model.path is not None:  # they are not trained: they are what the run started from
         try:
             model = _weights(config.model, dtype)
@@ -126,7 +129,7 @@ def unfilled_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel,
                 f"a checkpoint does not hold buffers, and the model's {len(buffers)} ({', '.join(buffers[:3])}) cannot be read from `model.path` any more: {error}"
             ) from None
     else:
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, **NO_CODE)
     if hasattr(model.config, "quantization_config"):  # of a GGUF file: its weights are no longer quantised
         del model.config.quantization_config
     if config.model.path is not None and (files := locate(config.model.path)).gguf is None:
@@ -174,10 +177,11 @@ def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
         options["gguf_file"] = gguf
     try:
         with redirect_stderr(StringIO()) if gguf else nullcontext():  # the GGUF reader draws a bar of its own across ours
-            return kind.from_pretrained(folder, **options)
+            return kind.from_pretrained(folder, **NO_CODE, **options)
     except ImportError as error:
         raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
     except (OSError, ValueError, KeyError, RuntimeError, struct.error, SafetensorError) as error:  # what half a file raises
+        _refuse_code(error, f"`model.path: {config.path}`")
         raise UserError(
             f"`model.path: {config.path}` could not be loaded as a causal language model: {' '.join(str(error).split())} "
             "(check the name and the network, or name a local folder)"
@@ -189,14 +193,24 @@ def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.tokenizer is not None:
         check_exists(config.tokenizer, "model.tokenizer")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **NO_CODE)
         except (OSError, ValueError) as error:
+            _refuse_code(error, f"`model.tokenizer: {config.tokenizer}`")
             raise UserError(f"`model.tokenizer: {config.tokenizer}` could not be loaded: {' '.join(str(error).split())}") from None
     elif config.scratch is not None:
         tokenizer = scratch_tokenizer(config.scratch.alphabet)
     else:
         tokenizer = _pretrained(config, AutoTokenizer)
     return tokenizer
+
+
+def _refuse_code(error: Exception, called: str) -> None:
+    """Says so where what transformers misses is the permission to run code; its own words name an argument that nobody can give here."""
+    if "trust_remote_code" in str(error):
+        raise UserError(
+            f"{called} brings Python code of its own (`auto_map` in its config.json or tokenizer_config.json) for a class that transformers lacks, "
+            "and Ebbtide runs none of a model's code: choose a model that transformers has, or a newer transformers that has this one"
+        ) from None
 
 
 def _check(loaded: Loaded, config: ModelConfig) -> None:

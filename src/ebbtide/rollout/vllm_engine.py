@@ -44,6 +44,7 @@ class VllmEngine:
         rollout = config.rollout
         ours = {
             "load_format": "dummy",
+            "trust_remote_code": False,
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "max_model_len": rollout.max_prompt_tokens + rollout.max_new_tokens + self._tempered,  # one more for `_plain`
             "max_num_seqs": rollout.batch,
