@@ -36,7 +36,7 @@ from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
 from ebbtide.report.report import Report
 from ebbtide.rollout.build import build_engine
-from ebbtide.rollout.prompts import encode
+from ebbtide.rollout.prompts import about_quotes, encode
 from ebbtide.rollout.serve.beside import served
 from ebbtide.rollouts import build_rollouts
 from ebbtide.tasks.build import build_task
@@ -104,6 +104,7 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
         tests = encode(held_out, policy.tokenizer, policy.rows, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
+    notes += about_quotes([*prompts, *tests])
     report.begin(policy.model, policy.tokenizer, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)

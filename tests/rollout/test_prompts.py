@@ -71,7 +71,7 @@ def test_unknown_characters_and_empty_prompts(tiny) -> None:
 def test_a_token_that_the_embedding_has_no_row_for_is_named(tiny) -> None:
     tokenizer = scratch_tokenizer("0123456789=")
     rows = len(tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.add_tokens(["<image>"])
     problems = [Problem(ask("12=")), Problem(ask("1<image>="))]
     assert len(encode(problems[:1], tokenizer, rows, tiny(), quiet)) == 1
     with pytest.raises(UserError, match=rf"problem 1 has the token '<image>'.*begins '1<image>='.*number {rows}, .*only {rows} rows"):

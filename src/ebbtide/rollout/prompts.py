@@ -1,4 +1,4 @@
-"""From problems to token ids: the chat template, and the checks that a prompt fits."""
+"""From problems to prompts, and the checks that each of them fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
-from ebbtide.tasks.task import Message, Problem
+from ebbtide.rollout.encoder import Encoder
+from ebbtide.tasks.task import Problem
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,24 @@ class Prompt:
     problem: Problem
     text: str
     tokens: list[int]
+    quotes: bool = False
+    """Whether the problem holds the text of a control token, which is text here."""
 
 
 def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config: Config, progress: Progress) -> list[Prompt]:
     """Every problem as a prompt, checked before the first step: nothing is learnt of a bad one hours later. Token ids are below `rows`."""
     prompts, limit = [], config.rollout.max_prompt_tokens
-    templated = config.model.chat_template and bool(tokenizer.chat_template)
+    encoder = Encoder(tokenizer, templated=config.model.chat_template)
     for number, problem in enumerate(problems):
         try:
-            text, tokens = render(problem.messages, tokenizer, templated)
+            encoded = encoder.chat(problem.messages)
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in problem.messages)
             raise UserError(
                 f"the model's chat template refuses problem {number} (its messages are: {roles}): {error}. "
                 "Some templates take no system message: remove `task.system`, or set `model.chat_template: false`"
             ) from None
+        text, tokens = encoded.text, encoded.tokens
         if not tokens:
             raise UserError(f"problem {number} has an empty prompt: a model needs at least one token to go on from")
         if config.model.scratch is not None and tokenizer.unk_token_id in tokens:
@@ -47,7 +51,7 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config:
                 f"and the model's embedding has only {rows} rows: remove it from the prompt, or check `model.path` and `model.tokenizer`"
             )
         if len(tokens) <= limit:
-            prompts.append(Prompt(problem, text, tokens))
+            prompts.append(Prompt(problem, text, tokens, encoded.quotes))
         elif config.task.overlong_prompts == "error":
             raise UserError(
                 f"problem {number} has a prompt of {len(tokens)} tokens, more than `rollout.max_prompt_tokens` = {limit} "
@@ -62,11 +66,12 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config:
     return prompts
 
 
-def render(messages: Sequence[Message], tokenizer: Tokenizer, templated: bool) -> tuple[str, list[int]]:
-    """Messages as the model reads them: by the chat template, or their texts joined."""
-    if templated:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(message["content"] for message in messages)
-    # A chat template writes its own special tokens; a plain text gets the tokenizer's usual ones.
-    return text, tokenizer(text, add_special_tokens=not templated)["input_ids"]
+def about_quotes(prompts: Sequence[Prompt]) -> list[str]:
+    """For people whose problems are whole transcripts, written with control tokens."""
+    quoting = [prompt for prompt in prompts if prompt.quotes]
+    if not quoting:
+        return []
+    return [
+        f"{len(quoting):,} of {len(prompts):,} prompts hold the text of control tokens, which is read as text: only the chat template makes control "
+        "tokens. Give a transcript as a list of messages with `role` and `content`"
+    ]

@@ -10,8 +10,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ebbtide.policy.model import Loaded
+from ebbtide.rollout.encoder import Encoder
 from ebbtide.rollout.engine import Request, Sampling
-from ebbtide.rollout.prompts import render
 from ebbtide.rollout.serve.body import Body, ChatBody, CompletionBody
 from ebbtide.rollout.serve.desk import Job
 from ebbtide.rollout.serve.error import ApiError
@@ -39,8 +39,7 @@ class Served:
     """The server's own: the engine's thread uses another."""
     vocabulary: int
     """Token ids are below this."""
-    templated: bool
-    """Whether messages are rendered with the chat template; else their texts are joined, as in training."""
+    encoder: Encoder
     limits: Limits
 
 
@@ -48,7 +47,7 @@ def serve_as(name: str, loaded: Loaded, limits: Limits, templated: bool) -> Serv
     """`templated`: by its chat template, if it has one."""
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer("")  # takes off the truncation and padding that its file may set; later, while another thread decodes, that would fail
-    return Served(name, tokenizer, loaded.rows, templated and bool(tokenizer.chat_template), limits)
+    return Served(name, tokenizer, loaded.rows, Encoder(tokenizer, templated=templated), limits)
 
 
 def job_of(body: CompletionBody | ChatBody, served: Served) -> Job:
@@ -71,7 +70,7 @@ def _seeds(first: int | None, samples: int) -> list[int]:
 
 def _chat(body: ChatBody, served: Served) -> list[int]:
     try:
-        return render([{"role": one.role, "content": one.text} for one in body.messages], served.tokenizer, served.templated)[1]
+        return served.encoder.chat([{"role": one.role, "content": one.text} for one in body.messages]).tokens
     except TemplateError as error:
         raise ApiError(400, f"the model's chat template refuses the messages: {error}", "messages") from None
 
@@ -82,7 +81,7 @@ def _prompts(body: CompletionBody, served: Served) -> list[list[int]]:
         asked = [asked]
     if not asked:
         raise ApiError(400, "`prompt` is an empty list", "prompt")
-    return [one if isinstance(one, list) else served.tokenizer(one)["input_ids"] for one in asked]
+    return [one if isinstance(one, list) else served.encoder.text(one).tokens for one in asked]
 
 
 def _check(prompt: list[int], served: Served, param: str) -> None:

@@ -1,0 +1,149 @@
+"""Texts and chats as tokens. Control tokens come from the chat template, and from the tokenizer's own rule for how a text begins and ends: in data, their
+texts are text.
+
+The usual text holds none of them and goes the usual way. One that does is encoded by a twin of the tokenizer, in which the control tokens have names that
+nobody knows. Those that the template wrote are given these names; all else is text to the twin, and so it gives the tokens that the tokenizer would give if
+the texts of control tokens meant nothing to it: merges across, spaces around and all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ebbtide.errors import UserError
+from ebbtide.tasks.task import Message
+
+
+@dataclass(frozen=True)
+class Encoded:
+    text: str
+    tokens: list[int]
+    quotes: bool
+    """Whether the data in it holds the text of a control token."""
+
+
+class Encoder:
+    """Of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, *, templated: bool) -> None:
+        """`templated`: chats are written by the chat template, if there is one; else their texts are joined."""
+        self._tokenizer, self._templated = tokenizer, templated and bool(tokenizer.chat_template)
+        added = list(tokenizer.added_tokens_decoder.values())
+        turns = _turn_tokens(tokenizer, _any_of(token.content for token in added))
+        control = [token for token in added if token.content and (token.special or token.content in turns)]
+        secret = secrets.randbelow(10**18)  # digits and brackets: what a template does to texts leaves them alone
+        self._before, self._after = f"[{secret}(", f"){secret}]"
+        self._secret_names = {token.content: f"[{secret}.{number}]" for number, token in enumerate(control)}
+        self._backend: Backend | None = getattr(tokenizer, "backend_tokenizer", None)
+        self._normalizer = None if self._backend is None else self._backend.normalizer
+        if not any(token.normalized for token in control):  # the usual case: they are looked for in the text as it is
+            self._normalizer = None
+        normalized = [] if self._normalizer is None else [self._normalizer.normalize_str(token.content) for token in control]
+        names, before, after = _any_of(self._secret_names), re.escape(self._before), re.escape(self._after)
+        self._control, self._normalized = re.compile(names), re.compile(_any_of([*self._secret_names, *normalized]))
+        self._written = re.compile(f"{before}(?P<quoted>{names}){after}|{before}|{after}|(?P<added>{_any_of(t.content for t in added)})")
+
+    def text(self, text: str) -> Encoded:
+        """All of it data."""
+        if self._quotes(text):
+            return Encoded(text, self._twin.encode(text).ids, quotes=True)
+        return Encoded(text, self._tokenizer(text)["input_ids"], quotes=False)
+
+    def chat(self, messages: Sequence[Message]) -> Encoded:
+        """As the model reads them, up to where it answers: roles and contents are data."""
+        if not self._templated:
+            return self.text("".join(message["content"] for message in messages))
+        if not any(self._quotes(message["role"]) or self._quotes(message["content"]) for message in messages):
+            text = self._rendered(messages)
+            return Encoded(text, self._tokenizer(text, add_special_tokens=False)["input_ids"], quotes=False)
+        rendered = self._rendered([{"role": self._marked(one["role"]), "content": self._marked(one["content"])} for one in messages])
+        text = self._written.sub(lambda found: found["quoted"] or found["added"] or "", rendered)
+        secret = self._written.sub(self._renamed, rendered)
+        return Encoded(text, self._twin.encode(secret, add_special_tokens=False).ids, quotes=True)
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _quotes(self, text: str) -> bool:
+        if self._control.search(text):
+            return True
+        return self._normalizer is not None and self._normalized.search(self._normalizer.normalize_str(text)) is not None
+
+    def _marked(self, text: str) -> str:
+        """With marks around the texts of control tokens, not in place of them: templates may look for these texts."""
+        return self._control.sub(lambda found: self._before + found[0] + self._after, text)
+
+    def _renamed(self, found: re.Match[str]) -> str:
+        """What stands between marks is text, marks that a template tore apart are nothing, and what stands alone is the template's own."""
+        return found["quoted"] or self._secret_names.get(found["added"], found["added"] or "")
+
+    @cached_property
+    def _twin(self) -> Backend:
+        if self._backend is None:
+            raise UserError(
+                f"a prompt holds the text of a control token, and {type(self._tokenizer).__name__} cannot read it as text: "
+                "remove it, or use a tokenizer with a tokenizer.json"
+            )
+        tree = json.loads(self._backend.to_str())
+        names = self._secret_names
+        for token in tree["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        _rename(tree["model"], names)
+        twin = Backend.from_str(json.dumps(tree | {"truncation": None, "padding": None}))
+        assert all(twin.token_to_id(name) == self._tokenizer.convert_tokens_to_ids(content) for content, name in names.items())
+        return twin
+
+
+def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
+    """In a model's vocabulary too: some would make a control token of its text by themselves."""
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+    else:  # of Unigram: pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+
+
+def _turn_tokens(tokenizer: Tokenizer, added: str) -> set[str]:
+    """Those that the chat template itself writes around messages, where they are neither words nor spaces: some tokenizers do not mark them as special."""
+    found: set[str] = set()
+    chat: list[Message] = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}, {"role": "user", "content": "0"}]
+    for messages in (chat, [{"role": "system", "content": "0"}, *chat]) if tokenizer.chat_template else ():
+        with suppress(TemplateError, TypeError):  # one that takes no system message, or not these
+            found |= set(re.findall(added, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
+    return {name for name in found if not (name[0].isalnum() or name[-1].isalnum() or name.isspace())}
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern: the longest wins, as in a tokenizer. It is a tree of characters, so that no text takes a try for each of thousands of names."""
+    tree: dict[str, Any] = {}
+    for text in filter(None, texts):
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _pattern_of(tree) or "(?!)"
+
+
+def _pattern_of(tree: dict[str, Any]) -> str:
+    pattern = ""
+    while len(tree) == 1 and "" not in tree:
+        ((character, tree),) = tree.items()
+        pattern += re.escape(character)
+    ways = [re.escape(character) + _pattern_of(more) for character, more in tree.items() if character]
+    return pattern + (f"(?:{'|'.join(ways)}){'?' if '' in tree else ''}" if ways else "")
