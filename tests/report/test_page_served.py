@@ -48,7 +48,7 @@ def test_data_comes_again_only_when_a_file_has_changed(tmp_path) -> None:
         assert json.loads(data)["runs"][0]["tables"][0]["step"] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", ""])
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "127.0.0.1:80@evil.example", ""])
 def test_another_name_for_this_machine_is_refused(tmp_path, host) -> None:
     with serving(made_run(tmp_path / "run")) as port:
         for path in ("/", "/data.json"):

@@ -62,7 +62,7 @@ class WatchedDesk(Desk):
 class Server:
     """A server whose steps can be counted and held up."""
 
-    def __init__(self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False) -> None:
+    def __init__(self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False, read_seconds=60.0) -> None:
         self.engine = PagedEngine(loaded, batch, block=4, ahead=ahead)
         self.desk = WatchedDesk(room)
         self.steps = 0
@@ -72,7 +72,7 @@ class Server:
         self._listening = listen("127.0.0.1", 0)
         self.url = url(self._listening)
         self._served = serve_as("tiny", loaded, Limits(LONGEST - 1, LONGEST - 1, LONGEST, room), True)
-        self._how = {"key": key, "max_body": max_body}
+        self._how = {"key": key, "max_body": max_body, "read_seconds": read_seconds}
         self._stop_seconds = stop_seconds
         self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0)
         self._thread = threading.Thread(target=self._run)

@@ -11,10 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from ebbtide.errors import UserError
+from ebbtide.hosts import is_own
 from ebbtide.report.page.build import charting, data, page
 from ebbtide.report.page.run import Run, named
-
-HOSTS = ("127.0.0.1", "localhost")
 
 
 class _Served:
@@ -48,8 +47,7 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         server_version, sys_version = "ebbtide", ""
 
         def do_GET(self) -> None:
-            # A page of another site may have its own name lead to this machine: the name it asked for gives it away.
-            if self.headers.get("Host", "").partition(":")[0] not in HOSTS:
+            if not is_own(self.headers.get("Host", "")):
                 return self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1 or localhost\n")
             if self.path == "/":
                 return self._answer(HTTPStatus.OK, "text/html; charset=utf-8", served.page())

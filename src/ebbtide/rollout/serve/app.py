@@ -6,9 +6,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ebbtide.hosts import OWN, is_own
 from ebbtide.rollout.serve.answer import Answer, Said
-from ebbtide.rollout.serve.ask import Served, job_of
+from ebbtide.rollout.serve.ask import Served, asked_of, encoded, job_of
 from ebbtide.rollout.serve.body import ChatBody, CompletionBody, parsed
-from ebbtide.rollout.serve.checks import OWN
 from ebbtide.rollout.serve.desk import Desk, Job, Piece
 from ebbtide.rollout.serve.error import ApiError
 
@@ -73,13 +71,11 @@ class Api:
     async def _reply(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Reply:
         self._admit(request)
         body = parsed(kind, await self._read(request), self._served.name)
-        job = await asyncio.get_running_loop().run_in_executor(self._encoder, job_of, body, self._served)
-        return Reply(self._desk, job, Answer(body, job, self._served), stream=bool(body.stream))
+        return Reply(self._desk, self._served, body, self._encoder)
 
     def _admit(self, request: Request) -> None:
         if self._key is None:
-            # A page of another site may have its own name lead to this machine: the name it asks for gives it away.
-            if (request.scope.get("server") or ("",))[0] in OWN and request.url.hostname not in OWN:
+            if (request.scope.get("server") or ("",))[0] in OWN and not is_own(request.headers.get("host", "")):
                 raise ApiError(403, "ask for 127.0.0.1 or localhost, or have the server started with a key")
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -102,35 +98,40 @@ class Api:
 
 
 class Reply:
-    """The answer to a job, sent as it comes or whole."""
+    """The answer to a request, sent as it comes or whole. When the client is gone, all that is done for it ends."""
 
-    def __init__(self, desk: Desk, job: Job, answer: Answer, *, stream: bool) -> None:
-        self._desk, self._job, self._answer, self._stream = desk, job, answer, stream
+    def __init__(self, desk: Desk, served: Served, body: CompletionBody | ChatBody, encoder: Executor) -> None:
+        self._desk, self._served, self._body, self._encoder = desk, served, body, encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._asked(receive):
+        work, gone = asyncio.create_task(self._work(scope, receive, send)), asyncio.create_task(_gone_client(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait((work,))
+        if not work.cancelled():
+            work.result()  # what was refused is answered by the app
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._job = await self._encoded()
+        self._answer = Answer(self._body, self._job, self._served)
+        self._desk.submit(self._job)
+        try:
             first = await self._next()  # before the status is sent: it may be that there will be no answer
-            if self._stream:
+            if self._body.stream:
                 await self._send_stream(first, send)
             else:
                 await JSONResponse(await self._whole(first))(scope, receive, send)
-
-    @asynccontextmanager
-    async def _asked(self, receive: Receive) -> AsyncIterator[None]:
-        """However this ends, the job is over then; and it ends when the client is gone."""
-        self._desk.submit(self._job)
-        watch = asyncio.create_task(self._watch(receive))
-        try:
-            yield
         finally:
-            watch.cancel()
             self._desk.withdraw(self._job)
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._desk.withdraw(self._job)
-        self._job.events.put_nowait(ApiError(GONE, "the client is gone"))
+    async def _encoded(self) -> Job:
+        """One prompt at a time: those of other requests come between them."""
+        loop, served = asyncio.get_running_loop(), self._served
+        prompts = [await loop.run_in_executor(self._encoder, encoded, asked, served) for asked in asked_of(self._body, served)]
+        return job_of(self._body, prompts, served)
 
     async def _next(self) -> Said:
         event = await self._job.events.get()
@@ -168,6 +169,12 @@ class Reply:
         if self._answer.tells_usage:
             await event(json.dumps(self._answer.last_chunk()))
         await event("[DONE]", more=False)
+
+
+async def _gone_client(receive: Receive) -> None:
+    """Ends when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _refused(_: Request, error: Exception) -> Response:

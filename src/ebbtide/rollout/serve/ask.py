@@ -5,18 +5,25 @@ from __future__ import annotations
 import copy
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ebbtide.errors import UserError
 from ebbtide.policy.model import Loaded
 from ebbtide.rollout.encoder import Encoder
 from ebbtide.rollout.engine import Request, Sampling
 from ebbtide.rollout.serve.body import Body, ChatBody, CompletionBody
 from ebbtide.rollout.serve.desk import Job
 from ebbtide.rollout.serve.error import ApiError
+from ebbtide.tasks.task import Message
+
+Asked = str | list[int] | tuple[Message, ...]
+"""A prompt as it was asked for: a text, token ids, or a chat."""
 
 GREEDY = 1e-4  # temperatures below it: logits divided by less would be too large for float32
+TOO_LONG = "context_length_exceeded"
 USUAL = 16  # tokens of a completion whose request does not say; of a chat: all there is room for
 
 
@@ -41,24 +48,46 @@ class Served:
     """Token ids are below this."""
     encoder: Encoder
     limits: Limits
+    longest: int
+    """Characters of the longest token."""
 
 
 def serve_as(name: str, loaded: Loaded, limits: Limits, templated: bool) -> Served:
     """`templated`: by its chat template, if it has one."""
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer("")  # takes off the truncation and padding that its file may set; later, while another thread decodes, that would fail
-    return Served(name, tokenizer, loaded.rows, Encoder(tokenizer, templated=templated), limits)
+    longest = max(map(len, tokenizer.get_vocab()))  # tokens of bytes have a character for each byte
+    return Served(name, tokenizer, loaded.rows, Encoder(tokenizer, templated=templated), limits, longest)
 
 
-def job_of(body: CompletionBody | ChatBody, served: Served) -> Job:
-    prompts = [_chat(body, served)] if isinstance(body, ChatBody) else _prompts(body, served)
-    for prompt in prompts:
-        _check(prompt, served, "messages" if isinstance(body, ChatBody) else "prompt")
-    samples = body.n or 1
-    if samples * len(prompts) > served.limits.samples:
-        raise ApiError(400, f"the request is for {samples * len(prompts)} samples, more than the limit of {served.limits.samples}", "n")
+def asked_of(body: CompletionBody | ChatBody, served: Served) -> list[Asked]:
+    """The prompts of a request, if they are neither more nor longer than can be: that is known before any of them is read."""
+    found = [_chat(body)] if isinstance(body, ChatBody) else _prompts(body)
+    if (samples := (body.n or 1) * len(found)) > served.limits.samples:
+        raise ApiError(400, f"the request is for {samples} samples, more than the limit of {served.limits.samples}", "n")
+    for one in found:
+        _check_size(one, served)
+    return found
+
+
+def encoded(asked: Asked, served: Served) -> list[int]:
+    """One prompt as tokens."""
+    if isinstance(asked, list):
+        tokens = asked
+    else:
+        try:
+            tokens = (served.encoder.text(asked) if isinstance(asked, str) else served.encoder.chat(asked)).tokens
+        except TemplateError as error:
+            raise ApiError(400, f"the model's chat template refuses the messages: {error}", "messages") from None
+        except UserError as error:
+            raise ApiError(400, str(error), _param(asked)) from None
+    _check(tokens, served, _param(asked))
+    return tokens
+
+
+def job_of(body: CompletionBody | ChatBody, prompts: list[list[int]], served: Served) -> Job:
     sampling = _sampling(body, _new_tokens(body, max(map(len, prompts)), served))
-    return Job([Request(prompt, _seeds(body.seed, samples)) for prompt in prompts], sampling)
+    return Job([Request(prompt, _seeds(body.seed, body.n or 1)) for prompt in prompts], sampling)
 
 
 def _seeds(first: int | None, samples: int) -> list[int]:
@@ -68,31 +97,42 @@ def _seeds(first: int | None, samples: int) -> list[int]:
     return [(first + i) % 2**64 for i in range(samples)]
 
 
-def _chat(body: ChatBody, served: Served) -> list[int]:
-    try:
-        return served.encoder.chat([{"role": one.role, "content": one.text} for one in body.messages]).tokens
-    except TemplateError as error:
-        raise ApiError(400, f"the model's chat template refuses the messages: {error}", "messages") from None
+def _chat(body: ChatBody) -> Asked:
+    return tuple({"role": one.role, "content": one.text} for one in body.messages)
 
 
-def _prompts(body: CompletionBody, served: Served) -> list[list[int]]:
-    asked = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+def _prompts(body: CompletionBody) -> list[Asked]:
+    asked: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if asked and isinstance(asked[0], int):
         asked = [asked]
     if not asked:
         raise ApiError(400, "`prompt` is an empty list", "prompt")
-    return [one if isinstance(one, list) else served.encoder.text(one).tokens for one in asked]
+    return asked
+
+
+def _check_size(asked: Asked, served: Served) -> None:
+    """Before it is read: a token has so many characters at most, and a message has a token at least."""
+    limit = served.limits.prompt
+    if isinstance(asked, list):
+        return _check(asked, served, _param(asked))
+    if isinstance(asked, tuple) and len(asked) > limit:
+        raise ApiError(400, f"there are {len(asked)} messages, more than the limit of {limit} tokens", "messages", TOO_LONG)
+    size = len(asked) if isinstance(asked, str) else sum(len(message["content"]) for message in asked)
+    if size > limit * served.longest:
+        raise ApiError(400, f"the prompt has {size} characters, more than {limit} tokens, the limit, can have", _param(asked), TOO_LONG)
+
+
+def _param(asked: Asked) -> str:
+    return "messages" if isinstance(asked, tuple) else "prompt"
 
 
 def _check(prompt: list[int], served: Served, param: str) -> None:
     if not prompt:
         raise ApiError(400, "the prompt is empty: the model needs at least one token to go on from", param)
+    if len(prompt) > served.limits.prompt:
+        raise ApiError(400, f"the prompt has {len(prompt)} tokens, more than the limit of {served.limits.prompt}", param, TOO_LONG)
     if max(prompt) >= served.vocabulary:
         raise ApiError(400, f"the token id {max(prompt)} does not exist: the model's are 0 to {served.vocabulary - 1}", param)
-    if len(prompt) > served.limits.prompt:
-        raise ApiError(
-            400, f"the prompt has {len(prompt)} tokens, more than the limit of {served.limits.prompt}", param, "context_length_exceeded"
-        )
 
 
 def _new_tokens(body: CompletionBody | ChatBody, prompt: int, served: Served) -> int:
@@ -110,7 +150,7 @@ def _new_tokens(body: CompletionBody | ChatBody, prompt: int, served: Served) ->
             400,
             f"`{name}` is {asked}, and after a prompt of {prompt} tokens there is room for {room} (the limit of both together is {served.limits.together})",
             name,
-            "context_length_exceeded",
+            TOO_LONG,
         )
     return asked
 

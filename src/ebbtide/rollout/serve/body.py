@@ -47,6 +47,8 @@ WANTED = {
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0)]
 Limit = Annotated[int, Field(ge=1, le=10**15)]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # a list of a million wrong things is wrong at the first of them, and not for a minute
 
 
 class Part(BaseModel):
@@ -58,7 +60,7 @@ class Part(BaseModel):
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True)
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[Part]
+    content: str | Many[Part]
 
     @property
     def text(self) -> str:
@@ -93,12 +95,12 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Many[str] | Many[Token] | Many[Many[Token]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
 class ChatBody(Body):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Limit | None = None

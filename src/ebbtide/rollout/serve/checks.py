@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ebbtide.errors import UserError
 
-OWN = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
 KEY = "EBBTIDE_API_KEY"
 
 

@@ -7,12 +7,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ebbtide.errors import UserError
 from ebbtide.rollout.serve.ask import Served
 from ebbtide.rollout.serve.desk import Desk
 
 LAST_SECONDS = 5  # for answers that are still being sent when the server ends
+READ_SECONDS = 30.0  # for a request to arrive
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -28,16 +30,19 @@ def url(listening: socket.socket) -> str:
 
 
 @contextmanager
-def answering(desk: Desk, served: Served, listening: socket.socket, *, key: str | None, max_body: int) -> Iterator[None]:
+def answering(
+    desk: Desk, served: Served, listening: socket.socket, *, key: str | None, max_body: int, read_seconds: float = READ_SECONDS
+) -> Iterator[None]:
     """Requests reach the desk; at the end those that are left are refused."""
     import uvicorn
 
     from ebbtide.rollout.serve.app import Api
+    from ebbtide.rollout.serve.connection import Connection
 
     api = Api(desk, served, key=key, max_body=max_body)
     settings = uvicorn.Config(
         api.app,
-        http="h11",
+        http=partial(Connection, seconds=read_seconds),  # type: ignore[arg-type]  # it is called like the class
         ws="none",
         lifespan="off",
         log_config=None,

@@ -13,10 +13,11 @@ from ebbtide.checkpoint.store import listed, newest_sound
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Model
 from ebbtide.errors import UserError
+from ebbtide.hosts import OWN
 from ebbtide.policy.model import Loaded, load_pretrained, pick_device, pick_dtype, ready
 from ebbtide.rollout.paged.verify import verified_engine
 from ebbtide.rollout.serve.ask import Limits, serve_as
-from ebbtide.rollout.serve.checks import KEY, OWN
+from ebbtide.rollout.serve.checks import KEY
 from ebbtide.rollout.serve.desk import Desk
 from ebbtide.rollout.serve.http import answering, listen, url
 from ebbtide.rollout.serve.shift import work
