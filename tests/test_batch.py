@@ -10,7 +10,7 @@ from ebbtide.batch import assemble, averaged, minibatches, requests
 from ebbtide.evaluate import evaluate, pass_at_k
 from ebbtide.rollout.engine import Completion
 from ebbtide.rollout.prompts import Prompt
-from ebbtide.tasks.scoring import Scored
+from ebbtide.tasks.answer import Scored
 from ebbtide.tasks.task import Problem, ask
 
 PROMPTS = [Prompt(Problem(ask(str(i))), str(i), [i]) for i in range(2)]

@@ -17,7 +17,7 @@ from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.policy.pack import Trajectory
 from ebbtide.rollout.engine import Completion, Request, Sampling
 from ebbtide.rollout.prompts import Prompt
-from ebbtide.tasks.scoring import Scored
+from ebbtide.tasks.answer import Scored
 
 
 @dataclass(frozen=True)

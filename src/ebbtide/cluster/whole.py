@@ -25,7 +25,8 @@ from ebbtide.memory.shards import everywhere, local
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Engine, Preempting, Request, Sampling
-from ebbtide.tasks.scoring import Scored, ScoringPool
+from ebbtide.tasks.answer import Scored
+from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem
 
 

@@ -1,0 +1,27 @@
+"""Text that others wrote (a model, a file, a name), made fit to be shown: control characters are shown, not obeyed. Imports no torch."""
+
+from __future__ import annotations
+
+import unicodedata
+
+OBEYED = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+"""Unicode's categories of what a terminal obeys (colours, cursor moves, the direction of writing) or cannot write."""
+
+
+def printable(text: str, limit: int) -> str:
+    """One line of at most about so many characters."""
+    return "".join(_shown(c) for c in cut(text, limit))
+
+
+def printable_lines(text: str) -> str:
+    """Of any length, in the lines that it has."""
+    return "".join(c if c in "\n\t" else _shown(c) for c in text)
+
+
+def cut(text: str, limit: int) -> str:
+    """In the middle, where it is longer."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
+def _shown(character: str) -> str:
+    return repr(character)[1:-1] if unicodedata.category(character) in OBEYED else character
