@@ -11,6 +11,7 @@ from typing import Any
 from ebbtide.batch import requests, training_sampling
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.json_text import json_bytes
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Engine, Preempting, Request
@@ -176,8 +177,8 @@ class SavedRollouts(Rollouts):
             }
             for prompt, group in zip(prompts, groups, strict=True)
         ]
-        with self._path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        with self._path.open("ab") as file:
+            file.writelines(json_bytes(line, ensure_ascii=True) + b"\n" for line in lines)
         return prompts, groups
 
     def figures(self) -> dict[str, float]:

@@ -16,6 +16,6 @@ def forget_after(file: Path, step: int) -> None:
             try:
                 if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                     kept.write(line)
-            except (ValueError, KeyError):
+            except (ValueError, LookupError, TypeError, RecursionError):  # not an object of a step
                 continue
     rewritten.replace(file)

@@ -26,11 +26,27 @@ def test_lines_are_whole_and_config_reads_back(tmp_path) -> None:
     run.write_rollouts([{"step": 1, "answer": "half an emoji: \ud83d"}, {"step": 1, "answer": {(1, 2): "a key of its own"}, "reward": 1.0}])
     *_, half, odd = (json.loads(line) for line in (run.path / "rollouts.jsonl").read_text().splitlines())
     assert half["answer"] == "half an emoji: \ud83d"
-    assert odd == {"step": 1, "answer": "{(1, 2): 'a key of its own'}", "reward": 1.0}
+    assert odd == {"step": 1, "answer": {"(1, 2)": "a key of its own"}, "reward": 1.0}
     written = load(str(run.path / "config.yaml"))
     assert written == load("quickstart")  # run again, it takes a folder of its own
     run.close()
     assert sorted(entry.name for entry in run.path.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl"]
+
+
+def test_a_figure_that_is_not_finite_is_null_in_every_file(tmp_path) -> None:
+    run = folder(tmp_path)
+    deep: list = []
+    deep.append(deep)
+    run.write_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "reward": 0.5})
+    run.write_rollouts([{"step": 1, "answer": {"limits": [float("-inf"), 1.0]}}, {"step": 1, "answer": deep, "reward": 1.0}])
+    run.write_plan({"seconds": float("nan")})
+    run.close()
+    lines = [line for name in ("metrics.jsonl", "rollouts.jsonl") for line in (run.path / name).read_text().splitlines()]
+    metrics, limits, endless = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert metrics == {"step": 1, "loss": None, "grad_norm": None, "reward": 0.5}
+    assert limits["answer"] == {"limits": [None, 1.0]}
+    assert endless["reward"] == 1.0
+    assert json.loads((run.path / "plan.json").read_text(), parse_constant=pytest.fail) == {"seconds": None}
 
 
 def test_a_second_run_is_refused_while_the_first_goes_on(tmp_path) -> None:

@@ -158,11 +158,14 @@ def test_a_figure_that_is_no_number_is_left_out(tmp_path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "samples": 1e400, "loss": true}\n')
     append(run / "rollouts.jsonl", sample_line(3, 0, reward=float("nan"), logprobs=[float("-inf"), 1.0, 1.0, 1.0]))
+    with (run / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward": 1e999, "logprobs": [-1e999, 1.0, 1.0, 1.0]}\n')  # JSON, and no numbers that a page could show
     shown = json.loads(build.data([Run(run)]), parse_constant=pytest.fail)["runs"][0]
     columns = shown["tables"][0]["columns"]
     assert columns["loss"][-2:] == columns["samples"][-2:] == [None, None]
-    assert shown["rollouts"][-1]["reward"] is None
-    assert shown["rollouts"][-1]["logprobs"] == [None, 1.0, 1.0, 1.0]
+    for sample in shown["rollouts"][-2:]:
+        assert sample["reward"] is None
+        assert sample["logprobs"] == [None, 1.0, 1.0, 1.0]
 
 
 def test_no_text_can_leave_the_data_element(tmp_path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 from io import FileIO, TextIOWrapper
 from pathlib import Path
@@ -13,6 +12,7 @@ from ebbtide.checkpoint.store import Saved, set_aside
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.json_text import json_bytes, json_text
 from ebbtide.steplog import forget_after
 
 LOCK = ".lock"
@@ -67,7 +67,7 @@ class RunFolder:
         return self.path / HISTORY
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        (self.path / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+        (self.path / "plan.json").write_text(json_text(plan, indent=1) + "\n")
 
     def write_start(self, line: dict[str, Any]) -> None:
         """What a process that begins or resumes the run has: one line for each."""
@@ -181,20 +181,4 @@ def _locked(folder: Path) -> TextIOWrapper:
 
 def _write(file: FileIO, lines: list[dict[str, Any]]) -> None:
     """All lines in one write to the file: Ctrl-C comes before or after it, and no line is cut in two."""
-    text = "".join(_json(line) + "\n" for line in lines)
-    file.write(text.encode(errors="backslashreplace"))  # half of a pair of surrogates, as JSON itself would write it
-
-
-def _json(line: dict[str, Any]) -> str:
-    try:
-        return json.dumps(line, ensure_ascii=False, default=str)
-    except TypeError:  # a key that JSON has none of, in something of a task's own
-        return json.dumps({key: _plain(value) for key, value in line.items()}, default=str)
-
-
-def _plain(value: Any) -> Any:
-    try:
-        json.dumps(value, default=str)
-    except TypeError:
-        return str(value)
-    return value
+    file.write(b"".join(json_bytes(line) + b"\n" for line in lines))

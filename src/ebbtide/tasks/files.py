@@ -9,6 +9,7 @@ from typing import Any
 
 from ebbtide.config.tree import FileTask
 from ebbtide.errors import UserError
+from ebbtide.json_text import DEEPEST, too_deep
 from ebbtide.tasks.scorers import check_answer, scorer
 from ebbtide.tasks.task import Message, Problem, Problems, Score, ask
 
@@ -42,6 +43,8 @@ class Files:
         return made
 
     def _problem(self, row: dict[str, Any], where: str) -> Problem:
+        if too_deep(row):
+            raise UserError(f"{where} has lists or objects more than {DEEPEST} deep inside each other: flatten it")
         for key, name in (("prompt_field", self.config.prompt_field), ("answer_field", self.config.answer_field)):
             if name not in row:
                 raise UserError(

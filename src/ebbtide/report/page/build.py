@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import UserError
+from ebbtide.json_text import json_text
 from ebbtide.report.page.run import Run, named
 
 SCRIPTS = (
@@ -35,7 +35,7 @@ def charting() -> str:
 def data(runs: Sequence[Run], *, served: bool = False) -> bytes:
     """What the page shows, as JSON that is also safe inside a script element: it has no `<`, whatever a model wrote."""
     shown: dict[str, Any] = {"served": served, "runs": [run.read() for run in runs]}
-    text = json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
+    text = json_text(shown, separators=(",", ":"))
     for character in "<>&\u2028\u2029":  # only strings can hold them, and there an escape says the same
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode(errors="backslashreplace")  # half a surrogate pair becomes its JSON escape
