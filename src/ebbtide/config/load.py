@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from ebbtide.config.explain import explained, section_at
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Config
 from ebbtide.config.written import as_meant, main_key, spread
+from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
+from ebbtide.json_text import DEEPEST
 
 T = TypeVar("T", bound=BaseModel)
-
-
-class _Yaml(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number (YAML 1.1 wants `1.0e-6`) and a key that stands twice is an error."""
-
-
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def _mapping_without_repeats(loader: _Yaml, node: yaml.MappingNode) -> dict[Any, Any]:
-    written = [key_node for key_node, _ in node.value if key_node.tag != "tag:yaml.org,2002:merge"]
-    names = [loader.construct_object(key_node, deep=True) for key_node in written]
-    for place, (name, key_node) in enumerate(zip(names, written, strict=True)):
-        if name in names[:place]:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands here twice", key_node.start_mark)
-        if not isinstance(name, str):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} is not a text", key_node.start_mark)
-    loader.flatten_mapping(node)
-    return {loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value}
-
-
-_Yaml.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
 
 
 def recipes() -> dict[str, str]:
@@ -117,10 +91,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        tree = yaml.load(text, _Yaml)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that does not exist, a thousand brackets
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    tree = read_yaml(text, where)
     if tree is None:
         raise UserError(f"{where} is empty: it must hold `key: value` lines")
     if not isinstance(tree, dict):
@@ -142,12 +113,9 @@ def _override(tree: dict[str, Any], override: str, root: type[BaseModel]) -> Any
     """Sets `a.b=c` in `tree`, and returns the value: read as YAML, so `null`, `1e-6` and `[1, 2]` mean what they do in a file."""
     dotted, equals, text = override.partition("=")
     keys = dotted.lstrip("+").split(".")  # Hydra's sign for a new key
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > DEEPEST:
         raise UserError(f"`{override}` is not an override: write `section.key=value`, as in `train.steps=50`")
-    try:
-        value = yaml.load(text, _Yaml) if text else ""  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"the value of `{override}` is not valid YAML: {' '.join(str(error).split())}") from None
+    value = read_yaml(text, f"the value of `{override}`") if text else ""
     for depth, key in enumerate(keys[:-1]):
         below = tree.get(key)
         if below is None or below is True:

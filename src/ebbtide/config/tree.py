@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ebbtide.errors import UserError
+from ebbtide.printable import has_controls
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -41,6 +42,13 @@ class Run(Section):
 
     distributed_timeout_minutes: Positive = 10.0
     """How long ranks wait for each other: in training, when they save or load together, and for those that only generate to get any further."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Run:
+        for key, name in (("name", self.name), ("folder", self.folder)):
+            if name is not None and has_controls(name):
+                raise ValueError(f"`run.{key}` is {name!r}, which has control characters or halves of characters: leave them out")
+        return self
 
     @model_validator(mode="after")
     def _overwrite_what(self) -> Run:

@@ -19,12 +19,13 @@ from ebbtide.errors import UserError
 from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.residency import Residency
 from ebbtide.planning import RunPlan
+from ebbtide.printable import printable
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.page.build import installed, write
 from ebbtide.report.pieces import Pieces
 from ebbtide.report.sinks import Sink, sinks
-from ebbtide.report.terminal import Terminal, printable
+from ebbtide.report.terminal import Terminal
 from ebbtide.report.versions import start
 
 MOST_REASONS = 5  # a scorer can fail in a new way for every sample

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.batch import Sample
+from ebbtide.printable import printable, printable_lines
 
 # (label, key, format): the step line, left to right.
 COLUMNS = (
@@ -62,7 +62,7 @@ class Terminal:
             self._bar.remove_task(task)
 
     def say(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style))
+        self.console.print(Text(printable_lines(text), style=style))
 
     def step_line(self, step: int, metrics: dict[str, float]) -> None:
         parts = self._figures(step, metrics)
@@ -115,10 +115,3 @@ class Terminal:
                 f"{sample.advantage:+.2f}",
             )
         self.console.print(table)
-
-
-def printable(text: str, limit: int) -> str:
-    """Model text for a terminal: control characters (colours, cursor moves) shown, not obeyed; long text cut in the middle."""
-    if len(text) > limit:
-        text = f"{text[: limit // 2]} … {text[-limit // 2 :]}"
-    return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") else c for c in text)

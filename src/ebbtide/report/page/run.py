@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
 from ebbtide.report.page.lines import JSON, Followed, foreign, some_of
 from ebbtide.report.page.metrics import looked_at, middle, number, tables
@@ -103,8 +102,8 @@ def _plan(path: Path) -> Any:
 def _mapping(path: Path) -> dict[str, Any]:
     """config.yaml as it is: it may be of another version, whose keys this one does not know."""
     try:
-        found = yaml.safe_load(path.read_bytes())
-    except (FileNotFoundError, yaml.YAMLError, ValueError, RecursionError):
+        found = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (FileNotFoundError, UnicodeDecodeError, UserError):
         return {}
     return found if isinstance(found, dict) else {}
 

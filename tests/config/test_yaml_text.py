@@ -1,0 +1,49 @@
+"""What a config's YAML may hold: everything else is an error that says where, at once."""
+
+import pytest
+
+from ebbtide.config.yaml_text import read_yaml
+from ebbtide.errors import UserError
+
+TENFOLD = "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefghi", "bcdefghij", strict=True))
+MERGED = "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 10)}]}}\n" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
+CHAIN = "".join(f"v{number}: &v{number} [*v{number - 1}]\n" for number in range(1, 200))
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("a: &a [1]\n" + TENFOLD, "with its aliases written out it has more than 1,000,000 characters"),
+        ("a: &a {x: 1}\n" + MERGED, "with its aliases written out it has more than 1,000,000 characters"),
+        ("v0: &v0 [1]\n" + CHAIN, "more than 100 deep"),
+        ("a: &a [*a]", "an alias stands for a value that it is part of"),
+        ("a: " + "[" * 150 + "]" * 150, "more than 100 deep"),
+        ("a: !!timestamp x", "`!!timestamp` is no kind of value that a config has"),
+        ("a: !!binary x", "`!!binary` is no kind of value"),
+        ("a: !!set {x: null}", "`!!set` is no kind of value"),
+        ("a: !!python/object/apply:os.getcwd []", "`!!python/object/apply:os.getcwd` is no kind of value"),
+        ("a: !mine 3", "`!mine` is no kind of value"),
+        ("a: !!bool x", "'x' is not written as `!!bool` is"),
+        ('a: !!int ""', "'' is not written as `!!int` is"),
+        ("a: !!float x", "'x' is not written as `!!float` is"),
+        (r'a: "half \ud800"', "has a character that neither files nor models know"),
+        (r'"\0": 1', "has a character that neither files nor models know"),
+        ("a: 1" + ":00" * 400 + ".5", "too large"),
+        ("a: " + "9" * 5000, "4300"),
+        ("a: \x1b[31m", "special characters are not allowed"),
+        ("a: 1\n---\nb: 2", "another document"),
+    ],
+)
+def test_what_no_config_holds_is_refused(text, needle) -> None:
+    with pytest.raises(UserError, match="this text is not valid YAML") as caught:
+        read_yaml(text, "this text")
+    assert needle in str(caught.value)
+
+
+def test_what_people_write_is_read() -> None:
+    text = "usual: &usual {lr: 1e-6, day: 2024-02-30}\nmine: {<<: *usual, lr: !!str 3}\nlist: [*usual, =, ~, .5, yes, 0x10]\n"
+    usual = {"lr": 1e-6, "day": "2024-02-30"}
+    assert read_yaml(text, "") == {"usual": usual, "mine": {**usual, "lr": "3"}, "list": [usual, "=", None, 0.5, True, 16]}
+    assert read_yaml("# nothing", "") is None
