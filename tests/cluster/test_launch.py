@@ -17,7 +17,7 @@ import yaml
 from conftest import TINY, merged
 from ebbtide.checkpoint.store import listed
 from ebbtide.cluster import on_ray
-from ebbtide.cluster.launch import Asked, free_port, show
+from ebbtide.cluster.launch import STOPPED_LOOKS, Asked, Looks, free_port, launch, show
 from ebbtide.cluster.leash import Failure, Job
 from ebbtide.errors import UserError
 
@@ -165,6 +165,40 @@ def test_how_long_ranks_may_go_on() -> None:
         left([], [signal.SIGTERM, signal.SIGINT]),
     ):
         assert soon < 20
+
+
+def sleeping(*_) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "1000"])
+
+
+def test_a_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path, tiny, monkeypatch) -> None:
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def start(*_) -> subprocess.Popen[bytes]:
+        ranks.append(sleeping())
+        if len(ranks) == 2:
+            ranks[1].send_signal(signal.SIGSTOP)
+        return ranks[-1]
+
+    monkeypatch.setattr("ebbtide.cluster.launch.start_rank", start)
+    monkeypatch.setattr("ebbtide.cluster.launch.TICK", 0.01)
+    with pytest.raises(UserError, match=r"rank 1 \(process \d+\) was stopped \(SIGSTOP\)"):
+        launch(Job("test", tiny(), None), 2, print)
+    assert [rank.wait() for rank in ranks] == [-signal.SIGKILL] * 2
+
+
+def test_a_rank_that_goes_on_in_time_is_left_alone() -> None:
+    with sleeping() as rank:
+        looks = Looks(1, rank)
+        rank.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+        assert [looks.failure() for _ in range(STOPPED_LOOKS - 1)] == [None] * (STOPPED_LOOKS - 1)
+        rank.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, rank.pid, os.WCONTINUED | os.WNOWAIT)
+        assert [looks.failure() for _ in range(STOPPED_LOOKS)] == [None] * STOPPED_LOOKS
+        rank.kill()
+        rank.wait()
+        assert looks.failure() is None
 
 
 def test_of_several_errors_the_first_is_shown_and_one_that_a_user_can_mend_as_such(tmp_path) -> None:

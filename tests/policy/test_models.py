@@ -1,5 +1,8 @@
 """Every supported family: packed log-probs equal the model's own padded forward, from scratch and from a folder."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -157,3 +160,25 @@ def test_pack_covers_all(tiny) -> None:
     items = trajectories(11)
     batches = pack(items, 16, torch.device("cpu"))
     assert sorted(member for batch in batches for member in batch.members) == [0, 1, 2, 3]
+
+
+def test_weights_in_a_pickle_are_refused(tiny, tmp_path) -> None:
+    """Whether they would run something or not."""
+    model, tokenizer = load_model(tiny()).model, scratch_tokenizer("0123456789=")
+    model.config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ran = tmp_path / "ran"
+
+    class Hostile:
+        def __reduce__(self):
+            return Path.touch, (ran,)
+
+    config = tiny({"model": {"path": str(tmp_path)}})
+    for weights in (model.state_dict(), {"w": Hostile()}):
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+        with pytest.raises(UserError, match=r"has its weights in pytorch_model.bin, a pickle file.*only safetensors are"):
+            load_model(config)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"w": "pytorch_model.bin"}}))
+    with pytest.raises(UserError, match="could not be loaded"):
+        load_model(config)
+    assert not ran.exists()

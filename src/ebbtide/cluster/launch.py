@@ -24,6 +24,8 @@ from ebbtide.errors import UserError
 GRACE = 5.0  # seconds for the others to end by themselves when one has failed
 LAST_WORDS = 120.0  # seconds for the others when one has stopped as it was asked to: they were saved together, and one that still waits for another cannot hear
 LAST_LINES = 20  # of what a rank said before it was killed
+TICK = 1.0  # seconds between looks at ranks
+STOPPED_LOOKS = 30  # that a rank may be found stopped in a row: those that wait for it would find out after `run.distributed_timeout_minutes`, each with an error of its own
 
 
 def to_start(config: Config) -> int:
@@ -114,8 +116,33 @@ class Asked:
         """Seconds."""
         return max(0.0, self._end - time.monotonic())
 
+    def give_up(self) -> None:
+        self._at_most(0.0)
+
     def _at_most(self, seconds: float) -> None:
         self._end = min(self._end, time.monotonic() + seconds)
+
+
+class Looks:
+    """At whether a rank is stopped (SIGSTOP). Counted in looks and not in seconds: a cluster that suspends a run stops this process as well."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._rank, self._process, self._stopped = rank, process, 0
+
+    def failure(self) -> Failure | None:
+        """Of a rank that has been stopped for too long; to be called once a tick."""
+        try:
+            found = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has ended
+            found = None
+        self._stopped = self._stopped + 1 if found is not None else 0
+        if self._stopped < STOPPED_LOOKS:
+            return None
+        text = (
+            f"rank {self._rank} (process {self._process.pid}) was stopped (SIGSTOP) and not continued (SIGCONT) within {STOPPED_LOOKS * TICK:g} s; "
+            "the others wait for it, so the run has ended. Go on from its last checkpoint with `resume=auto`"
+        )
+        return Failure(self._rank, text, True, time.time())
 
 
 class _Started:
@@ -134,6 +161,7 @@ class _Started:
         if "OMP_NUM_THREADS" not in os.environ:
             shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
         self._processes = [self._start(rank, shared, leash) for rank in range(count)]
+        self._looks = [Looks(rank, process) for rank, process in enumerate(self._processes)]
         os.close(leash)
 
     def _start(self, rank: int, shared: dict[str, str], leash: int) -> subprocess.Popen[bytes]:
@@ -150,8 +178,11 @@ class _Started:
                 for process in self._processes:
                     process.kill()
             try:
-                rank, ended, when = self._ended.get(timeout=1.0)
+                rank, ended, when = self._ended.get(timeout=TICK)
             except queue.Empty:
+                if not code and not killed and (stopped := [failure for look in self._looks if (failure := look.failure())]):
+                    self._lost, code = stopped[:1], 2
+                    self._asked.give_up()
                 continue
             going -= 1
             ended = STOPPED if killed and self._asked.sent else self._asked.ended(ended)

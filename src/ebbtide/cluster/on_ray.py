@@ -19,7 +19,7 @@ from typing import Any
 
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import listed, newest_sound
-from ebbtide.cluster.launch import Asked, free_port, killed_by, show, start_rank
+from ebbtide.cluster.launch import TICK, Asked, Looks, free_port, killed_by, show, start_rank
 from ebbtide.cluster.leash import STOPPED, Failure, Job
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
@@ -53,8 +53,14 @@ class RankActor:
                 leash, end = os.pipe()
                 self._process = start_rank(folder, environment, leash, cwd)
             os.close(leash)
-            code = self._asked.ended(self._process.wait())
+            looks, stopped = Looks(int(environment["RANK"]), self._process), None
+            while (ended := _ended_within(self._process, TICK)) is None:
+                if (stopped := stopped or looks.failure()) is not None:
+                    self._process.kill()
             os.close(end)
+            if stopped is not None:
+                return 2, stopped
+            code = self._asked.ended(ended)
             return (code, Failure.first(folder)) if code >= 0 else (1, killed_by(folder, int(environment["RANK"]), -code, time.time()))
 
     def send(self, number: int) -> None:
@@ -63,6 +69,14 @@ class RankActor:
             self._asked.note(number)
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(number)
+
+
+def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Its exit code."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def launch_on_ray(job: Job, count: int, say: Callable[[str], None]) -> int:

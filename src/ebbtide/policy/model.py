@@ -7,6 +7,8 @@ import warnings
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -96,7 +98,8 @@ def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model at `model.path`, on the CPU, with all that its files hold."""
     transformers_logging.disable_progress_bar()  # our own progress is shown instead
     model: PreTrainedModel
-    model, info = _pretrained(config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+    _refuse_pickles(config)
+    model, info = _pretrained(config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True, use_safetensors=True)
     if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
         raise UserError(
             f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
@@ -105,6 +108,18 @@ def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
         parameter.data = parameter.data.contiguous()
     return model
+
+
+def _refuse_pickles(config: ModelConfig) -> None:
+    """With the way out. Of a hub id transformers says that there are no safetensors."""
+    assert config.path is not None  # as above
+    folder = Path(locate(config.path).folder)
+    if folder.is_dir() and not any(folder.glob("*.safetensors*")) and (found := sorted(folder.glob("pytorch_model*.bin"))):
+        raise UserError(
+            f"`model.path: {config.path}` has its weights in {found[0].name}, a pickle file, which can run code as it is read: only safetensors are. "
+            "Get the model with those, or, if you trust it, write them with transformers: "
+            "`AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)`"
+        )
 
 
 def ready(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Loaded:
@@ -180,7 +195,7 @@ def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
             return kind.from_pretrained(folder, **NO_CODE, **options)
     except ImportError as error:
         raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
-    except (OSError, ValueError, KeyError, RuntimeError, struct.error, SafetensorError) as error:  # what half a file raises
+    except (OSError, ValueError, KeyError, RuntimeError, struct.error, SafetensorError, UnpicklingError) as error:  # half a file
         _refuse_code(error, f"`model.path: {config.path}`")
         raise UserError(
             f"`model.path: {config.path}` could not be loaded as a causal language model: {' '.join(str(error).split())} "
