@@ -27,7 +27,7 @@ def too_deep(row: Any) -> bool:
     level, depth = [row], 0
     while level and depth <= DEEPEST:
         inside = [below for one in level for below in (one.values() if isinstance(one, dict) else one)]
-        level, depth = [below for below in inside if isinstance(below, dict | list)], depth + 1
+        level, depth = [below for below in inside if isinstance(below, dict | list | tuple)], depth + 1
     return bool(level)
 
 

@@ -23,6 +23,13 @@ def task(seconds: float = 1.0, workers: int = 2) -> Task:
     return Task.model_validate({"python": {"object": "misbehaving:Misbehaving"}, "scoring": {"seconds": seconds, "workers": workers}})
 
 
+@pytest.fixture(scope="module")
+def patient():
+    """A pool for tests that wait for no time limit."""
+    with ScoringPool(task(seconds=20.0, workers=1), seed=0) as pool:
+        yield pool
+
+
 def test_each_failure_costs_its_sample_alone(capfd) -> None:
     expected = {
         "fine": None,
@@ -46,7 +53,7 @@ def test_each_failure_costs_its_sample_alone(capfd) -> None:
     }
     said = [text for bad in expected for text in (bad, "fine")]
     seen: list[tuple[int, int]] = []
-    with ScoringPool(task(), seed=0) as pool:
+    with ScoringPool(task(workers=3), seed=0) as pool:
         scored = pool.score([(PROBLEM, text) for text in said], lambda done, of: seen.append((done, of)))
         again = pool.score([(PROBLEM, "fine")] * 3)
     assert {text: score.failure for text, score in zip(said, scored, strict=True)} == expected
@@ -68,16 +75,14 @@ def test_results_come_back_in_order() -> None:
     assert [score.value for score in scored] == [float(bool(i % 3)) for i in range(200)]
 
 
-def test_a_child_of_the_scorer_answers_for_nobody() -> None:
+def test_a_child_of_the_scorer_answers_for_nobody(patient) -> None:
     """One that raises in a child that it forked: the child must not go on as a second worker, whose answers would be taken for those of others."""
-    with ScoringPool(task(seconds=20.0, workers=1), seed=0) as pool:
-        scored = [pool.score([(PROBLEM, text)])[0] for text in ("fork", "raise", "fine", "fork", "nan", "fine")]
+    scored = [patient.score([(PROBLEM, text)])[0] for text in ("fork", "raise", "fine", "fork", "nan", "fine")]
     assert [score.failure for score in scored] == [None, "error", None, None, "not_finite", None]
 
 
-def test_texts_from_a_scorer_are_limited() -> None:
-    with ScoringPool(task(seconds=20.0, workers=1), seed=0) as pool:
-        error, named = pool.score([(PROBLEM, "long error"), (PROBLEM, "odd name")])
+def test_texts_from_a_scorer_are_limited(patient) -> None:
+    error, named = patient.score([(PROBLEM, "long error"), (PROBLEM, "odd name")])
     assert error.failure == "error"
     assert len(error.message) < MOST_MESSAGE + 10
     (name,) = named.parts
@@ -91,9 +96,8 @@ def test_workers_hold_nothing_out() -> None:
         assert pool.score([(Problem(ask("p"), "3"), "3")])[0].value == 1.0
 
 
-def test_nothing_to_score() -> None:
-    with ScoringPool(task(workers=1), seed=0) as pool:
-        assert pool.score([]) == []
+def test_nothing_to_score(patient) -> None:
+    assert patient.score([]) == []
 
 
 def test_a_process_that_stops_between_completions_takes_no_more_and_is_replaced() -> None:
@@ -104,13 +108,12 @@ def test_a_process_that_stops_between_completions_takes_no_more_and_is_replaced(
     assert [score.failure for score in scored] == ["timeout", None]
 
 
-def test_a_process_that_dies_between_completions_costs_none(tmp_path) -> None:
-    with ScoringPool(task(seconds=20.0, workers=1), seed=0) as pool:
-        os.mkfifo(tmp_path / "now")
-        assert pool.score([(PROBLEM, f"exit when told: {tmp_path / 'now'}")])[0].failure is None
-        (tmp_path / "now").write_text("now")
-        assert select.select([pool._workers[0].process], [], [], 20.0)[0]
-        assert [score.failure for score in pool.score([(PROBLEM, "fine")] * 2)] == [None] * 2
+def test_a_process_that_dies_between_completions_costs_none(tmp_path, patient) -> None:
+    os.mkfifo(tmp_path / "now")
+    assert patient.score([(PROBLEM, f"exit when told: {tmp_path / 'now'}")])[0].failure is None
+    (tmp_path / "now").write_text("now")
+    assert select.select([patient._workers[0].process], [], [], 20.0)[0]
+    assert [score.failure for score in patient.score([(PROBLEM, "fine")] * 2)] == [None] * 2
 
 
 @pytest.fixture
@@ -164,13 +167,18 @@ def test_scorers_end_with_a_run_that_is_killed(others) -> None:
     assert there.poll(20_000) == [(end, select.POLLHUP)]  # the last of them is gone
 
 
-def test_a_problem_that_cannot_be_sent_costs_itself() -> None:
+class Unwilling:
+    def __reduce__(self):
+        raise RuntimeError("not this one")
+
+
+def test_a_problem_that_cannot_be_sent_costs_itself(patient) -> None:
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    with ScoringPool(task(workers=1), seed=0) as pool:
-        scored = pool.score([(Problem(ask("p"), lambda: None), "fine"), (Problem(ask("p"), deep), "fine"), (PROBLEM, "fine")])
-    assert [score.failure for score in scored] == ["error", "error", None]
+    answers = [lambda: None, deep, Unwilling(), 1]
+    scored = patient.score([(Problem(ask("p"), answer), "fine") for answer in answers])
+    assert [score.failure for score in scored] == ["error", "error", "error", None]
     assert "cannot be sent" in scored[0].message
 
 

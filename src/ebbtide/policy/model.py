@@ -113,8 +113,11 @@ def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _refuse_pickles(config: ModelConfig) -> None:
     """With the way out. Of a hub id transformers says that there are no safetensors."""
     assert config.path is not None  # as above
-    folder = Path(locate(config.path).folder)
-    if folder.is_dir() and not any(folder.glob("*.safetensors*")) and (found := sorted(folder.glob("pytorch_model*.bin"))):
+    place, gguf = locate(config.path)
+    folder = Path(place)
+    if gguf is not None or not folder.is_dir() or any(folder.glob("*.safetensors*")):
+        return
+    if found := sorted(folder.glob("pytorch_model*.bin")):
         raise UserError(
             f"`model.path: {config.path}` has its weights in {found[0].name}, a pickle file, which can run code as it is read: only safetensors are. "
             "Get the model with those, or, if you trust it, write them with transformers: "

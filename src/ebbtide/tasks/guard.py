@@ -9,7 +9,6 @@ import ctypes
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -87,7 +86,3 @@ def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

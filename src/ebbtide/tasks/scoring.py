@@ -6,7 +6,6 @@ gives no reward that can be trained on is counted. Each costs its sample (reward
 
 from __future__ import annotations
 
-import pickle
 import selectors
 import time
 from collections import deque
@@ -83,7 +82,7 @@ class ScoringPool:
                     item = waiting.popleft()
                     try:
                         worker.hand(item, *work[item], self._config.scoring.seconds)
-                    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+                    except Exception as error:  # noqa: BLE001 (a problem may be of any class of the task's, and say itself how it is pickled)
                         note(item, failed("error", f"the problem cannot be sent to a scoring process: {error}"))
             for worker in self._due():
                 note(worker.item, self._collect(worker))
