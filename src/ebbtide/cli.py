@@ -197,7 +197,8 @@ def _run(job: Job) -> None:
         job = replace(job, resumed=find(config, _say))
         _say("starting (torch and transformers take a few seconds to load)", "dim")
     if (count := to_start(config)) > 0:
-        raise typer.Exit(launch_on_ray(job, count, _say) if config.cluster and config.cluster.ray else launch(job, count, _say))
+        start = launch_on_ray if config.cluster and config.cluster.ray else launch
+        raise typer.Exit(start(job, count, _say))
     from ebbtide.rank import run_rank
 
     try:

@@ -1,4 +1,4 @@
-"""JSON that every reader takes: without NaN and infinities, which Python's own writer lets through, and of any value that a task may have. Imports no torch."""
+"""JSON that every reader takes: without NaN and infinities, which Python writes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def json_bytes(value: Any, **options: Any) -> bytes:
-    return json_text(value, **options).encode(errors="backslashreplace")  # half of a pair of surrogates, as JSON itself would write it
+    """In UTF-8; half of a pair of surrogates is as JSON itself would write it."""
+    return json_text(value, **options).encode(errors="backslashreplace")
 
 
 def too_deep(row: Any) -> bool:

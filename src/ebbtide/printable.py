@@ -1,4 +1,4 @@
-"""Text that others wrote (a model, a file, a name), made fit to be shown: control characters are shown, not obeyed. Imports no torch."""
+"""Text that others wrote (a model, a file, a name), for a terminal: control characters are shown, not obeyed."""
 
 from __future__ import annotations
 

@@ -176,9 +176,10 @@ def test_weights_in_a_pickle_are_refused(tiny, tmp_path) -> None:
     config = tiny({"model": {"path": str(tmp_path)}})
     for weights in (model.state_dict(), {"w": Hostile()}):
         torch.save(weights, tmp_path / "pytorch_model.bin")
-        with pytest.raises(UserError, match=r"has its weights in pytorch_model.bin, a pickle file.*only safetensors are"):
+        with pytest.raises(UserError, match=r"has its weights in pytorch_model.bin, a pickle.*only safetensors are"):
             load_model(config)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"w": "pytorch_model.bin"}}))
+    index = {"metadata": {}, "weight_map": {"w": "pytorch_model.bin"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="could not be loaded"):
         load_model(config)
     assert not ran.exists()

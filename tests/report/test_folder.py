@@ -39,10 +39,10 @@ def test_a_figure_that_is_not_finite_is_null_in_every_file(tmp_path) -> None:
     deep: list = []
     deep.append(deep)
     run.write_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "reward": 0.5})
-    run.write_rollouts([{"step": 1, "answer": {"limits": [float("-inf"), 1.0]}}, {"step": 1, "answer": deep, "reward": 1.0}])
+    run.write_rollouts([{"answer": {"limits": [float("-inf"), 1.0]}}, {"answer": deep, "reward": 1.0}])
     run.write_plan({"seconds": float("nan")})
     run.close()
-    lines = [line for name in ("metrics.jsonl", "rollouts.jsonl") for line in (run.path / name).read_text().splitlines()]
+    lines = [*(run.path / "metrics.jsonl").open(), *(run.path / "rollouts.jsonl").open()]
     metrics, limits, endless = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert metrics == {"step": 1, "loss": None, "grad_norm": None, "reward": 0.5}
     assert limits["answer"] == {"limits": [None, 1.0]}

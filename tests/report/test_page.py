@@ -159,7 +159,7 @@ def test_a_figure_that_is_no_number_is_left_out(tmp_path) -> None:
         file.write('{"step": 4, "samples": 1e400, "loss": true}\n')
     append(run / "rollouts.jsonl", sample_line(3, 0, reward=float("nan"), logprobs=[float("-inf"), 1.0, 1.0, 1.0]))
     with (run / "rollouts.jsonl").open("a") as file:
-        file.write('{"step": 3, "reward": 1e999, "logprobs": [-1e999, 1.0, 1.0, 1.0]}\n')  # JSON, and no numbers that a page could show
+        file.write('{"step": 3, "reward": 1e999, "logprobs": [-1e999, 1.0, 1.0, 1.0]}\n')  # JSON, and no floats
     shown = json.loads(build.data([Run(run)]), parse_constant=pytest.fail)["runs"][0]
     columns = shown["tables"][0]["columns"]
     assert columns["loss"][-2:] == columns["samples"][-2:] == [None, None]

@@ -1,4 +1,4 @@
-"""A task whose scorer does what its completion says: hang, die, raise, return nonsense. Imported by scoring processes."""
+"""A task whose scorer does what its completion says: hang, die, raise, return nonsense. For scoring processes."""
 
 import os
 import signal
@@ -81,12 +81,13 @@ class Misbehaving:
 
 def to_the_run(data: bytes) -> None:
     """Past the scorer's own means: what leads to the run is the one socket that is there."""
-    (channel,) = (int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and "socket:" in os.readlink(entry))
+    there = {int(entry.name): entry for entry in Path("/proc/self/fd").iterdir()}
+    (channel,) = (number for number, entry in there.items() if entry.is_symlink() and "socket:" in os.readlink(entry))
     os.write(channel, data)
 
 
 def leave_others(pipe: str) -> None:
-    """A child and an orphan, each with a session of its own; all hold this pipe, in which there is something when they are there."""
+    """A child and an orphan, each with a session of its own; all hold this pipe, not empty when they are there."""
     with open(pipe, "w") as held:
         KEPT.append(os.dup(held.fileno()))
         subprocess.Popen(["sleep", "1000"], stdout=held, start_new_session=True)

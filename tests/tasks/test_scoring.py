@@ -155,7 +155,8 @@ if __name__ == "__main__":
 def test_scorers_end_with_a_run_that_is_killed(others) -> None:
     pipe, end = others
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    run = subprocess.Popen([sys.executable, "-c", RUN, f"leave others and hang: {pipe}"], env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": path}
+    run = subprocess.Popen([sys.executable, "-c", RUN, f"leave others and hang: {pipe}"], env=environment)
     try:
         there = select.poll()
         there.register(end, select.POLLIN)

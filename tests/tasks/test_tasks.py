@@ -181,7 +181,7 @@ def test_an_answer_that_cannot_be_judged_by_is_named_with_its_row(tmp_path, scor
             '{"prompt": "x", "answer": 1, "more": ' + "[" * 900 + "]" * 900 + "}\n",
             "line 1, has lists or objects more than 100 deep",
         ),
-        ("a.jsonl", '{"prompt": "x", "answer": ' + '{"a": ' * 101 + "1" + "}" * 101 + "}\n", "line 1, has lists or objects more than 100"),
+        ("a.jsonl", '{"prompt": "x", "answer": ' + '{"a": ' * 101 + "1" + "}" * 102 + "\n", "line 1, has lists"),
         ("a.jsonl", '{"prompt": "x", "answer": null}\n', "cannot judge by, 'None': there is none"),
         ("a.jsonl", '{"prompt": "x", "answer": 1}\n', "takes all 1 problems"),
         ("a.csv", "prompt,answer\n", "must end in .jsonl or .parquet"),

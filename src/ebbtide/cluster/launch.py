@@ -25,7 +25,9 @@ GRACE = 5.0  # seconds for the others to end by themselves when one has failed
 LAST_WORDS = 120.0  # seconds for the others when one has stopped as it was asked to: they were saved together, and one that still waits for another cannot hear
 LAST_LINES = 20  # of what a rank said before it was killed
 TICK = 1.0  # seconds between looks at ranks
-STOPPED_LOOKS = 30  # that a rank may be found stopped in a row: those that wait for it would find out after `run.distributed_timeout_minutes`, each with an error of its own
+STOPPED_LOOKS = 30
+"""In which a rank may be found stopped in a row. Those that wait for it would find out after
+`run.distributed_timeout_minutes`, each with an error of its own."""
 
 
 def to_start(config: Config) -> int:
@@ -124,7 +126,7 @@ class Asked:
 
 
 class Looks:
-    """At whether a rank is stopped (SIGSTOP). Counted in looks and not in seconds: a cluster that suspends a run stops this process as well."""
+    """At whether a rank is stopped (SIGSTOP), and not at a clock: what suspends a run stops this process too."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self._rank, self._process, self._stopped = rank, process, 0
@@ -139,7 +141,8 @@ class Looks:
         if self._stopped < STOPPED_LOOKS:
             return None
         text = (
-            f"rank {self._rank} (process {self._process.pid}) was stopped (SIGSTOP) and not continued (SIGCONT) within {STOPPED_LOOKS * TICK:g} s; "
+            f"rank {self._rank} (process {self._process.pid}) was stopped (SIGSTOP) "
+            f"and not continued (SIGCONT) within {STOPPED_LOOKS * TICK:g} s; "
             "the others wait for it, so the run has ended. Go on from its last checkpoint with `resume=auto`"
         )
         return Failure(self._rank, text, True, time.time())
@@ -180,7 +183,8 @@ class _Started:
             try:
                 rank, ended, when = self._ended.get(timeout=TICK)
             except queue.Empty:
-                if not code and not killed and (stopped := [failure for look in self._looks if (failure := look.failure())]):
+                stopped = [failure for look in self._looks if (failure := look.failure()) is not None]
+                if stopped and not code and not killed:
                     self._lost, code = stopped[:1], 2
                     self._asked.give_up()
                 continue

@@ -47,7 +47,7 @@ class Run(Section):
     def _names(self) -> Run:
         for key, name in (("name", self.name), ("folder", self.folder)):
             if name is not None and has_controls(name):
-                raise ValueError(f"`run.{key}` is {name!r}, which has control characters or halves of characters: leave them out")
+                raise ValueError(f"`run.{key}` is {name!r}, which has control characters or half ones: remove them")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""YAML as a config has it: texts, numbers, lists and mappings, as many as a person writes. Whatever else a file holds is an error that says where."""
+"""YAML as a config has it: texts, numbers, lists and mappings, as many as a person writes. All else is an error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from yaml.constructor import ConstructorError
 from ebbtide.errors import UserError
 from ebbtide.json_text import DEEPEST
 
-LARGEST = 1_000_000  # characters and values, counted each time that an alias repeats them: a few lines of aliases can stand for billions
+LARGEST = 1_000_000  # characters and values, counted wherever an alias repeats them: a few lines can be billions
 PREFIX = "tag:yaml.org,2002:"
-KINDS = {yaml.ScalarNode: ("str", "int", "float", "bool", "null", "merge"), yaml.SequenceNode: ("seq",), yaml.MappingNode: ("map",)}
+KINDS = {
+    yaml.ScalarNode: ("str", "int", "float", "bool", "null", "merge"),
+    yaml.SequenceNode: ("seq",),
+    yaml.MappingNode: ("map",),
+}
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number (YAML 1.1 wants `1.0e-6`), a date is a text, and a key that stands twice is an error."""
+    """YAML in which `1e-6` is a number (YAML 1.1 wants `1.0e-6`), a date a text, and a key that stands twice wrong."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in known if tag not in (f"{PREFIX}timestamp", f"{PREFIX}value")]
@@ -44,7 +48,7 @@ def _mapping_without_repeats(loader: _Yaml, node: yaml.MappingNode) -> dict[Any,
             raise _error(f"the key {name!r} stands here twice", key_node)
         names.add(name)
     loader.flatten_mapping(node)
-    return {loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value}
+    return dict([loader.construct_object(part, deep=True) for part in pair] for pair in node.value)
 
 
 _Yaml.add_constructor("tag:yaml.org,2002:map", _mapping_without_repeats)
@@ -59,12 +63,12 @@ def read_yaml(text: str, where: str) -> Any:
             return None
         _measure(loader, node, {})
         return loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # also a number of thousands of digits
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # also a number without end
         raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _measure(loader: _Yaml, node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """(size, depth) of what a node stands for, each node looked at once; raises where it stands for what no config has."""
+    """(size, depth) of what a node stands for, each looked at once; raises where it stands for what no config has."""
     if id(node) in known:
         found = known[id(node)]
         if found is None:
@@ -96,7 +100,7 @@ def _check_kind(loader: _Yaml, node: yaml.Node) -> None:
     if kind != "str" and node.tag != plain:
         raise _error(f"{node.value!r} is not written as `!!{kind}` is: leave `!!{kind}` out", node)
     if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):
-        raise _error(f"{node.value!r} has a character that neither files nor models know (a zero, or half of a pair)", node)
+        raise _error(f"{node.value!r} has a zero or half of a character, which neither files nor models take", node)
 
 
 def _error(what: str, node: yaml.Node) -> ConstructorError:

@@ -119,9 +119,9 @@ def _refuse_pickles(config: ModelConfig) -> None:
         return
     if found := sorted(folder.glob("pytorch_model*.bin")):
         raise UserError(
-            f"`model.path: {config.path}` has its weights in {found[0].name}, a pickle file, which can run code as it is read: only safetensors are. "
-            "Get the model with those, or, if you trust it, write them with transformers: "
-            "`AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)`"
+            f"`model.path: {config.path}` has its weights in {found[0].name}, a pickle file, "
+            "which can run code as it is read: only safetensors are. Get the model with those, or, if you trust it, "
+            "write them with transformers: `AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)`"
         )
 
 

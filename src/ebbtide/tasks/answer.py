@@ -1,4 +1,7 @@
-"""What a scoring process says of a completion: one line of JSON. Foreign code runs in that process, so what comes from there is checked and cut, and never unpickled."""
+"""What a scoring process says of a completion: one line of JSON.
+
+Foreign code runs in that process, so what comes from there is checked and cut, and never unpickled.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ Judged = Literal["error", "not_finite", "too_large"]
 Failure = Literal["timeout", "crash"] | Judged
 
 LARGEST = 1e6
-"""A reward or part beyond it costs its sample. Rewards are scores of about 1; a million is far above any of them, and far below where squares, sums and float32 overflow."""
+"""A reward or part beyond it costs its sample. Rewards are scores of about 1: a million is far above any of them, and
+far below where squares, sums and float32 overflow."""
 MOST_PARTS = 100
 MOST_NAME = 100  # characters in the name of a part
 MOST_MESSAGE = 2000  # characters kept of an error's text
@@ -45,7 +49,7 @@ def judged(value: float, parts: Mapping[str, float]) -> Scored:
         if not math.isfinite(figure):
             return failed("not_finite", f"the {what} is {figure}")
         if abs(figure) > LARGEST:
-            return failed("too_large", f"the {what} is {figure:g}, and rewards lie between -{LARGEST:,.0f} and {LARGEST:,.0f}")
+            return failed("too_large", f"the {what} is {figure:g}: rewards are from -{LARGEST:,.0f} to {LARGEST:,.0f}")
     return Scored(value, {printable(name, MOST_NAME): part for name, part in parts.items()})
 
 
@@ -71,8 +75,12 @@ def read(said: bytes | bytearray) -> Said:
             return ("ready",)
         case ["unbuilt", str(why)]:
             return "unbuilt", cut(why, MOST_MESSAGE)
-        case ["scored", float(ticket), float(value), dict(parts), None, str()] if all(isinstance(part, float) for part in parts.values()):
+        case ["scored", float(ticket), float(value), dict(parts), None, str()] if _floats(parts):
             return "scored", ticket, judged(value, parts)
         case ["scored", float(ticket), float(), dict(), "error" | "not_finite" | "too_large" as failure, str(why)]:
             return "scored", ticket, failed(cast(Judged, failure), why)
     raise ValueError("not a line that a scoring process writes")
+
+
+def _floats(parts: dict[str, Any]) -> bool:
+    return all(isinstance(part, float) for part in parts.values())

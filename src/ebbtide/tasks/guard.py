@@ -1,6 +1,8 @@
-"""The process above a scoring process. It runs no foreign code; when the scoring process or the run ends, however that ends, it ends all that foreign code has started.
+"""The process above a scoring process. It runs no foreign code; when the scoring process or the run ends, however that
+ends, it ends all that foreign code has started.
 
-It adopts what its descendants leave behind (Linux calls that a subreaper), so that everything they start stays below it: also what has a session of its own.
+It adopts what its descendants leave behind (Linux calls that a subreaper), so that everything they start stays below
+it: also what has a session of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The run's side of one scoring process: what it is given, what it says, and its end. Nothing here waits for it: foreign code may have stopped it in the middle of a message."""
+"""The run's side of one scoring process: what it is given, what it says, and its end.
+
+Nothing here waits for it to read or to speak: foreign code may have stopped it in the middle of a message.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ from ebbtide.tasks.answer import MOST_BYTES, Said, read
 from ebbtide.tasks.guard import end_below
 from ebbtide.tasks.worker import request
 
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from ebbtide.tasks.guard import main; main(int(sys.argv[1]))"
+START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from ebbtide.tasks.guard import main
+main(int(sys.argv[1]))
+"""
 """With this process's path, given so that no variable of it reaches what a scorer starts."""
 GRACE = 10.0  # seconds for the guard to end all that is below it
 AT_ONCE = 1 << 20  # bytes
@@ -31,9 +39,10 @@ class ScoringProcess:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
+        path = json.dumps([path for path in sys.path if path])
         with theirs:
             self._guard = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", "-c", START, str(theirs.fileno()), json.dumps([path for path in sys.path if path])],
+                [sys.executable, "-P", "-c", START, str(theirs.fileno()), path],
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a Ctrl-C is the run's to handle
                 stdin=subprocess.DEVNULL,
@@ -57,7 +66,7 @@ class ScoringProcess:
         self._send()
 
     def hear(self) -> Said | None:
-        """What it says, once that is whole. Sends and receives what can be without waiting; raises `Broken` when nothing of use will come."""
+        """What it says, once that is whole. Sends and receives what can be now; `Broken` when no more will come."""
         self._send()
         try:
             data = self._channel.recv(MOST_BYTES)

@@ -1,7 +1,7 @@
 """Scores completions in processes of their own, each under a time limit.
 
-A scorer is code that nobody here has read, run on text that a model wrote. So one that hangs is ended, one that dies is replaced, and what raises or
-gives no reward that can be trained on is counted. Each costs its sample (reward 0), never the run.
+A scorer is code that nobody here has read, run on text that a model wrote. So one that hangs is ended, one that dies is
+replaced, and what raises or gives no reward to train on is counted. Each costs its sample (reward 0), never the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ebbtide.tasks.process import Broken, ScoringProcess
 from ebbtide.tasks.task import Problem
 
 START_TRIES = 3
-START_SECONDS = 120.0  # a process imports the task's packages; on a loaded machine that takes many times its usual second
+START_SECONDS = 120.0  # a process imports the task's packages; on a loaded machine that takes far more than its second
 LONGEST_WAIT = 3600.0  # seconds; a selector takes no number without bounds
 
 
@@ -41,6 +41,10 @@ class _Worker:
     @property
     def late(self) -> bool:
         return not self.idle and self.deadline <= time.monotonic()
+
+    def awaits(self, ticket: float) -> bool:
+        """This answer, and nothing after it."""
+        return self.item is not None and ticket == self.ticket and not self.process.chatters
 
     def hand(self, item: int, problem: Problem, completion: str, seconds: float) -> None:
         self.process.ask((self.ticket + 1, problem, completion))
@@ -76,31 +80,32 @@ class ScoringPool:
 
         while len(results) < len(work):
             for worker in [worker for worker in self._workers if worker.idle]:
-                self._collect(worker)  # nothing, but for one that has died since its last answer: that is replaced, and costs no sample
+                self._collect(worker)  # one that has died since its last answer is replaced, and costs no sample
             for worker in self._workers:
                 while worker.idle and waiting:
                     item = waiting.popleft()
                     try:
                         worker.hand(item, *work[item], self._config.scoring.seconds)
-                    except Exception as error:  # noqa: BLE001 (a problem may be of any class of the task's, and say itself how it is pickled)
+                    except Exception as error:  # noqa: BLE001 (foreign code says how a problem is pickled)
                         note(item, failed("error", f"the problem cannot be sent to a scoring process: {error}"))
             for worker in self._due():
                 note(worker.item, self._collect(worker))
         return [results[item] for item in range(len(work))]
 
     def _due(self) -> list[_Worker]:
-        """Waits until a process says something, takes more of what it is sent, has died or has run out of time."""
+        """Waits until a process says something, can be sent more, has died or has run out of time."""
         deadlines = [worker.deadline for worker in self._workers if not worker.idle]
         if not deadlines:
             return []
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.process, worker.process.awaited, worker)
-            heard = [key.data for key, _ in selector.select(min(LONGEST_WAIT, max(0.0, min(deadlines) - time.monotonic())))]
+            left = max(0.0, min(deadlines) - time.monotonic())
+            heard = [key.data for key, _ in selector.select(min(LONGEST_WAIT, left))]
         return [worker for worker in self._workers if worker in heard or worker.late]
 
     def _collect(self, worker: _Worker) -> Scored | None:
-        """What becomes of a due worker's completion; None where that is not known yet. One that did anything but answer is replaced."""
+        """What becomes of a due worker's completion; None where that is not known yet. One that fails is replaced."""
         try:
             match worker.process.hear():
                 case ("ready",) if not worker.ready:
@@ -108,14 +113,14 @@ class ScoringPool:
                     return None
                 case ("unbuilt", why) if not worker.ready:
                     raise Broken(why)
-                case ("scored", ticket, scored) if worker.item is not None and ticket == worker.ticket and not worker.process.chatters:
+                case ("scored", ticket, scored) if worker.awaits(ticket):
                     worker.item = None
                     return scored
                 case None if not worker.late:
                     return None
                 case None:
-                    seconds, key = (self._config.scoring.seconds, " (`task.scoring.seconds`)") if worker.ready else (START_SECONDS, "")
-                    outcome = failed("timeout", f"no answer within {seconds:g} s{key}")
+                    limit = f"{self._config.scoring.seconds:g} s (`task.scoring.seconds`)"
+                    outcome = failed("timeout", f"no answer within {limit if worker.ready else f'{START_SECONDS:g} s'}")
                 case _:
                     raise Broken("the scorer's process said what it was not asked")
         except Broken as error:
@@ -127,7 +132,7 @@ class ScoringPool:
         return outcome
 
     def _count_failed_start(self, why: str) -> None:
-        """A process that could not build the task. Once is bad luck; as often as there are tries, with none ready, is the task."""
+        """Once is bad luck; as often as there are tries, with none ready, is the task."""
         self._failed_starts += 1
         if self._failed_starts >= START_TRIES and not any(worker.ready for worker in self._workers):
             raise UserError(f"the scoring processes could not build the task: {why}")

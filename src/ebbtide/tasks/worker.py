@@ -1,4 +1,4 @@
-"""A scoring process: it builds the task and scores one completion after the other, until the run is over. Foreign code runs here and nowhere else."""
+"""A scoring process: it builds the task and scores one completion after the other, until the run is over."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def score_one(task: Task, problem: Problem, completion: str) -> Scored:
     try:
         score = task.score(problem, completion)
         value, parts = float(score.value), {str(name): float(part) for name, part in score.parts.items()}
-    except Exception as error:  # noqa: BLE001 (a scorer is foreign code: what it raises is a fact about this sample, kept and counted)
+    except Exception as error:  # noqa: BLE001 (foreign code: what it raises is a fact about this sample)
         return failed("error", f"{type(error).__name__}: {error}")
     return judged(value, parts)
 
