@@ -220,6 +220,7 @@ def test_quickstart_learns(tmp_path) -> None:
     assert rewards[0] < 0.3
     assert sum(rewards[-10:]) / 10 > 0.8
     assert metrics[-1]["evaluate/reward"] > 0.8
+    assert metrics[-1]["finished"] > 0.9
     for word in ("step 100/100", "reward", "tok/s", "peak", "held out", "advantage", "written to", "rollouts.jsonl", "next:"):
         assert word in done.stdout
 

@@ -360,8 +360,7 @@ def model_with_buffers(folder: Path) -> None:
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
+        "eos_token_id": tokenizer.eos_token_id,
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **shape), dtype=torch.float32)
     model.get_buffer(BIAS).copy_(torch.tensor([1.01, -0.33, 0.52, -1.07]))

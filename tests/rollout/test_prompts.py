@@ -28,6 +28,13 @@ def test_alphabets_are_one_token_a_character() -> None:
         scratch_tokenizer("aa")
 
 
+@pytest.mark.parametrize("alphabet", [None, "0123456789="])
+def test_a_model_from_scratch_can_sample_nothing_that_its_scorer_does_not_see_but_the_end(alphabet) -> None:
+    tokenizer = scratch_tokenizer(alphabet)
+    unseen = [token for token in range(len(tokenizer)) if not tokenizer.decode([token], skip_special_tokens=True)]
+    assert unseen == [tokenizer.eos_token_id]
+
+
 def test_template_or_plain_text(tiny) -> None:
     tokenizer = scratch_tokenizer(None)
     problem = Problem([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])

@@ -31,6 +31,7 @@ def test_digits(name, answer) -> None:
     assert task.score(problem, problem.answer).value == 1.0
     assert task.score(problem, problem.answer[:2]).value == pytest.approx(2 / 3)
     assert task.score(problem, problem.answer + "0").value == pytest.approx(3 / 4)
+    assert task.score(problem, problem.answer + "\n").value == pytest.approx(3 / 4)  # an answer that goes on is no end
     assert task.score(problem, "").value == 0.0
     assert task.score(problem, "abc").value == 0.0
 

@@ -35,7 +35,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 Tensor = tuple[int, int]
 """Rows, and numbers in each."""
 
-SPECIAL_TOKENS, BYTES = 3, 256  # of a from-scratch tokenizer
+# Tokens of a from-scratch tokenizer: the end and each byte; beside an alphabet, the end and one for what it lacks.
+OF_BYTES, BESIDE_ALPHABET = 257, 2
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
 def from_scratch(scratch: Scratch) -> Shape:
     """Of a model that is built from nothing."""
     sparse = scratch.architecture == "qwen3_moe"
+    tokens = OF_BYTES if scratch.alphabet is None else BESIDE_ALPHABET + len(scratch.alphabet)
     return Shape(
         family=scratch.architecture,
         layers=scratch.layers,
@@ -225,7 +227,7 @@ def from_scratch(scratch: Scratch) -> Shape:
         kv_heads=scratch.kv_heads,
         head_dim=scratch.head_dim or scratch.hidden // scratch.heads,
         mlp=scratch.mlp,
-        vocabulary=scratch.vocabulary or SPECIAL_TOKENS + (BYTES if scratch.alphabet is None else len(scratch.alphabet)),
+        vocabulary=scratch.vocabulary or tokens,
         tied=scratch.tied,
         experts=scratch.experts or 0 if sparse else 0,
         experts_per_token=scratch.experts_per_token or 0 if sparse else 0,

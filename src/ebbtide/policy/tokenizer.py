@@ -7,18 +7,19 @@ from transformers import PreTrainedTokenizerFast
 
 from ebbtide.errors import UserError
 
-PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
+END, UNKNOWN = "<end>", "<unknown>"
 
 
 def scratch_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
-    """A transformers tokenizer with the three special tokens first, then the characters or bytes."""
-    if alphabet is None:
-        pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    else:
-        pieces = list(alphabet)
-        if not pieces or len(set(pieces)) != len(pieces):
-            raise UserError(f"`model.scratch.alphabet` is {alphabet!r}: it must hold each of its characters once, and at least one")
-    vocabulary = {piece: index for index, piece in enumerate([PAD, END, UNKNOWN, *pieces])}
+    """A transformers tokenizer: the end token, then the bytes, or the characters after one that stands for all others.
+
+    Only the end token is special. Special tokens are no part of a text: a model that could sample others would have
+    a way to go on, unseen by the scorer, instead of ending its answer.
+    """
+    if alphabet is not None and (not alphabet or len(set(alphabet)) != len(alphabet)):
+        raise UserError(f"`model.scratch.alphabet` is {alphabet!r}: it must hold each of its characters once, and at least one")
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet is None else [UNKNOWN, *alphabet]
+    vocabulary = {piece: index for index, piece in enumerate([END, *pieces])}
     if alphabet is None:
         core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -27,4 +28,4 @@ def scratch_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
         core = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
         core.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), behavior="isolated")
         core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.policy.tokenizer import UNKNOWN
 from ebbtide.progress import Progress
 from ebbtide.rollout.encoder import Encoder
 from ebbtide.tasks.task import Problem
@@ -30,6 +31,7 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config:
     """Every problem as a prompt, checked before the first step: nothing is learnt of a bad one hours later. Token ids are below `rows`."""
     prompts, limit = [], config.rollout.max_prompt_tokens
     encoder = Encoder(tokenizer, templated=config.model.chat_template)
+    alphabet = config.model.scratch.alphabet if config.model.scratch is not None else None
     for number, problem in enumerate(problems):
         try:
             encoded = encoder.chat(problem.messages)
@@ -42,8 +44,8 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config:
         text, tokens = encoded.text, encoded.tokens
         if not tokens:
             raise UserError(f"problem {number} has an empty prompt: a model needs at least one token to go on from")
-        if config.model.scratch is not None and tokenizer.unk_token_id in tokens:
-            unknown = sorted({character for character in text if tokenizer.convert_tokens_to_ids(character) == tokenizer.unk_token_id})
+        if alphabet is not None and tokenizer.convert_tokens_to_ids(UNKNOWN) in tokens:
+            unknown = sorted(set(text) - set(alphabet))
             raise UserError(f"problem {number} has characters that `model.scratch.alphabet` lacks: {''.join(unknown)!r}. Add them to it")
         if (last := max(tokens)) >= rows:
             raise UserError(

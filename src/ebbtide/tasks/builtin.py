@@ -12,7 +12,7 @@ from ebbtide.tasks.task import Problem, Problems, Score, Task, ask
 
 
 class Digits:
-    """Copy or reverse a run of digits: `4821=` wants `4821` or `1284`. Each right position earns its share."""
+    """Copy or reverse digits: `4821=` wants `4821` or `1284` and nothing else. Each right position earns its share."""
 
     def __init__(self, *, size: int, held_out: int, seed: int, reverse: bool, digits: int = 4) -> None:
         if size + held_out > 10**digits:
@@ -32,7 +32,7 @@ class Digits:
         return Problems(train=made[: self.size], held_out=made[self.size :])
 
     def score(self, problem: Problem, completion: str) -> Score:
-        said, wanted = completion.strip(), problem.answer
+        said, wanted = completion, problem.answer  # white space is no way to go on for nothing either
         right = sum(a == b for a, b in zip(said, wanted, strict=False))
         # Going on after the answer is a mistake as well: it divides by the longer of the two.
         value = right / max(len(said), len(wanted))
