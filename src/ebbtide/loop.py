@@ -41,6 +41,7 @@ from ebbtide.rollout.serve.beside import served
 from ebbtide.rollouts import build_rollouts
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
+from ebbtide.unmatched import Unmatched
 from ebbtide.updates import Rehearsing, Training, Updates
 
 
@@ -119,6 +120,7 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
         with report.working("reading the checkpoint"):
             kept = config.checkpoint or Checkpoint()
             begun = state.load(report.resumed.path, load_rng=kept.load_rng, parallel=kept.fully_parallel_load)
+    unmatched = Unmatched(config)
     updates_per_step = config.train.epochs * config.train.minibatches
 
     keeper = Keeper(config, report.folder.path, state, report.terminal.say, agreed=world.any)
@@ -165,6 +167,8 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
             if config.evaluate and (step % config.evaluate.every == 0 or step == config.train.steps):
                 metrics |= examined()
             report.step(step, metrics | meter.take(), batch.samples)
+            if warning := unmatched.after_step(batch.samples):
+                report.terminal.say(f"  {warning}", "bold yellow")
             if keeper.step_done(step):
                 with residency.phase("save"), report.phase("save"):
                     keeper.save(step, metrics)

@@ -224,6 +224,9 @@ class Task(Section):
     extract: str | None = None
     """Regular expression with one group: only its last match in a completion is scored, and no match scores 0. `null` scores the whole completion."""
 
+    unmatched_steps: Count | None = 3
+    """The run ends after this many steps (and 256 completions) if none ever matched `extract`; `null`: it goes on."""
+
     size: Count | None = None
     """Training problems: how many to make (`builtin`, `gym`; `null` is 1000), or to use of those there are (`file`, `python`; `null` is all)."""
 

@@ -16,6 +16,7 @@ from ebbtide.tasks.gym import Gym
 from ebbtide.tasks.task import Problem, Problems, Score, Task
 
 DEFAULT_SIZE = 1000
+EXTRACTED = "extracted"  # the part of a score that says whether `task.extract` matched
 
 
 def build_task(config: TaskConfig, seed: int, evaluated: bool = True) -> Task:
@@ -97,6 +98,6 @@ class _Framed:
             return self._task.score(problem, completion)
         answers = self._extract.findall(completion)
         if not answers:
-            return Score(0.0, {"extracted": 0.0})
+            return Score(0.0, {EXTRACTED: 0.0})
         score = self._task.score(problem, answers[-1])
-        return Score(score.value, {**score.parts, "extracted": 1.0})
+        return Score(score.value, {**score.parts, EXTRACTED: 1.0})
