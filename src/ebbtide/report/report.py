@@ -220,7 +220,9 @@ class Report:
         if self.steps_done < self._config.train.steps and (folder / "checkpoints").exists():
             commands.append((f"ebbtide train {folder / 'config.yaml'} resume={folder}", "go on from the checkpoint"))
         commands.append((f"ebbtide config {folder / 'config.yaml'}", "every setting, with its meaning"))
-        if not installed():
+        if installed():
+            commands.append((f"ebbtide report {folder} --serve", "curves, memory and completions as a page"))
+        else:
             commands.append(("pip install 'ebbtide[report]'", "then every run writes itself as a page, report.html"))
         if (folder / "checkpoints").exists():
             commands.append((f"ebbtide export {folder} OUT", "the weights as a Hugging Face folder"))

@@ -19,6 +19,12 @@ class Problem:
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def question(self) -> str:
+        """What is asked last, for people to see: without a system message, and without a chat template around it."""
+        asked = [message["content"] for message in self.messages if message["role"] == "user"]
+        return (asked or [message["content"] for message in self.messages] or [""])[-1]
+
 
 @dataclass(frozen=True)
 class Problems:
