@@ -86,6 +86,8 @@ def test_long_work_says_that_it_goes_on_where_there_is_no_bar() -> None:
         assert len(said) == 1
     clock.now += SILENCE
     heart.beat()  # nothing is under way
+    with heart.doing("encoding prompts"):
+        heart.beat()  # and this has only begun
     assert len(said) == 1
 
 

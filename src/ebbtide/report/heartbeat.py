@@ -57,12 +57,12 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Says what is under way, if it is time to."""
-        under_way = self._under_way[-1:]
-        if under_way and self._clock() - self._spoken >= SILENCE:
-            work = under_way[0]
-            share = "" if work.share is None else f"{work.share:.0%} "
-            self._say(f"  {work.what}  {share}after {duration(self._clock() - work.began)}")
-            self.spoke()
+        now = self._clock()
+        for work in self._under_way[-1:]:
+            if now - self._spoken >= SILENCE and now - work.began >= LOOKS:  # what has only begun may be done at once
+                share = "" if work.share is None else f"{work.share:.0%} "
+                self._say(f"  {work.what}  {share}after {duration(now - work.began)}")
+                self.spoke()
 
     def _beat(self) -> None:
         with suppress(OSError):  # the output is gone: for those to hear of who have more to say
