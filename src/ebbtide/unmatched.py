@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ebbtide.batch import Sample
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.report.terminal import printable
+from ebbtide.printable import printable
 from ebbtide.tasks.build import EXTRACTED
 
 ENOUGH = 256  # completions without a match before a run ends: of a model that matches once in 100, 1 run in 13 would
