@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ebbtide.checkpoint.index import TENSORS, Kept, Part, read_index
+from ebbtide.checkpoint.index import Kept, Part, read_index
 from ebbtide.checkpoint.manifest import MALFORMED, Listed, shown
 from ebbtide.memory.shards import Region
 
@@ -37,15 +33,6 @@ class Entry:
     def empty(self) -> Tensor:
         return torch.empty(self.size, dtype=self.dtype)
 
-    def item(self) -> WriteItem:
-        """For torch's plan of what is written. Parts of one tensor have places of their own in it; what several ranks have alike is written once."""
-        offset = torch.Size([0] * len(self.size) if self.part_of is None else self.part_of.offset)
-        properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=self.dtype))
-        whole = self.size if self.part_of is None else self.part_of.whole
-        data = TensorWriteData(ChunkStorageMetadata(offset, self.size), properties, whole)
-        kind = WriteItemType.TENSOR if self.part_of is None else WriteItemType.SHARD
-        return WriteItem(MetadataIndex(self.name, offset), kind, tensor_data=data)
-
     def within(self, memory: mmap.mmap, start: int) -> Tensor:
         """The tensor over a part of some memory. Its storage is as large as it is: torch writes others from a copy, and keeps that until the file ends."""
         if not self.bytes:
@@ -62,35 +49,15 @@ class Share:
     parallel: bool = True
 
 
-class _OnDemand(DefaultSavePlanner):
-    def __init__(self, find: Callable[[str], Tensor], parallel: bool) -> None:
-        super().__init__(dedup_save_to_lowest_rank=not parallel)
-        self._find = find
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._find(write_item.index.fqn)
-
-
 Everyone = Sequence[Sequence[Entry]]
 """What each rank has."""
 
 
-def _planned(
-    folder: Path, everyone: Everyone, find: Callable[[str], Tensor], share: Share, threads: int
-) -> tuple[FileSystemWriter, _OnDemand, list[SavePlan], Metadata]:
-    """Every rank knows what all of them have, and so what each writes."""
-    planner, writer = _OnDemand(find, share.parallel), FileSystemWriter(folder / TENSORS, thread_count=threads, per_thread_copy_ahead=0)
-    names = dict.fromkeys(entry.name for entries in everyone for entry in entries)
-    planner.set_up_planner(_nested({name: torch.empty(0, device="meta") for name in names}), None, True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plans = [SavePlan([entry.item() for entry in entries], planner_data=planner.mappings) for entries in everyone]
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    return writer, planner, writer.prepare_global_plan(plans), metadata
-
-
 def write_tensors(folder: Path, everyone: Everyone, find: Callable[[str], Tensor], share: Share, threads: int = 1) -> list[Any]:
     """Writes this rank's share; gives what `finish_tensors` needs to know of it."""
-    writer, planner, plans, _ = _planned(folder, everyone, find, share, threads)
+    from ebbtide.checkpoint.planned import planned  # with torch's checkpoint format: a second to import
+
+    writer, planner, plans, _ = planned(folder, everyone, find, share, threads)
     mine = planner.finish_plan(plans[share.rank])
     results: list[Any] = writer.write_data(mine, planner).wait() if mine.items else []
     if len(results) != len(mine.items):  # torch loses what goes wrong in its threads
@@ -100,7 +67,9 @@ def write_tensors(folder: Path, everyone: Everyone, find: Callable[[str], Tensor
 
 def finish_tensors(folder: Path, everyone: Everyone, results: Sequence[list[Any]], share: Share) -> None:
     """Writes what makes the shares of all ranks one."""
-    writer, _, _, metadata = _planned(folder, everyone, lambda name: torch.empty(0), share, 1)
+    from ebbtide.checkpoint.planned import planned
+
+    writer, _, _, metadata = planned(folder, everyone, lambda name: torch.empty(0), share, 1)
     writer.finish(metadata, list(results))
 
 
@@ -207,12 +176,3 @@ class _Stretch(RawIOBase):
         count = self._file.readinto(view) or 0
         self._place += count
         return count
-
-
-def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """`model.x` and `optimizer.y` as {"model": {"x": ...}, "optimizer": {"y": ...}}."""
-    tree: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        section, rest = name.split(".", 1)
-        tree.setdefault(section, {})[rest] = tensor
-    return tree

@@ -6,8 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from ebbtide.cluster.deal import deal, sizes
 from ebbtide.cluster.link import Link, Order
@@ -18,6 +17,9 @@ from ebbtide.policy.model import load_model, pick_device
 from ebbtide.progress import Progress
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.engine import Completion, Preempting, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Answer = tuple[list[list[Completion]], int]
 """Of a rank that generates: completions of its share of the requests, and how many samples gave way."""

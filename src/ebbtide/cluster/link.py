@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.tensor import DTensor
 
-from ebbtide.memory.shards import local
+from ebbtide.memory.shards import local, shared_out
 from ebbtide.planner.ranks import SENT
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Request, Sampling
@@ -91,7 +90,7 @@ class Link:
     def send(self, weights: Iterable[nn.Parameter], bucket: int = SENT) -> None:
         """Called by those that train: of each bucket they put the parts together, and the first rank sends it."""
         for some in buckets(weights, bucket):
-            whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight.detach() for weight in some]
+            whole = [weight.full_tensor() if shared_out(weight) else weight.detach() for weight in some]
             if self._weights is not None:
                 flat = whole[0].reshape(-1) if len(whole) == 1 else torch.cat([tensor.reshape(-1) for tensor in whole])
                 self._weights.broadcast(flat, 0).wait()

@@ -6,28 +6,30 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from ebbtide.cluster.apart import ApartEngine
-from ebbtide.cluster.by_layer import Layers, Pair
 from ebbtide.cluster.deal import sizes
 from ebbtide.cluster.link import Link
-from ebbtide.cluster.shard import shard
 from ebbtide.cluster.world import World
 from ebbtide.config.tree import Task as TaskConfig
 from ebbtide.memory.plan import Place
-from ebbtide.memory.shards import everywhere, local
+from ebbtide.memory.shards import everywhere, local, shared_out
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Engine, Preempting, Request, Sampling
 from ebbtide.tasks.answer import Scored
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ebbtide.cluster.by_layer import Layers, Pair
 
 
 class Whole:
@@ -56,6 +58,9 @@ class Gathered(Whole):
 
     def __init__(self, policy: Policy, world: World, mesh: DeviceMesh, device: torch.device, *, by_layer: bool) -> None:
         """Shares the policy's model out."""
+        from ebbtide.cluster.by_layer import Layers  # with torch's parts for several ranks
+        from ebbtide.cluster.shard import shard
+
         self._world = world
         twins: dict[int, nn.Parameter] = {}
         for parameter in policy.model.parameters():
@@ -69,7 +74,7 @@ class Gathered(Whole):
             if everywhere(parameter):
                 twin.data = local(parameter)
             else:
-                assert isinstance(parameter, DTensor)
+                assert shared_out(parameter)
                 self._gathered.append((twin, parameter))
         self._layers: Layers | None = None
         if by_layer:
@@ -107,6 +112,8 @@ class Apart(Whole):
         super().__init__(policy.model)
         self._link = link
         if mesh is not None:
+            from ebbtide.cluster.shard import shard
+
             shard(policy, mesh, device)
 
     def engine(self, build: Callable[[PreTrainedModel], Engine], steps: Callable[[], dict[str, int]]) -> Engine:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 
 from ebbtide.cluster.deal import deal
 from ebbtide.cluster.link import Link
 from ebbtide.config.tree import Cluster, Config
 from ebbtide.errors import Stopped, UserError
+from ebbtide.memory.shards import shared_out
 from ebbtide.optim.adamw import Norms
 from ebbtide.policy.together import Alone
 
@@ -168,7 +168,7 @@ class Ranks(World):
         """Of the ranks that have the same part of a weight, one counts it."""
         assert self.mesh is not None
         cut: set[str] = set()
-        if isinstance(weight, DTensor):
+        if shared_out(weight):
             names = weight.device_mesh.mesh_dim_names or ()
             cut = {name for name, way in zip(names, weight.placements, strict=True) if not way.is_replicate()}
         places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)

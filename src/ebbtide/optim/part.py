@@ -9,11 +9,10 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ebbtide.config.tree import Optimizer as OptimizerConfig
 from ebbtide.memory.mover import Move
-from ebbtide.memory.shards import Region, local, region
+from ebbtide.memory.shards import Region, local, region, shared_out
 from ebbtide.optim import rule as plain
 from ebbtide.optim.layout import Chunk, Segment, lay_out
 from ebbtide.optim.rule import Rule, State, Stretch
@@ -54,7 +53,7 @@ class Trained:
         grad = self.weight.grad
         if grad is None:
             return None
-        return (local(grad) if isinstance(grad, DTensor) else grad).contiguous()
+        return (local(grad) if shared_out(grad) else grad).contiguous()
 
 
 class Part(Protocol):

@@ -20,7 +20,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.config.tree import Activation
 from ebbtide.memory.activations import Parking, View
-from ebbtide.memory.shards import Laid, local, unsharded
+from ebbtide.memory.shards import Laid, by_fsdp, local, unsharded
 from ebbtide.policy.again import Again, Call, GatedCall, NormCall, gated, norm_follows
 
 NAMES: tuple[Activation, ...] = get_args(Activation)
@@ -223,7 +222,7 @@ class Activations:
             self._wrap(block)
         block.stack.clear()
         outside = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if isinstance(block.module, FSDPModule):  # gathered for this forward, elsewhere each time
+        if by_fsdp(block.module):  # gathered for this forward, elsewhere each time
             outside += [local(parameter) for parameter in block.module.parameters()]
         block.shared = {leaf.untyped_storage().data_ptr() for leaf in outside}
         if self._parking is not None and self.counted is None:

@@ -6,23 +6,26 @@ padded on the right, where a causal mask alone keeps real tokens from seeing pad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
 
 from ebbtide.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 PACKED = "ebbtide_packed"
 
-# torch 2.11 takes fewer key heads than query heads as they are; later ones want to be told.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+# By the names under which transformers knows them. It is told when a model is there: its own code for models takes
+# seconds to import.
+FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {}
 
 
 # What families hand down to attention and which asks nothing of it: positions are in the rotated queries and keys, and sequences are known by `cu_seq_lens_q`.
@@ -75,10 +78,20 @@ def packed_attention(
     return attend(query, key, value, scaling, window, cu_seq_lens_q, max_length_q), None
 
 
+@cache
+def _kernel() -> Callable[..., Any]:
+    """torch's, imported when a GPU first asks for it: it brings torch's compiler along."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 takes fewer key heads than query heads as they are; later ones want to be told.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    return partial(varlen_attn, **grouped)
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, starts: Tensor, longest: int) -> Tensor:
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, channels]
     left = -1 if window is None else window - 1
-    mixed = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **_GROUPED)
+    mixed = _kernel()(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0))
     assert isinstance(mixed, Tensor)
     return mixed.unsqueeze(0)
 
@@ -108,12 +121,16 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float | None, wind
     return mixed.transpose(1, 2)[real].unsqueeze(0)
 
 
-AttentionInterface.register(PACKED, packed_attention)
+FUNCTIONS[PACKED] = packed_attention
 
 
 @contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model computes attention with the registered function `name` inside this block."""
+    """The model computes attention with the function `name`, ours or transformers' own, inside this block."""
+    from transformers import AttentionInterface
+
+    if name in FUNCTIONS:
+        AttentionInterface.register(name, FUNCTIONS[name])
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # transformers only warns

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
@@ -30,6 +29,9 @@ from ebbtide.config.tree import Config
 from ebbtide.config.tree import Model as ModelConfig
 from ebbtide.errors import UserError
 from ebbtide.policy.tokenizer import scratch_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NO_CODE = {"trust_remote_code": False}
 """For everything of transformers that reads a model: without it a folder's own Python code is offered on stdin, and a `y` runs it."""

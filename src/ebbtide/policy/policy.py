@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from transformers import PreTrainedModel
 
 from ebbtide.config.tree import Activations as ActivationsConfig
 from ebbtide.config.tree import Config
@@ -21,7 +18,7 @@ from ebbtide.memory.activations import Parking
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.meter import GIB
 from ebbtide.memory.residency import Residency
-from ebbtide.memory.shards import unsharded
+from ebbtide.memory.shards import by_fsdp, shared_out, unsharded
 from ebbtide.policy.activation_plan import capacity, choose, described, figures_for, measure, tried
 from ebbtide.policy.activations import Activations
 from ebbtide.policy.attention import PACKED, attention
@@ -29,10 +26,12 @@ from ebbtide.policy.head import token_logprobs
 from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
 from ebbtide.policy.model import Loaded, blocks_of, decoder, head_shape, head_weight
 from ebbtide.policy.pack import MicroBatch, Trajectory, pack
-from ebbtide.policy.probe import TOLERANCE, examine, not_packed, own_logprobs, probes, refusing
 from ebbtide.policy.reference import exchanged
 from ebbtide.policy.together import Alone, Together
 from ebbtide.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Of no weight: what a rank without work of its own computes, for the sake of those that have some.
 IDLE = Trajectory([1], [1], [0.0], old_logprobs=torch.zeros(1), reference_logprobs=torch.zeros(1))
@@ -110,7 +109,7 @@ class Policy:
     @property
     def _shared_out(self) -> bool:
         """Each rank has a part of the weights."""
-        return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        return any(shared_out(parameter) for parameter in self.model.parameters())
 
     @contextmanager
     def _resharded(self) -> Iterator[None]:
@@ -118,7 +117,7 @@ class Policy:
         try:
             yield
         finally:
-            if isinstance(self.module, FSDPModule):
+            if by_fsdp(self.module):
                 self.module.reshard()
 
     def _mine(self, trajectories: Sequence[Trajectory]) -> tuple[list[int], list[MicroBatch]]:
@@ -161,9 +160,7 @@ class Policy:
             logprobs, _ = self._logprobs(batch, temperature=1.0)
             if not backward:
                 pass
-            elif isinstance(
-                self.module, FSDPModule
-            ):  # takes its part in a backward only where gradients are kept: the optimizer discards them
+            elif by_fsdp(self.module):  # takes part only where gradients are kept: the optimizer discards them
                 logprobs.sum().backward()
             else:
                 trained = [weight for weight in self.model.parameters() if weight.requires_grad]
@@ -239,6 +236,9 @@ class Policy:
     @torch.no_grad()
     def verify(self, whole: PreTrainedModel | None = None) -> None:
         """Proves, before anything is trained, that packed log-probs through our head are the model's own for this very model: `whole`, where ranks share the policy's out and have another."""
+        # Here, as transformers' code for models takes seconds to import: a wrong config is refused before it is loaded.
+        from ebbtide.policy.probe import TOLERANCE, examine, not_packed, own_logprobs, probes, refusing
+
         own_model = whole or self.model
         longest = self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
         both = probes(own_model.config, longest, min(len(self.tokenizer), self.rows))

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from ebbtide.config.tree import Config
 from ebbtide.policy.model import Loaded
 from ebbtide.rollout.engine import Engine
-from ebbtide.rollout.huggingface import HuggingFaceEngine
-from ebbtide.rollout.paged.verify import verified_engine
 
 
 def build_engine(loaded: Loaded, config: Config, make_room: Callable[[int], None]) -> Engine:
@@ -19,8 +17,12 @@ def build_engine(loaded: Loaded, config: Config, make_room: Callable[[int], None
 
         return VllmEngine(loaded, config)
     if rollout.engine == "paged":
+        from ebbtide.rollout.paged.verify import verified_engine
+
         longest = rollout.max_prompt_tokens, rollout.max_new_tokens
         engine = verified_engine(loaded, rollout.batch, longest=longest, samples=rollout.samples)
         engine.beforehand = make_room
         return engine
+    from ebbtide.rollout.huggingface import HuggingFaceEngine
+
     return HuggingFaceEngine(loaded, rollout.batch)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ebbtide.errors import UserError
-from ebbtide.policy.attention import unsupported, window_asked
+from ebbtide.policy.attention import FUNCTIONS, unsupported, window_asked
 from ebbtide.rollout.paged.room import Room
 
 PAGED = "ebbtide_paged"
@@ -83,4 +83,4 @@ def paged_attention(
     return paged_pass.attend(layer, q, k, v, scale, window).unsqueeze(0), None
 
 
-AttentionInterface.register(PAGED, paged_attention)
+FUNCTIONS[PAGED] = paged_attention

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from ebbtide.policy.attention import attention
 from ebbtide.policy.model import decoder, head_shape, head_weight
@@ -24,6 +23,9 @@ from ebbtide.rollout.paged.lean import LeanModel, lean_shape
 from ebbtide.rollout.paged.room import DRAWN_AT_ONCE, ROWS_CUT_AT_ONCE, size_for
 from ebbtide.rollout.paged.runner import Draw, Drawn
 from ebbtide.rollout.paged.schedule import Blocks, Chunk, Group, Sample, Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RING = 3  # steps whose host memory is in use at once
 

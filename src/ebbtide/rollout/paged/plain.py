@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
-from transformers import PreTrainedModel
 
 from ebbtide.policy.attention import attention
 from ebbtide.policy.model import decoder, head_shape, head_weight
@@ -16,6 +16,9 @@ from ebbtide.rollout.paged.attention import PAGED, Cache
 from ebbtide.rollout.paged.runner import Draw, Drawn
 from ebbtide.rollout.paged.schedule import Chunk, Group
 from ebbtide.rollout.sampling import choose
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PlainRunner:
