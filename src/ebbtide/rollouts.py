@@ -11,14 +11,13 @@ from typing import Any
 from ebbtide.batch import requests, training_sampling
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.json_text import json_bytes
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Engine, Preempting, Request
 from ebbtide.rollout.paged.engine import PagedEngine, Told
 from ebbtide.rollout.paged.schedule import most_blocks
 from ebbtide.rollout.prompts import Prompt
-from ebbtide.steplog import forget_after
+from ebbtide.steplog import add, forget_after
 from ebbtide.tasks.sampler import Sampler
 
 Groups = tuple[list[Prompt], list[list[Completion]]]
@@ -177,8 +176,7 @@ class SavedRollouts(Rollouts):
             }
             for prompt, group in zip(prompts, groups, strict=True)
         ]
-        with self._path.open("ab") as file:
-            file.writelines(json_bytes(line, ensure_ascii=True) + b"\n" for line in lines)
+        add(self._path, lines)
         return prompts, groups
 
     def figures(self) -> dict[str, float]:
@@ -198,7 +196,7 @@ class ReplayedRollouts(Rollouts):
         self._config, self._path = config, path
         self._steps: dict[int, list[tuple[Prompt, list[Completion]]]] = {}
         try:
-            with Path(path).expanduser().open() as file:
+            with Path(path).expanduser().open(encoding="utf-8") as file:
                 for line in map(json.loads, file):
                     self._check_line(line)
                     found = prompts[line["place"]] if line["place"] < len(prompts) else None

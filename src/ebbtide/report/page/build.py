@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import UserError
+from ebbtide.files import write_whole
 from ebbtide.json_text import json_text
 from ebbtide.report.page.run import Run, named
 
@@ -79,9 +80,7 @@ def write(folders: Sequence[Path], out: Path) -> None:
     if out.is_dir() or not out.name:
         raise UserError(f"the page cannot be written to {out}: it is a folder. Name a file with --out")
     made = page(named(folders))
-    beside = out.with_name(f".{out.name}.new")
     try:
-        beside.write_bytes(made)
-        beside.replace(out)
+        write_whole(out, [made])
     except OSError as error:
         raise UserError(f"the page cannot be written to {out}: {error.strerror}. Name another place with --out") from None
