@@ -29,8 +29,8 @@ class Numbers:
 
     ranks = Alone()
 
-    def __init__(self, before=lambda name: None) -> None:
-        self.before = before
+    def __init__(self, before=lambda name: None, rows: int = 1) -> None:
+        self.before, self.rows = before, rows
 
     def snapshot(self, step: int, *, copy: bool) -> Snapshot:
         def fill(name: str):
@@ -40,7 +40,7 @@ class Numbers:
 
             return into
 
-        entries = [Entry(f"model.w{number}", torch.Size([number, 3]), torch.bfloat16) for number in range(5)]
+        entries = [Entry(f"model.w{number}", torch.Size([number * self.rows, 3]), torch.bfloat16) for number in range(5)]
         return Snapshot(texts(step), {entry: (fill(entry.name), False) for entry in entries})
 
 

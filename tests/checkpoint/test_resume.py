@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from disk import room_for
 from ebbtide.checkpoint.export import export
 from ebbtide.checkpoint.export import pick as pick_saying
 from ebbtide.checkpoint.keep import Keeper
@@ -113,7 +114,7 @@ def test_another_model_is_another_run(tiny, tmp_path) -> None:
         with pytest.raises(UserError, match=f"`{key}` was"):
             find(tiny({**EVERYTHING, key: value, "run.folder": str(tmp_path / "a"), "resume": "auto"}), print)
     with pytest.raises(UserError, match="raise it to go on"):
-        find(tiny({**EVERYTHING, "train.steps": 2, "resume": str(tmp_path / "a")}), print)
+        find(tiny({**EVERYTHING, "train.steps": 1, "resume": str(tmp_path / "a")}), print)
 
 
 def test_rounded_weights_are_not_taken_for_exact_ones(tiny, tmp_path, monkeypatch) -> None:
@@ -193,12 +194,25 @@ def test_a_write_that_fails_leaves_the_others_and_no_half(two, async_save, probl
         save(3)
     assert [saved.step for saved in listed(two)] == [1, 2]
     assert all(saved.problem() is None for saved in listed(two))
+    assert not list(two.glob(f"{UNFINISHED}*"))  # which would keep the room that lacks
     full[0] = False
     save(3)
     made.close()
     assert [saved.step for saved in listed(two)] == [1, 2, 3]
     assert listed(two)[-1].problem() is None
     assert not list(two.glob(f"{UNFINISHED}*"))
+
+
+def test_of_a_full_disk_is_said_what_the_system_says_and_not_what_torch_makes_of_it(two) -> None:
+    with room_for(2000), pytest.raises(UserError, match=r"step 3 could not be written to .*/c: \[Errno 27\] File too large\. Earlier"):
+        saver(two, Numbers(rows=1000), async_save=False).save(3, {})
+    assert sorted(path.name for path in two.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_a_run_folder_that_was_removed_is_not_made_again(tmp_path) -> None:
+    with pytest.raises(UserError, match="step 3 could not be written"):
+        saver(tmp_path / "run" / "checkpoints", Numbers(), async_save=False).save(3, {})
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(two) -> None:
@@ -340,6 +354,9 @@ def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:
     assert tokenizer("12=").input_ids == trained.tokenizer("12=").input_ids
     with pytest.raises(UserError, match="not empty"):
         export(pick(tmp_path / "run", None), tmp_path / "out")
+    with room_for(2000), pytest.raises(UserError, match=r"cannot be written to .*new: .*File too large"):
+        export(pick(tmp_path / "run", None), tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     with pytest.raises(UserError, match="no complete checkpoint of step 9"):
         pick(tmp_path / "run", 9)
 

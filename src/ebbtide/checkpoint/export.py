@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebbtide.checkpoint.contents import read_config
@@ -15,6 +17,7 @@ from ebbtide.checkpoint.store import Saved, listed, newest_sound
 from ebbtide.checkpoint.tensors import Tensors
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.files import made_as
 from ebbtide.policy.model import unfilled_model
 
 
@@ -45,11 +48,22 @@ def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, 
 
 
 def export(saved: Saved, out: Path) -> None:
-    """Writes model, tokenizer and chat template to a new folder that transformers loads."""
+    """Writes model, tokenizer and chat template to a new folder that transformers loads: all of them, or no folder."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose a folder to export to")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
     model, tokenizer, _ = read_model(saved)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    making = made_as(out.absolute())
+    try:
+        shutil.rmtree(making, ignore_errors=True)  # of an export that was killed
+        making.mkdir(parents=True)
+        model.save_pretrained(making)
+        tokenizer.save_pretrained(making)
+        making.replace(out)
+    except BaseException as problem:
+        shutil.rmtree(making, ignore_errors=True)
+        if isinstance(problem, OSError | SafetensorError):
+            words = f"the model cannot be written to {out}: {problem}. Make room there, or choose another folder"
+            raise UserError(words) from None
+        raise

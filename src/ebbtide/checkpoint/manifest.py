@@ -32,7 +32,7 @@ class Damaged(UserError):  # noqa: N818
 class Record(BaseModel):
     """What a JSON file of a checkpoint holds: of these types exactly."""
 
-    model_config = ConfigDict(strict=True, frozen=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class File(Record):

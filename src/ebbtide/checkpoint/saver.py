@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ebbtide.checkpoint.manifest import Files
 from ebbtide.checkpoint.state import Snapshot, State
-from ebbtide.checkpoint.store import begin, failed, finish, prune
+from ebbtide.checkpoint.store import begin, clear, failed, finish, prune, why
 from ebbtide.checkpoint.tensors import Everyone, Share, finish_tensors, write_tensors
 from ebbtide.checkpoint.writer import Writer
 from ebbtide.config.tree import Checkpoint
@@ -89,8 +89,10 @@ class Saver:
             self._problem = problem
         except Exception as error:
             log.exception("step %d", step)
-            self._problem = failed(self._folder, step, f"{type(error).__name__}: {error}")
+            self._problem = failed(self._folder, step, why(error))
         finally:
+            if self._problem is not None and ranks.rank == 0:
+                clear(self._folder)  # all ranks have ended their part of it
             snapshot.release()
             self._there.set()
 
@@ -100,7 +102,7 @@ class Saver:
             mine: tuple[Any, str | None] = work(), None
         except Exception as error:
             log.exception("step %d", step)
-            mine = None, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            mine = None, why(error)
         found = self._state.ranks.gather(mine)
         for rank, (_, problem) in enumerate(found):
             if problem is not None:

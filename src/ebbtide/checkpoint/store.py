@@ -12,11 +12,13 @@ import shutil
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 
 from ebbtide.checkpoint.contents import check
 from ebbtide.checkpoint.manifest import MANIFEST, Damaged, File, Files, Listed, Manifest, digest
 from ebbtide.errors import UserError
+from ebbtide.files import unwritable, write_whole
 
 UNFINISHED = ".unfinished-"
 COMPLETE = re.compile(r"step-([0-9]+)")
@@ -57,14 +59,25 @@ class Saved:
 
 
 def failed(folder: Path, step: int, reason: object) -> UserError:
-    return UserError(f"the checkpoint of step {step} could not be written to {folder}: {reason}. Earlier ones are untouched")
+    return UserError(
+        f"the checkpoint of step {step} could not be written to {folder}: {reason}. "
+        "Earlier ones are untouched: go on from the last with `resume` when that is mended"
+    )
+
+
+def why(error: BaseException) -> str:
+    """In words. Of a full disk torch says that a position is unexpected: what the system said lies beneath."""
+    beneath: BaseException | None = error
+    while beneath is not None and not isinstance(beneath, OSError):
+        beneath = beneath.__cause__ or beneath.__context__
+    return str(beneath) if beneath is not None else f"{type(error).__name__}: {error}"
 
 
 def begin(folder: Path, step: int) -> Path:
     """An empty folder in which a checkpoint is made. A crash before `finish` leaves nothing that looks like one."""
     making = folder / f"{UNFINISHED}step-{step:06d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(making, ignore_errors=True)
+    folder.mkdir(exist_ok=True)  # not its parents: a run's folder that was removed stays so
+    clear(folder)  # what was cut short before gives its room
     making.mkdir()
     return making
 
@@ -74,15 +87,36 @@ def finish(making: Path, metrics: dict[str, float], known: Files) -> None:
     folder, place = making.parent, making.parent / making.name.removeprefix(UNFINISHED)
     listed = dict(sorted((known | digests(making, "**/*", but=known)).items()))
     step = int(place.name.removeprefix("step-"))
-    (making / MANIFEST).write_text(Manifest(step=step, metrics=metrics, files=listed).model_dump_json(indent=1) + "\n")
+    (making / MANIFEST).write_bytes(_written(Manifest(step=step, metrics=metrics, files=listed)))
     for path in (*(making / name for name in listed), making / MANIFEST, *(path for path in making.rglob("*") if path.is_dir()), making):
         _sync(path)
     if place.exists():  # the same step again, after a resume: the new one is as good
         place.rename(folder / f"{UNFINISHED}replaced-{place.name}")
     making.rename(place)
     _sync(folder)
+    clear(folder)
+
+
+def _written(manifest: Manifest) -> bytes:
+    """As strict JSON: a metric that is not finite is left out, and says nothing of which checkpoint is best."""
+    finite = {name: value for name, value in manifest.metrics.items() if isfinite(value)}
+    return f"{manifest.model_copy(update={'metrics': finite}).model_dump_json(indent=1)}\n".encode()
+
+
+def clear(folder: Path) -> None:
+    """Removes what is no checkpoint, or none any more."""
     for left in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def add_metrics(saved: Saved, figures: dict[str, float]) -> None:
+    """To those that a checkpoint was made with: `prune` goes by them."""
+    path = saved.path / MANIFEST
+    manifest = Listed(saved.path).manifest
+    try:
+        write_whole(path, [_written(Manifest(step=manifest.step, metrics=manifest.metrics | figures, files=manifest.files))])
+    except OSError as error:
+        raise unwritable(path, error, "It is as it was: make room there, and go on from it with `resume`") from None
 
 
 def listed(folder: Path) -> list[Saved]:

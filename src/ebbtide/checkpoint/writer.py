@@ -22,7 +22,7 @@ from torch import Tensor
 from ebbtide.checkpoint.index import TENSORS
 from ebbtide.checkpoint.manifest import Files
 from ebbtide.checkpoint.sizes import SLOTS
-from ebbtide.checkpoint.store import digests
+from ebbtide.checkpoint.store import digests, why
 from ebbtide.checkpoint.tensors import Entry, Everyone, Share, write_tensors
 
 
@@ -110,8 +110,8 @@ def _serve(line: _Line, memory: int) -> None:
         try:
             results = write_tensors(Path(folder), everyone, asking, share, threads)
             line.send(("written", results, digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
-        except Exception as error:  # noqa: BLE001  # torch says of a full disk that a position is unexpected
-            line.send(("failed", str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001 (whatever it is, the run says it)
+            line.send(("failed", why(error)))
 
 
 class _Asking:
@@ -131,4 +131,5 @@ class _Asking:
 
 
 if __name__ == "__main__":
+    threading.excepthook = lambda _: None  # what torch's threads cannot write is counted, and the run says so
     _serve(_Line(int(sys.argv[1])), int(sys.argv[2]))
