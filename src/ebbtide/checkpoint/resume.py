@@ -14,7 +14,9 @@ from ebbtide.checkpoint.manifest import Damaged, Listed, first
 from ebbtide.checkpoint.store import Saved, listed, newest_sound
 from ebbtide.config.decided import as_before
 from ebbtide.config.tree import Cluster, Config
+from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
+from ebbtide.steplog import step_of
 
 FOLDER = "checkpoints"
 # Another value of these is another run.
@@ -28,9 +30,13 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     if config.resume is None:
         return None
     if config.resume == "auto":
-        for folder in _candidates(config):
-            if saved := newest_sound(listed(folder / FOLDER), say):
-                return _fitting(saved, config, say)
+        if (folder := _newest(config)) is None:
+            return None
+        if saved := newest_sound(listed(folder / FOLDER), say):
+            return _fitting(saved, config, say)
+        refuse_checkpoints(folder)
+        if anew_in(config) is not None:
+            say(f"the run in {folder} has no checkpoint yet: it begins anew, in place")
         return None
     path = Path(os.path.abspath(Path(config.resume).expanduser()))  # its parents are looked at
     found = [saved for saved in listed(path.parent) if saved.path.name == path.name] or listed(path / FOLDER) or listed(path)
@@ -62,13 +68,65 @@ def going_on(config: Config, saved: Saved) -> Config:
     return chosen
 
 
-def _candidates(config: Config) -> Iterator[Path]:
+def refuse_checkpoints(folder: Path) -> None:
+    """A run that is to go on never begins anew where there are checkpoints, sound or not: that would remove them."""
+    if left := sorted(path.name for pattern in ("step-*", "aside-*") for path in (folder / FOLDER).glob(pattern)):
+        raise UserError(
+            f"`resume`: no checkpoint in {folder / FOLDER} is whole, and what is there ({', '.join(left[-3:])}) "
+            "is not removed for a new run: mend it, or begin another one in another `run.folder`, or without `resume`"
+        )
+
+
+def anew_in(config: Config) -> Path | None:
+    """With `resume: auto`, where a run was killed before its first checkpoint, and begins anew; None without one."""
+    folder = _newest(config) if config.resume == "auto" else None
+    if folder is None or not any(folder.iterdir()) or any((folder / FOLDER).glob("step-*")):
+        return None
+    if not config.run.overwrite:
+        _refuse_another(folder, config)
+    return folder
+
+
+def _refuse_another(folder: Path, config: Config) -> None:
+    """What is of another run, or of one that has ended and kept no checkpoint, is not this run's to replace."""
+    then, now = _written(folder / "config.yaml"), dict(_flat(config.model_dump(mode="json")))
+    done, of = _last_step(folder / "metrics.jsonl"), then.get("train.steps")
+    others = [key for key in now if key.startswith(FIXED) and key in then and then[key] != now[key]]
+    why = [f"`{key}` was {then[key]!r} and is {now[key]!r}" for key in others]
+    if done and not (isinstance(of, int) and done < of):
+        why.append(f"it has done its {done} steps and kept no checkpoint")
+    if why:
+        raise UserError(
+            f"`resume: auto` cannot go on from the run in {folder} ({'; '.join(why)}): choose another `run.folder`, "
+            "replace what is there with `run.folder` and `run.overwrite=true`, or begin another run without `resume`"
+        )
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """The config that a run wrote, by dotted key; nothing where it is not there, or not whole."""
+    try:
+        found = read_yaml(path.read_text(), str(path))
+    except (OSError, ValueError, UserError):
+        return {}
+    return dict(_flat(found)) if isinstance(found, dict) else {}
+
+
+def _last_step(metrics: Path) -> int:
+    """That a file has figures of; 0 where it has none."""
+    if not metrics.is_file():
+        return 0
+    with metrics.open("rb") as lines:
+        return max((step for line in lines if (step := step_of(line)) is not None), default=0)
+
+
+def _newest(config: Config) -> Path | None:
+    """The run that `resume: auto` looks at: older ones of its name are others."""
     if config.run.folder is not None:
-        yield Path(config.run.folder).expanduser()
-    else:
-        parted = [(folder.name.rpartition("-"), folder) for folder in Path("runs").glob("*")]
-        mine = [(int(number), folder) for (name, _, number), folder in parted if name == config.run.name and number.isdecimal()]
-        yield from (folder for _, folder in sorted(mine, reverse=True))
+        folder = Path(config.run.folder).expanduser()
+        return folder if folder.is_dir() else None
+    parted = [(folder.name.rpartition("-"), folder) for folder in Path("runs").glob("*") if folder.is_dir()]
+    mine = {folder: int(number) for (name, _, number), folder in parted if name == config.run.name and number.isdecimal()}
+    return max(mine, key=mine.__getitem__, default=None)
 
 
 def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
@@ -82,10 +140,12 @@ def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:
         raise UserError(
             f"the checkpoint {saved.path} is of another run: {'; '.join(refused)}. Resume with the values it was made with, or start anew"
         )
-    if saved.step >= config.train.steps:
+    if saved.step > config.train.steps:
         raise UserError(
             f"the checkpoint {saved.path} is of step {saved.step}, and `train.steps` is {config.train.steps}: raise it to go on"
         )
+    if saved.step == config.train.steps:
+        say(f"the checkpoint {saved.path} is of the last step: nothing is left to train (raise `train.steps` to go on)")
     world = (read_run(files).world, _ranks(config))
     if world[0] != world[1]:
         told.append(f"the number of ranks was {world[0]} and is {world[1]}")

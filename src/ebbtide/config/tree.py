@@ -32,10 +32,10 @@ class Run(Section):
     """Short name; without `run.folder` the run goes to `runs/NAME-001`, `runs/NAME-002`, ..."""
 
     folder: str | None = None
-    """Exact folder to write to. It must be new or empty, unless `run.overwrite` is on."""
+    """Exact folder to write to. It must be new or empty, unless `run.overwrite` is on or the run resumes in it."""
 
     overwrite: bool = False
-    """Replace the run that already lies in `run.folder`."""
+    """Replace the run that already lies in `run.folder`. With `resume`, never its checkpoints."""
 
     logging_level: Literal["debug", "info", "warning", "error"] = "warning"
     """How much is written to `log.txt` in the run folder: Ebbtide's own log and that of torch.distributed."""
@@ -834,7 +834,7 @@ class Config(Section):
     """Present: checkpoints are written to `checkpoints/` in the run folder."""
 
     resume: str | None = None
-    """Go on from a checkpoint: `auto` is the newest of `run.folder`, or of the newest run of this name, and starts anew where there is none; or the path of a run folder or of one checkpoint."""
+    """Go on from a checkpoint: `auto` is the newest of `run.folder`, or of the newest run of this name, which begins anew in place where it has none; or the path of a run folder or of one checkpoint."""
 
     report: Report = Report()
     """What is shown and written."""

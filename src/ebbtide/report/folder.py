@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from io import FileIO, TextIOWrapper
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from ebbtide.checkpoint.resume import anew_in, refuse_checkpoints
 from ebbtide.checkpoint.store import Saved, set_aside
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.json_text import json_bytes, json_text
-from ebbtide.steplog import forget_after
+from ebbtide.files import made_as, unwritable, write_whole
+from ebbtide.json_text import json_text
+from ebbtide.steplog import add, complete, forget_after
 
 LOCK = ".lock"
+METRICS, ROLLOUTS, VERSIONS = "metrics.jsonl", "rollouts.jsonl", "versions.jsonl"
 SAVED = b'{"step": '  # how every line of `rollout.save_to` begins
 HISTORY = "memory-history.pickle"
-CONTENTS = {
-    "config.yaml",
-    "metrics.jsonl",
-    "rollouts.jsonl",
-    "tensorboard",
-    "wandb",
-    "checkpoints",
-    "log.txt",
-    "plan.json",
-    "versions.jsonl",
-    HISTORY,
-    "report.html",
-    ".report.html.new",
-}
+FILES = ("config.yaml", METRICS, ROLLOUTS, VERSIONS, "plan.json", "report.html")
+MAKING = {made_as(Path(name)).name for name in FILES}
+CONTENTS = {*FILES, *MAKING, "tensorboard", "wandb", "checkpoints", "log.txt", HISTORY}
 
 
 class RunFolder:
@@ -40,26 +33,39 @@ class RunFolder:
     def __init__(self, config: Config, resumed: Saved | None = None) -> None:
         self.aside: list[Path] = []
         """Checkpoints of steps that will be done again."""
-        _refuse_saved(config, goes_on=resumed is not None)
+        self._rollouts = config.report.rollouts
+        anew = anew_in(config) if resumed is None else None
+        _refuse_saved(config, goes_on=resumed is not None or anew is not None)
         if resumed is not None:  # the run goes on in its own folder
             self.path, self._made = resumed.path.parent.parent, False
-            self._lock = _locked(self.path)
-            for name in ("metrics.jsonl", "rollouts.jsonl"):
+        else:
+            self.path, self._made = (anew, False) if anew is not None else _make_folder(config)
+            _refuse_what_is_there(self.path, config.run.overwrite or anew is not None)
+            if config.resume is not None:
+                refuse_checkpoints(self.path)
+        self._lock = _locked(self.path)
+        try:
+            self._begin(config, resumed)
+        except (OSError, UserError) as error:
+            with suppress(OSError):
+                self.close(discard=resumed is None)
+            raise _cannot_write(self.path, error) if isinstance(error, OSError) else error from None
+
+    def _begin(self, config: Config, resumed: Saved | None) -> None:
+        if resumed is not None:
+            for name in (METRICS, ROLLOUTS):
                 forget_after(self.path / name, resumed.step)
             self.aside = set_aside(resumed.path.parent, resumed.step)
         else:
-            self.path, self._made = _make_folder(config)
-            _refuse_what_is_there(self.path, config.run.overwrite)
-            self._lock = _locked(self.path)
             _remove_run(self.path)
         self.write_config(config)
-        self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
-        self._rollouts = (self.path / "rollouts.jsonl").open("ab", buffering=0) if config.report.rollouts else None
+        for name in (METRICS, *([ROLLOUTS] if self._rollouts else [])):
+            (self.path / name).touch()
 
     def write_config(self, config: Config) -> None:
         """Without the folder: run again, it goes to a folder of its own and never over this one."""
         elsewhere = config.run.model_copy(update={"folder": None, "overwrite": False})
-        (self.path / "config.yaml").write_text(resolved(config.model_copy(update={"run": elsewhere, "resume": None})))
+        self._write("config.yaml", resolved(config.model_copy(update={"run": elsewhere, "resume": None})))
 
     @property
     def history(self) -> Path:
@@ -67,31 +73,39 @@ class RunFolder:
         return self.path / HISTORY
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        (self.path / "plan.json").write_text(json_text(plan, indent=1) + "\n")
+        self._write("plan.json", json_text(plan, indent=1) + "\n")
 
     def write_start(self, line: dict[str, Any]) -> None:
         """What a process that begins or resumes the run has: one line for each."""
-        with (self.path / "versions.jsonl").open("ab", buffering=0) as file:
-            _write(file, [line])
+        (self.path / VERSIONS).touch()
+        add(self.path / VERSIONS, [line])
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_whole(self.path / name, [text.encode()])
+        except OSError as error:
+            raise unwritable(self.path / name, error, "Make room there, or set `run.folder` to another place") from None
 
     def write_metrics(self, line: dict[str, Any]) -> None:
-        _write(self._metrics, [line])
+        add(self.path / METRICS, [line])
+
+    def complete_metrics(self, step: int, figures: dict[str, float]) -> None:
+        """Adds to the last step's line what was due in it when the run was stopped."""
+        complete(self.path / METRICS, step, figures)
 
     def write_rollouts(self, lines: list[dict[str, Any]]) -> None:
-        if self._rollouts is not None:
-            _write(self._rollouts, lines)
+        if self._rollouts:
+            add(self.path / ROLLOUTS, lines)
 
     def close(self, discard: bool = False) -> None:
         """Lets go of the folder; `discard` takes back what this run made of it, when the run never began and the folder was new to it."""
-        for file in (self._metrics, self._rollouts):
-            if file is not None:
-                file.close()
         if discard:
             _remove_run(self.path)
         (self.path / LOCK).unlink(missing_ok=True)
         self._lock.close()
         if discard and self._made:
-            self.path.rmdir()
+            with suppress(OSError):  # it was removed meanwhile, or a file was put into it
+                self.path.rmdir()
 
     def leave(self) -> None:
         """Of a run that others began in it, and that took back what it had written: the folder goes too, where it was made for it."""
@@ -153,7 +167,7 @@ def _refuse_what_is_there(folder: Path, overwrite: bool) -> None:
         )
     if foreign := sorted(found - CONTENTS):
         raise UserError(
-            f"`run.overwrite` replaces a run, and {folder} holds other things as well ({', '.join(foreign[:3])}): choose another `run.folder`"
+            f"only a run is replaced, and {folder} holds other things as well ({', '.join(foreign[:3])}): choose another `run.folder`"
         )
 
 
@@ -170,7 +184,7 @@ def _locked(folder: Path) -> TextIOWrapper:
     try:
         lock = (folder / LOCK).open("w")
     except OSError as error:
-        raise UserError(f"the run folder {folder} cannot be written to: {error}. Set `run.folder` to a place you can write to") from None
+        raise _cannot_write(folder, error) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,6 +193,6 @@ def _locked(folder: Path) -> TextIOWrapper:
     return lock
 
 
-def _write(file: FileIO, lines: list[dict[str, Any]]) -> None:
-    """All lines in one write to the file: Ctrl-C comes before or after it, and no line is cut in two."""
-    file.write(b"".join(json_bytes(line) + b"\n" for line in lines))
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    fix = "Set `run.folder` to a place you can write to"
+    return UserError(f"the run folder {folder} cannot be written to: {error}. {fix}")
