@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 
 import copy
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from ebbtide.config.tree import Config
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # these tests may run in the background, where Ctrl-C is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY: dict[str, Any] = {
     "device": "cpu",

@@ -1,6 +1,14 @@
-"""`python -m ebbtide` is the `ebbtide` command."""
+"""The `ebbtide` command, and `python -m ebbtide`."""
 
-from ebbtide.cli import main
+from ebbtide import stop
+
+
+def main() -> None:
+    stop.at_once(lambda: "stopped: nothing was written yet")  # importing the commands takes a second already
+    from ebbtide.cli import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

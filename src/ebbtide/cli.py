@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from ebbtide.config.document import explained
 from ebbtide.config.model_path import check_paths
 from ebbtide.config.tree import Model, Rehearsal
 from ebbtide.errors import Stopped, UserError
+from ebbtide.files import disk_full
 from ebbtide.memory.plan import build_plan, check_budget
 from ebbtide.planner import show
 from ebbtide.planner.choose import Chooser, Chosen
@@ -39,6 +41,7 @@ from ebbtide.planner.shape import find_shape
 from ebbtide.planner.work import most_work
 from ebbtide.printable import printable_lines
 from ebbtide.rollout.serve.checks import api_key, check_installed
+from ebbtide.stop import STOPPED, in_order
 from ebbtide.tasks.build import build_task
 
 app = typer.Typer(
@@ -168,7 +171,7 @@ def _calibrate() -> None:
     terminal = Terminal(0)
     terminal.start()
     try:
-        with terminal.doing("measuring this machine") as progress:
+        with in_order(), terminal.doing("measuring this machine") as progress:
             name, device_gib, rates = measure(progress)
     finally:
         terminal.stop()
@@ -180,7 +183,7 @@ def _go(job: Job) -> None:
         _run(job)
     except KeyboardInterrupt:
         _say("stopped before the first step: nothing was written")
-        raise typer.Exit(130) from None
+        raise typer.Exit(STOPPED) from None
 
 
 def _run(job: Job) -> None:
@@ -204,7 +207,7 @@ def _run(job: Job) -> None:
     try:
         run_rank(job)
     except Stopped:
-        raise typer.Exit(130) from None
+        raise typer.Exit(STOPPED) from None
     except Exception as error:
         if isinstance(error, UserError) or os.environ.get("WORLD_SIZE", "1") == "1":
             raise
@@ -221,7 +224,7 @@ def rank(folder: Path) -> None:
         try:
             run_rank(job)
         except Stopped:
-            sys.exit(130)
+            sys.exit(STOPPED)
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart-001.")]
@@ -253,7 +256,8 @@ def export(
     from ebbtide.checkpoint.export import pick
 
     saved = pick(run, step, _echo)
-    write_folder(saved, out)
+    with in_order():
+        write_folder(saved, out)
     _echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
 
 
@@ -287,7 +291,7 @@ def serve(
         run_server(source, config, key, _echo)
     except KeyboardInterrupt:
         _say("stopped before it served")
-        raise typer.Exit(130) from None
+        raise typer.Exit(STOPPED) from None
 
 
 @app.command()
@@ -310,13 +314,15 @@ def report(
     if serve:
         from ebbtide.report.page.serve import serve as serve_page
 
-        serve_page(runs, port, _echo)
+        with in_order():
+            serve_page(runs, port, _echo)
         return
     from ebbtide.report.page.build import write
     from ebbtide.report.page.lines import Followed
 
     place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    write(runs, place)
+    with in_order():
+        write(runs, place)
     _echo(str(place))
     for run in runs:
         if not Followed(run / "metrics.jsonl").read():
@@ -355,9 +361,11 @@ def main() -> None:
     """Errors that a user can mend: one paragraph, exit code 2, no traceback."""
     faulthandler.enable(2)  # what dies in a library says on stderr which line was in it
     try:
-        app()
+        with disk_full():
+            app()
     except UserError as error:
-        _say(str(error), before="error: ")
+        with suppress(OSError):  # stderr may be a file on the disk that is full
+            _say(str(error), before="error: ")
         sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""Held-out problems: mean reward and pass@k."""
+"""Held-out problems: when they are due, mean reward and pass@k."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ebbtide.batch import requests
+from ebbtide.checkpoint.store import Saved
 from ebbtide.config.tree import Config
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Engine, Sampling
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.scoring import ScoringPool
+
+
+def due(config: Config, step: int) -> bool:
+    """After this step."""
+    return config.evaluate is not None and (step % config.evaluate.every == 0 or step == config.train.steps)
+
+
+def owed(config: Config, saved: Saved) -> bool:
+    """A checkpoint's step has not had the evaluation that was due: its run was stopped, and did not wait for it."""
+    return due(config, saved.step) and not any(key.startswith("evaluate/") for key in saved.metrics)
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -21,7 +32,10 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def evaluate(config: Config, engine: Engine, scoring: ScoringPool, prompts: Sequence[Prompt], progress: Progress) -> dict[str, float]:
-    """The same problems with the same seeds every time, so that a difference is the policy's."""
+    """The same problems with the same seeds every time, so that a difference is the policy's.
+
+    Draws from no random state of the run: one that is left out, or made up for later, changes nothing.
+    """
     settings, rollout = config.evaluate, config.rollout
     assert settings is not None  # the loop asks only when the config has the section
     sampled = settings.temperature > 0
@@ -34,7 +48,8 @@ def evaluate(config: Config, engine: Engine, scoring: ScoringPool, prompts: Sequ
         tuple(rollout.stop),
     )
     groups = engine.generate(requests(prompts, settings.samples, config.seed, "evaluate"), sampling, progress)
-    scored = scoring.score([(prompt.problem, done.text) for prompt, group in zip(prompts, groups, strict=True) for done in group])
+    work = [(prompt.problem, done.text) for prompt, group in zip(prompts, groups, strict=True) for done in group]
+    scored = scoring.score(work, progress)
     rewards = [score.value for score in scored]
     cut = settings.samples
     right = [score.failure is None and score.value >= settings.pass_reward for score in scored]

@@ -21,7 +21,7 @@ from ebbtide.cluster.whole import SharedScoring, share_out
 from ebbtide.cluster.world import World
 from ebbtide.config.tree import Checkpoint, Config, Rehearsal
 from ebbtide.errors import UserError
-from ebbtide.evaluate import evaluate
+from ebbtide.evaluate import due, evaluate, owed
 from ebbtide.footprint import fit_to_host
 from ebbtide.memory.host import bind_near, pci_address, quiet_collector
 from ebbtide.memory.limit import limited
@@ -34,6 +34,7 @@ from ebbtide.planning import plan_run
 from ebbtide.policy.model import load_model, pick_device
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
+from ebbtide.progress import GivenUp, GivingWay
 from ebbtide.report.report import Report
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.prompts import about_quotes, encode
@@ -128,11 +129,20 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
     with SharedScoring(config.task, config.seed, world) as scoring, keeper, quiet_collector(), serving:
 
         def examined() -> dict[str, float]:
-            with residency.phase("evaluate"), report.phase("evaluate") as progress:
-                return evaluate(config, engine, scoring, tests, progress)
+            """An evaluation's figures; none where the run is to stop: no save waits for what a resumed run can do."""
+            if world.any(keeper.in_haste):
+                return {}
+            try:
+                with residency.phase("evaluate"), report.phase("evaluate") as progress:
+                    return evaluate(config, engine, scoring, tests, GivingWay(progress, lambda: keeper.in_haste))
+            except GivenUp:
+                return {}
 
-        if config.evaluate and not begun:
-            report.step(0, examined() | meter.take(), [])
+        lacking = config.evaluate is not None if report.resumed is None else owed(config, report.resumed)
+        if lacking:
+            if not (evaluation := examined()):
+                raise KeyboardInterrupt
+            report.evaluated(begun, evaluation | meter.take())
 
         for step in range(begun + 1, config.train.steps + 1):
             started = time.perf_counter()
@@ -164,14 +174,15 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
                 updates.append(figures)
 
             metrics = batch.figures() | rollouts.figures() | averaged(updates) | {"seconds": time.perf_counter() - started}
-            if config.evaluate and (step % config.evaluate.every == 0 or step == config.train.steps):
-                metrics |= examined()
+            evaluation = examined() if due(config, step) else {}
+            metrics |= evaluation
             report.step(step, metrics | meter.take(), batch.samples)
             if warning := unmatched.after_step(batch.samples):
                 report.terminal.say(f"  {warning}", "bold yellow")
             if keeper.step_done(step):
                 with residency.phase("save"), report.phase("save"):
                     keeper.save(step, metrics)
-            if keeper.stopping and step < config.train.steps:
+            complete = step == config.train.steps and (config.evaluate is None or bool(evaluation))
+            if keeper.stopping and not complete:
                 raise KeyboardInterrupt
     return policy

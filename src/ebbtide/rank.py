@@ -12,29 +12,35 @@ from ebbtide.cluster.leash import Job
 from ebbtide.cluster.world import World, join
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import Stopped
+from ebbtide.evaluate import owed
 from ebbtide.loop import seed_everything, train
 from ebbtide.report.report import Report
 from ebbtide.report.silent import Silent
+from ebbtide.stop import at_once, give_back
 
 
 def run_rank(job: Job) -> None:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where `task.python.object` of a user's own is looked for
-    rehearsal = job.rehearsal
-    with join(job.config) as world:
-        if world.link is not None and world.link.generates:
-            seed_everything(job.config.seed, job.config.deterministic)
-            serve(job.config, world.link)
-            return
-        resumed = world.same(job.resumed)
-        config = job.config if resumed is None else going_on(job.config, resumed)
-        _run(config, rehearsal, world, _report(config, job, resumed, world))
+    before = at_once()
+    try:
+        with join(job.config) as world:
+            if world.link is not None and world.link.generates:
+                seed_everything(job.config.seed, job.config.deterministic)
+                serve(job.config, world.link)
+                return
+            resumed = world.same(job.resumed)
+            config = job.config if resumed is None else going_on(job.config, resumed)
+            _run(config, job.rehearsal, world, _report(config, job, resumed, world))
+    finally:
+        give_back(before)
 
 
 def _run(config: Config, rehearsal: Rehearsal | None, world: World, reported: Report) -> None:
     with reported as report:
         try:
-            train(config, report, rehearsal, world)
+            if not _done(config, report.resumed):
+                train(config, report, rehearsal, world)
         except KeyboardInterrupt:
             report.terminal.stop()
             if not report.began:
@@ -45,9 +51,16 @@ def _run(config: Config, rehearsal: Rehearsal | None, world: World, reported: Re
         report.end(f"{'done' if rehearsal is None else 'rehearsed'}: {config.train.steps} steps", rehearsed=rehearsal is not None)
 
 
+def _done(config: Config, resumed: Saved | None) -> bool:
+    """It was stopped between its last checkpoint and its end: what may be missing is its page."""
+    return resumed is not None and resumed.step == config.train.steps and not owed(config, resumed)
+
+
 def _report(config: Config, job: Job, resumed: Saved | None, world: World) -> Report:
     """The first rank knows where to write, and tells the others."""
     report = Report(config, job.source, resumed=resumed, overrides=job.overrides) if world.first else None
+    if report is not None:
+        at_once(report.leave)  # until the steps begin: what they have is saved before a stop
     folder = world.same(report.folder.path if report is not None else None)
     if report is not None:
         return report

@@ -2,16 +2,23 @@
 
 import io
 import json
+import logging
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from disk import room_for
+from ebbtide.checkpoint.resume import find
 from ebbtide.config import load
 from ebbtide.errors import UserError
 from ebbtide.printable import printable
 from ebbtide.report.folder import RunFolder
-from ebbtide.report.terminal import Terminal
+from ebbtide.report.log import LogFile
+from ebbtide.report.sinks import Sinks
+from ebbtide.report.terminal import Lasting, Terminal
 
 
 def folder(tmp_path, *overrides: str) -> RunFolder:
@@ -69,6 +76,56 @@ def test_a_finished_run_is_kept_unless_told(tmp_path) -> None:
     assert (run.path / "metrics.jsonl").read_text() == ""
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_in_place(tmp_path) -> None:
+    """As often as it takes, with what it had saved outside of the folder too."""
+    save_to = tmp_path / "saved.jsonl"
+    resume = ("resume=auto", f"rollout.save_to={save_to}")
+    said: list[str] = []
+    for step in (3, 2):
+        assert find(load("quickstart", [f"run.folder={tmp_path / 'run'}", *resume]), said.append) is None
+        run = folder(tmp_path, *resume)
+        assert (run.path / "metrics.jsonl").read_text() == ""
+        run.write_metrics({"step": step})
+        save_to.write_text('{"step": 1}\n')
+        (run.path / "checkpoints" / ".unfinished-step-000050").mkdir(parents=True)
+        run._lock.close()  # as a kill does: the file stays
+    assert said == [f"the run in {run.path} has no checkpoint yet: it begins anew, in place"]
+    with pytest.raises(UserError, match=r"cannot go on from the run in .*`seed` was 0 and is 1"):
+        folder(tmp_path, *resume, "seed=1")
+    with pytest.raises(UserError, match="not empty"):
+        folder(tmp_path)
+
+
+def test_of_numbered_runs_the_newest_is_the_one_to_resume(tmp_path, monkeypatch) -> None:
+    """Also where it has no checkpoint and an older one has."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quickstart-001" / "checkpoints" / "step-000100").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart-002").mkdir()
+    killed = RunFolder(load("quickstart"))
+    killed.write_metrics({"step": 7})
+    killed.close()
+    config = load("quickstart", ["resume=auto"])
+    assert find(config, print) is None
+    run = RunFolder(config)
+    assert run.path == killed.path
+    run.write_metrics({"step": 100})
+    run.close()
+    with pytest.raises(UserError, match="has done its 100 steps and kept no checkpoint"):
+        find(config, print)
+
+
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+def test_no_checkpoint_is_removed_by_a_run_that_is_to_resume(tmp_path, overwrite) -> None:
+    folder(tmp_path).close()
+    (tmp_path / "run" / "checkpoints" / "step-000050").mkdir(parents=True)  # whose manifest is gone
+    options = ("resume=auto", f"run.overwrite={overwrite}")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole, and what is there \(step-000050\) is not removed"):
+        find(load("quickstart", [f"run.folder={tmp_path / 'run'}", *options]), print)
+    with pytest.raises(UserError, match=r"is not removed|is not empty"):
+        folder(tmp_path, *options)
+    assert (tmp_path / "run" / "checkpoints" / "step-000050").exists()
+
+
 @pytest.mark.parametrize("beside", [(), ("config.yaml", "metrics.jsonl")])
 def test_overwrite_removes_runs_only(tmp_path, beside) -> None:
     (tmp_path / "run").mkdir()
@@ -86,6 +143,43 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path) -> None:
     (tmp_path / "run").mkdir()
     folder(tmp_path).close(discard=True)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_disk_without_room_for_a_run_is_left_as_it_was(tmp_path) -> None:
+    with room_for(100), pytest.raises(UserError, match=r"config\.yaml cannot be written: File too large"):
+        folder(tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_removed_while_the_run_goes_on_is_said(tmp_path) -> None:
+    run = folder(tmp_path)
+    shutil.rmtree(run.path)
+    with pytest.raises(UserError, match=r"metrics\.jsonl was moved or removed while the run wrote to it"):
+        run.write_metrics({"step": 1})
+    run.close(discard=True)
+    assert not run.path.exists()
+
+
+def test_what_shows_a_run_never_ends_it(tmp_path, capfd) -> None:
+    """log.txt, TensorBoard and the output itself: each says once that it cannot go on."""
+    said: list[str] = []
+    log, record = LogFile(tmp_path / "gone" / "log.txt", said.append), logging.makeLogRecord({"msg": "hello"})
+    full = LogFile(tmp_path / "log.txt", said.append)
+    shown = Sinks(said.append)
+    shown.open(load("quickstart"), tmp_path)
+    with room_for(100), Path("/dev/full").open("w") as nowhere:
+        for _ in range(3):
+            log.handle(record)
+            full.handle(logging.makeLogRecord({"msg": "a" * 200}))
+            shown.log(1, {f"figure {number}": 0.5 for number in range(100)})
+            Terminal(1, Console(file=Lasting(nowhere))).say("hello")
+        full.close()
+    assert [text.split(" (")[0] for text in said] == [
+        "log.txt cannot be written",
+        "log.txt cannot be written",
+        "TensorBoard cannot be written",
+    ]
+    assert capfd.readouterr().err == "the output cannot be written (No space left on device): the run goes on without it\n"
 
 
 def test_a_place_that_cannot_be_written(tmp_path) -> None:

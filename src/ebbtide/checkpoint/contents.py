@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from ebbtide.checkpoint.index import read_index
 from ebbtide.checkpoint.manifest import Listed, Record, first, shown
 from ebbtide.config.tree import Config
+from ebbtide.config.yaml_text import read_yaml
+from ebbtide.errors import UserError
 
 RUN, CONFIG = "run.json", "config.yaml"
 
@@ -85,22 +86,12 @@ def read_random(files: Listed, rank: int) -> RandomStates | None:
     return read_run(files).random if rank == 0 else None
 
 
-class _Yaml(yaml.SafeLoader):
-    """Without aliases: a run writes none, and a few lines of them can stand for more than memory holds."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias")
-        return super().compose_node(parent, index)
-
-
 def read_tree(files: Listed) -> dict[str, Any]:
     """The config that the run had, as a tree: it may be one of an earlier version."""
     try:
-        tree = yaml.load(files.read(CONFIG), _Yaml)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = shown(" ".join(str(error).split()))
-        raise files.damaged(f"{CONFIG} is not what a run writes: {why}") from None
+        tree = read_yaml(files.read(CONFIG).decode(), CONFIG)
+    except (UnicodeDecodeError, UserError) as error:
+        raise files.damaged(f"{CONFIG} is not what a run writes: {shown(' '.join(str(error).split()))}") from None
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise files.damaged(f"{CONFIG} is not what a run writes: it holds no settings")
     return tree

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,14 @@ from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import State
 from ebbtide.config.tree import Checkpoint, Config
 from ebbtide.errors import UserError
+from ebbtide.stop import at_once, give_back, handled
 
 SPARE = 1.5  # a step or a save may take so many times as long as the last one
 
 
 class Keeper:
-    """Around the steps of a run: the first Ctrl-C or SIGTERM lets the step under way end and be saved, the second stops at once."""
+    """Around the steps of a run: the first Ctrl-C or SIGTERM lets the step under way end and be saved, the second stops
+    at once. Without checkpoints the first one does."""
 
     def __init__(
         self,
@@ -44,8 +45,7 @@ class Keeper:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Keeper:
-        if self._config.checkpoint is not None:
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = handled(self._ask)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -62,18 +62,21 @@ class Keeper:
                 if self._saver is not None:
                     self._saver.close()
             finally:
-                self._give_back_signals()
-
-    def _give_back_signals(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+                give_back(self._before)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._asked or self._saver is None:
             self._hurried = True
+            at_once()  # one more does not wait for what this one ends
             raise KeyboardInterrupt
         self._asked = True
         self._say("stopping: this step is finished and saved first (again to stop at once)")
+
+    @property
+    def in_haste(self) -> bool:
+        """Nothing is waited for that can be made up for: this rank was asked to stop, or has just the time to save."""
+        config = self._config.checkpoint
+        return self._asked or (config is not None and self._late(config, self._clock(), 0.0))
 
     def step_done(self, step: int) -> bool:
         """Whether the step that just ended is to be saved. All ranks ask together."""
@@ -88,8 +91,12 @@ class Keeper:
         return step == self._config.train.steps or (config.every is not None and step % config.every == 0) or old or self.stopping
 
     def _too_late_for_another(self, config: Checkpoint) -> bool:
-        another = SPARE * (self._step_seconds + self._blocked_seconds + (self._saver.seconds if self._saver else 0.0))
-        return config.deadline_minutes is not None and self._stepped - self._began + another > 60 * config.deadline_minutes
+        return self._late(config, self._stepped, self._step_seconds)
+
+    def _late(self, config: Checkpoint, now: float, work: float) -> bool:
+        """Whether so many seconds of work, and a save, would end after the deadline."""
+        more = SPARE * (work + self._blocked_seconds + (self._saver.seconds if self._saver else 0.0))
+        return config.deadline_minutes is not None and now - self._began + more > 60 * config.deadline_minutes
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Saves a step; those that are neither new nor good enough go when it is there. All ranks come here together."""

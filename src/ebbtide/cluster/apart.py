@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -14,15 +13,16 @@ from ebbtide.config.tree import Config
 from ebbtide.memory.host import bind_near, pci_address, quiet_collector
 from ebbtide.memory.limit import limited
 from ebbtide.policy.model import load_model, pick_device
-from ebbtide.progress import Progress
+from ebbtide.progress import GivenUp, Progress
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.engine import Completion, Preempting, Request, Sampling
+from ebbtide.stop import give_back, handled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Answer = tuple[list[list[Completion]], int]
-"""Of a rank that generates: completions of its share of the requests, and how many samples gave way."""
+Answer = tuple[list[list[Completion]], int] | None
+"""Of a rank that generates: completions of its share of the requests, and how many samples gave way. None: given up."""
 
 
 class ApartEngine:
@@ -45,9 +45,12 @@ class ApartEngine:
         shown = self._link.shown(sum(len(request.seeds) for request in requests), progress)
         answers: list[Answer] = self._link.answered(meanwhile=shown)
         done: dict[int, list[Completion]] = {}
-        for hand, (groups, _) in zip(deal(sizes(requests, sampling), self._link.generating), answers, strict=True):
-            done |= zip(hand, groups, strict=True)
-        self.preempted = sum(preempted for _, preempted in answers)
+        self.preempted = 0
+        for hand, answer in zip(deal(sizes(requests, sampling), self._link.generating), answers, strict=True):
+            if answer is None:
+                raise GivenUp
+            done |= zip(hand, answer[0], strict=True)
+            self.preempted += answer[1]
         return [done[index] for index in range(len(requests))]
 
 
@@ -66,8 +69,11 @@ def serve(config: Config, link: Link) -> None:
                 hand = deal(sizes(order.requests, order.sampling), link.generating)[link.place]
                 answer: Answer = [], 0
                 if hand:
-                    done = engine.generate([order.requests[index] for index in hand], order.sampling, link.teller())
-                    answer = done, engine.preempted if isinstance(engine, Preempting) else 0
+                    try:
+                        done = engine.generate([order.requests[index] for index in hand], order.sampling, link.teller())
+                        answer = done, engine.preempted if isinstance(engine, Preempting) else 0
+                    except GivenUp:
+                        answer = None
                 link.tell(1, 1)
                 link.answered(answer)
 
@@ -92,10 +98,8 @@ def _patient(config: Config) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
-    heard = (signal.SIGINT, signal.SIGTERM) if config.checkpoint is not None else ()  # without one nobody waits
-    before = {number: signal.signal(number, ask) for number in heard}
+    before = handled(ask) if config.checkpoint is not None else {}  # without one nobody waits
     try:
         yield lambda: asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        give_back(before)

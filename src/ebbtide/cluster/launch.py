@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from ebbtide.cluster.leash import LEASH, STOPPED, Failure, Job
+from ebbtide.cluster.leash import LEASH, Failure, Job
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.stop import STOPPED, give_back, handled, in_order
 
 GRACE = 5.0  # seconds for the others to end by themselves when one has failed
 LAST_WORDS = 120.0  # seconds for the others when one has stopped as it was asked to: they were saved together, and one that still waits for another cannot hear
@@ -40,7 +41,7 @@ def to_start(config: Config) -> int:
 
 def launch(job: Job, count: int, say: Callable[[str], None]) -> int:
     """The exit code of a run of so many ranks; what a user can mend is raised."""
-    with tempfile.TemporaryDirectory(prefix="ebbtide-") as name:
+    with in_order(), tempfile.TemporaryDirectory(prefix="ebbtide-") as name:
         folder = Path(name)
         job.write(folder)
         started = _Started(folder, count)
@@ -215,9 +216,8 @@ def _forwarded(started: _Started) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
         started.send(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = handled(forward)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        give_back(before)

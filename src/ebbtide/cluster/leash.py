@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from ebbtide.checkpoint.store import Saved
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
+from ebbtide.files import disk_full
+from ebbtide.stop import SIGNALS, STOPPED, at_once
 
-STOPPED = 130  # exit code: by Ctrl-C or SIGTERM
 LEASH = "EBBTIDE_LEASH"
 """Names a pipe that ends with the one that started this rank."""
 
@@ -74,13 +74,13 @@ class Failure:
 @contextmanager
 def told(folder: Path) -> Iterator[Job]:
     """What this rank is to do. What goes wrong is written down and not shown: of all ranks' errors, only the first is the cause."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # a thread of Ray's that starts a rank has them blocked
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    at_once()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a thread of Ray's that starts a rank has them blocked
     threading.Thread(target=_end_with, args=(int(os.environ[LEASH]),), daemon=True).start()
     rank = int(os.environ["RANK"])
     try:
-        yield Job.read(folder)
+        with disk_full():
+            yield Job.read(folder)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
     except UserError as error:
@@ -95,13 +95,6 @@ def leave() -> NoReturn:
     """At once: threads that wait for other ranks would hold a rank that has failed."""
     sys.stdout.flush()
     os._exit(1)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """Before the run's own steps begin, and where it has no checkpoint to save: the first signal ends it, the second also what ends it."""
-    for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, lambda *_: os._exit(STOPPED))
-    raise KeyboardInterrupt
 
 
 def _end_with(leash: int) -> None:

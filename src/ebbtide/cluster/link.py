@@ -17,11 +17,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ebbtide.memory.shards import local, shared_out
 from ebbtide.planner.ranks import SENT
-from ebbtide.progress import Progress
+from ebbtide.progress import GivenUp, Progress
 from ebbtide.rollout.engine import Request, Sampling
 
 TICK = 0.005  # seconds between looks at what has come: signals are heard in between
 TOLD = 0.5  # seconds between words on how far a rank is
+GIVEN_UP = "given up"  # the number of the order that is
 FOREVER = timedelta(days=365)  # one side waits for as long as the other works; one that ends or gets no further ends the wait
 
 
@@ -114,7 +115,7 @@ class Link:
         self._store.set(str(self.place), f"{self._calls} {self._words} {done} {of}")
 
     def teller(self) -> Progress:
-        """The same, now and then."""
+        """The same, now and then; and raises where the first rank has given this order up."""
         last = time.monotonic()
 
         def tell(done: int, of: int) -> None:
@@ -122,6 +123,8 @@ class Link:
             if time.monotonic() - last > TOLD:
                 last = time.monotonic()
                 self.tell(done, of)
+                if self._store.check([GIVEN_UP]) and int(self._store.get(GIVEN_UP)) == self._calls:
+                    raise GivenUp
 
         return tell
 
@@ -141,7 +144,10 @@ class Link:
                 before, moved = words, last
             # Each in units of its own engine; all have about as much.
             parts = [word[2] / word[3] if word[0] == self._calls else 0.0 for word in words]
-            progress(int(of * sum(parts) / self.generating), of)
+            try:
+                progress(int(of * sum(parts) / self.generating), of)
+            except GivenUp:  # all are to give it up: they answer as soon as they see it
+                self._store.set(GIVEN_UP, str(self._calls))
             if last - moved > self._timeout.total_seconds():
                 late = " and ".join(f"rank {self.training + place}" for place, part in enumerate(parts) if part < 1)
                 raise self._late(f"{late or 'another rank'} got no further")

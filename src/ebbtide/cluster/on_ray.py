@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,10 +19,11 @@ from typing import Any
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import listed, newest_sound
 from ebbtide.cluster.launch import TICK, Asked, Looks, free_port, killed_by, show, start_rank
-from ebbtide.cluster.leash import STOPPED, Failure, Job
+from ebbtide.cluster.leash import Failure, Job
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.report.folder import RunFolder
+from ebbtide.stop import STOPPED, give_back, handled, in_order
 
 Ended = tuple[int, Failure | None]
 """Exit code of a rank, and what ended it if that was an error."""
@@ -81,6 +81,11 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> int | Non
 
 def launch_on_ray(job: Job, count: int, say: Callable[[str], None]) -> int:
     """The exit code of a run of so many ranks; what a user can mend is raised."""
+    with in_order():
+        return _launch(job, count, say)
+
+
+def _launch(job: Job, count: int, say: Callable[[str], None]) -> int:
     cluster = job.config.cluster
     assert cluster is not None  # the config has the section
     ray = _connected(cluster.ray or "auto", count, job.config)
@@ -114,7 +119,8 @@ def _taken(job: Job, say: Callable[[str], None]) -> tuple[RunFolder, Job]:
     for path in folder.aside:
         say(f"a later checkpoint is kept aside, and yours to remove: {path}")
     run = job.config.run.model_copy(update={"folder": str(folder.path.absolute()), "overwrite": True})
-    return folder, replace(job, config=job.config.model_copy(update={"run": run}))
+    # Whoever starts again resumes: what checkpoints there are by then are never removed.
+    return folder, replace(job, config=job.config.model_copy(update={"run": run, "resume": "auto"}))
 
 
 def _connected(address: str, count: int, config: Config) -> Any:
@@ -212,7 +218,7 @@ class _Group:
         codes: list[int] = []
         failures: list[Failure] = []
         going = self._start(job, failures)
-        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = handled(self._forward)
         try:
             while going:
                 done, _ = self._ray.wait(list(going), timeout=1.0)
@@ -223,8 +229,7 @@ class _Group:
                     codes.append(self._asked.ended(code))
                     failures += [failure] if failure is not None else []
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            give_back(before)
         first = min(failures, key=lambda one: (not one.lost, one.when), default=None)
         if self._asked.sent and (first is None or first.lost) and (going or first is not None):
             return STOPPED, None  # it was told to stop: those that did not hear it, or were lost meanwhile, are not to start again

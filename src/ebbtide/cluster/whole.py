@@ -20,7 +20,7 @@ from ebbtide.config.tree import Task as TaskConfig
 from ebbtide.memory.plan import Place
 from ebbtide.memory.shards import everywhere, local, shared_out
 from ebbtide.policy.policy import Policy
-from ebbtide.progress import Progress
+from ebbtide.progress import GivenUp, Progress
 from ebbtide.rollout.engine import Completion, Engine, Preempting, Request, Sampling
 from ebbtide.tasks.answer import Scored
 from ebbtide.tasks.scoring import ScoringPool
@@ -139,7 +139,11 @@ class SharedEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
         def share(mine: Sequence[Request]) -> list[list[Completion]]:
-            found = self._engine.generate(mine, sampling, progress)
+            try:
+                found = self._engine.generate(mine, sampling, progress)
+            except GivenUp:
+                self._whole.until_all_are_done()  # others may not have heard of it yet
+                raise
             self._whole.until_all_are_done()
             return found
 

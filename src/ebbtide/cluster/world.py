@@ -22,6 +22,7 @@ from ebbtide.errors import Stopped, UserError
 from ebbtide.memory.shards import shared_out
 from ebbtide.optim.adamw import Norms
 from ebbtide.policy.together import Alone
+from ebbtide.progress import GivenUp
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,7 +70,10 @@ class World(Alone):
         return [mine]
 
     def dealt(self, items: Sequence[T], sizes: Sequence[int], work: Callable[[list[T]], Sequence[R]]) -> list[R]:
-        """The results of `work` on all items, in order: every rank does its share, which may be nothing, and has all of them."""
+        """The results of `work` on all items, in order: every rank does its share, which may be nothing, and has all of them.
+
+        What one gives up is given up on all.
+        """
         return list(work(list(items)))
 
     def total(self, norms: Norms, weights: Sequence[nn.Parameter]) -> Norms:
@@ -117,9 +121,14 @@ class Ranks(World):
 
     def dealt(self, items: Sequence[T], sizes: Sequence[int], work: Callable[[list[T]], Sequence[R]]) -> list[R]:
         hands = deal(sizes, self.size)
-        mine = [items[index] for index in hands[self.rank]]
+        try:
+            mine: list[R] | None = list(work([items[index] for index in hands[self.rank]]))
+        except GivenUp:
+            mine = None  # the others wait for what there is of it
         done: dict[int, R] = {}
-        for hand, results in zip(hands, self.gathered(list(work(mine))), strict=True):
+        for hand, results in zip(hands, self.gathered(mine), strict=True):
+            if results is None:
+                raise GivenUp
             done |= zip(hand, results, strict=True)
         return [done[index] for index in range(len(items))]
 

@@ -12,19 +12,21 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ebbtide.batch import Sample
-from ebbtide.checkpoint.store import Saved
+from ebbtide.checkpoint.store import Saved, add_metrics
 from ebbtide.config import changed
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
+from ebbtide.evaluate import due
 from ebbtide.memory.meter import GIB, Meter
 from ebbtide.memory.residency import Residency
 from ebbtide.planning import RunPlan
 from ebbtide.printable import printable
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
+from ebbtide.report.log import LogFile
 from ebbtide.report.page.build import installed, write
 from ebbtide.report.pieces import Pieces
-from ebbtide.report.sinks import Sink, sinks
+from ebbtide.report.sinks import Sinks
 from ebbtide.report.terminal import Terminal
 from ebbtide.report.versions import start
 
@@ -47,9 +49,8 @@ class Report:
         self.terminal = terminal or Terminal(config.train.steps)
         self.folder = RunFolder(config, resumed)
         self._loggers = [logging.getLogger(name) for name in ("ebbtide", "torch.distributed")]
-        self._log = logging.FileHandler(self.folder.path / "log.txt", delay=True)  # there when there is something to say
-        self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._sinks: list[Sink] = []
+        self._log = LogFile(self.folder.path / "log.txt", self.terminal.say)
+        self._sinks = Sinks(self.terminal.say)
         self._meter: Meter | None = None
         self._plan: RunPlan | None = None
         self._samples: Sequence[Sample] = ()
@@ -59,6 +60,8 @@ class Report:
         self._seen: Counter[str] = Counter()
         self._told: set[str] = set()
         self.steps_done = resumed.step if resumed is not None else 0
+        self._lacks = False
+        """The last step's evaluation was due, and the run did not wait for it."""
 
     def __enter__(self) -> Report:
         self.terminal.start()
@@ -69,14 +72,23 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.terminal.stop()
-        for sink in self._sinks:
-            sink.close()
+        self._sinks.close()
         for logger in self._loggers:
             logger.removeHandler(self._log)
             logger.setLevel(logging.NOTSET)
         self._log.close()
-        never_began = not self.began and kind is not None and issubclass(kind, UserError | KeyboardInterrupt)
-        self.folder.close(discard=never_began and self.resumed is None and not self.folder.history.exists())
+        self.folder.close(discard=kind is not None and issubclass(kind, UserError | KeyboardInterrupt) and self._may_go)
+
+    @property
+    def _may_go(self) -> bool:
+        """Nothing in the folder would be missed."""
+        return not self.began and self.resumed is None and not self.folder.history.exists()
+
+    def leave(self) -> str:
+        """Ends in the middle of anything but a step; the last words."""
+        self.terminal.stop()
+        self.folder.close(discard=self._may_go)
+        return "stopped" if self.began else "stopped before the first step: nothing was written"
 
     def working(self, what: str) -> AbstractContextManager[Progress]:
         """Something before the first step that may take seconds."""
@@ -91,7 +103,7 @@ class Report:
     ) -> None:
         self._meter, self._pieces = residency.meter, Pieces(tokenizer)
         self.folder.write_start(start(self.steps_done, residency.device))
-        self._sinks = sinks(self._config, self.folder.path)
+        self._sinks.open(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
         rollout = self._config.rollout
@@ -129,17 +141,33 @@ class Report:
         self.folder.write_metrics({"step": step, **metrics})
         if self._config.report.rollouts:
             self.folder.write_rollouts(self._lines(step, samples))
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        self._sinks.log(step, metrics)
         self.terminal.step_line(step, metrics)
         self._first, self._last = metrics | self._first, self._last | metrics
         self._samples = samples or self._samples
         self._seen.update(metrics.keys())
         self._say_failures(samples)
         self.steps_done = step
+        self._lacks = due(self._config, step) and not any(key.startswith("evaluate/") for key in metrics)
+        if self._lacks:
+            self.terminal.say("  its evaluation is left to the run that goes on from its checkpoint")
         every = self._config.report.samples_every
         if samples and (step == self._config.train.steps or (every and step % every == 0)):
             self.terminal.samples(_spread(samples, 3))
+
+    def evaluated(self, step: int, figures: dict[str, float]) -> None:
+        """Before the first step; or of the step that the run goes on from, whose evaluation its stop did not wait for.
+
+        Then the step's line, and its checkpoint, are as if it had.
+        """
+        if self.resumed is None:
+            return self.step(step, figures, [])
+        self.folder.complete_metrics(step, figures)
+        add_metrics(self.resumed, {key: value for key, value in figures.items() if key.startswith("evaluate/")})
+        self._sinks.log(step, figures)
+        self.terminal.held_out(step, figures)
+        self._first, self._last = figures | self._first, self._last | figures
+        self._seen.update(figures.keys())
 
     def skipped(self, parameter: str | None) -> None:
         """An update that was not made, and the first parameter whose gradient was not finite."""
@@ -217,7 +245,7 @@ class Report:
         if rollout.replay is None:  # whose prompts come with its seed
             taken = " rollout.save_to=null" if rollout.save_to is not None else ""
             commands.append((f"ebbtide train {folder / 'config.yaml'} seed={self._config.seed + 1}{taken}", "the same with another seed"))
-        if self.steps_done < self._config.train.steps and (folder / "checkpoints").exists():
+        if (self.steps_done < self._config.train.steps or self._lacks) and (folder / "checkpoints").exists():
             commands.append((f"ebbtide train {folder / 'config.yaml'} resume={folder}", "go on from the checkpoint"))
         commands.append((f"ebbtide config {folder / 'config.yaml'}", "every setting, with its meaning"))
         if installed():

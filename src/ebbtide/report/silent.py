@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ class Silent(Report):
         self._began = False
 
     def __enter__(self) -> Silent:
+        logging.getLogger("ebbtide").addHandler(logging.NullHandler())  # without any, logging shows warnings itself
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,6 +56,9 @@ class Silent(Report):
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
         self.steps_done, self._began = step, True
+
+    def evaluated(self, step: int, figures: dict[str, float]) -> None:
+        self._began = True
 
     def skipped(self, parameter: str | None) -> None:
         pass

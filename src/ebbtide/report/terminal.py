@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -39,9 +42,41 @@ SPARE = ("lr", "mismatch", "entropy", "seconds_exposed", "kl", "tokens_per_secon
 PACE = 50  # steps whose pace tells how long the rest will take: enough to have evaluations and checkpoints among them
 
 
+class Lasting:
+    """stdout while it can be written: neither a log on a full disk nor a pipe without a reader ends a run."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """What Python still holds of it would fail again, at the latest when it exits."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._file.fileno())
+        os.close(nowhere)
+        with suppress(OSError):
+            os.write(2, f"the output cannot be written ({error.strerror}): the run goes on without it\n".encode())
+
+
 class Terminal:
     def __init__(self, steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        lasting: Any = Lasting(sys.stdout)
+        self.console = console or Console(file=lasting, highlight=False, soft_wrap=True)
         self._steps, self._clock = steps, clock
         self._ended: deque[tuple[int, float]] = deque(maxlen=PACE + 1)  # the last steps, and when each was done
         self._heartbeat = Heartbeat(self.say, clock)
