@@ -31,7 +31,14 @@ EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 OF: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "phimoe": {**EXPERTS, "sliding_window": WINDOW},
@@ -50,11 +57,16 @@ OF: dict[str, dict[str, Any]] = {
     "zaya": {**EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "bloom": {},
-    "phi3": {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}, "original_max_position_embeddings": 16},
-    "llama": {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    "llama": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
     "diffllama": {},
     "jetmoe": {**EXPERTS, "kv_channels": 8},
-    "gemma4_text": {**MIXED, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(TOKENIZER)},
+    "gemma4_text": {
+        **MIXED,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": len(TOKENIZER),
+    },
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": MIXED["layer_types"] * 2,
@@ -94,5 +106,6 @@ def family_model(name: str, dtype: torch.dtype = torch.float32, spread: float = 
 def own_logprobs(loaded: Loaded, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """By transformers' own forward of this sequence alone."""
     with torch.no_grad():
-        rows = loaded.model(torch.tensor([prompt + tokens]), use_cache=False).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1]
+        logits = loaded.model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    rows = logits.float().log_softmax(-1)
     return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]

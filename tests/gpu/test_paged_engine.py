@@ -59,7 +59,8 @@ def test_an_engine_that_was_tried_is_as_new(tiny, name, dtype) -> None:
     tried = verified_engine(loaded, 16, longest=(8, 24), samples=5)
     assert not tried._runner._graphs
     new = PagedEngine(loaded, 16, longest=(8, 24))
-    found, wanted = (tokens_of(engine.generate(ASKED, Sampling(20, 0.9, ignore_end=True), quiet)) for engine in (tried, new))
+    sampling = Sampling(20, 0.9, ignore_end=True)
+    found, wanted = (tokens_of(engine.generate(ASKED, sampling, quiet)) for engine in (tried, new))
     assert found == wanted
     assert tried._runner._graphs.keys() == new._runner._graphs.keys()
 

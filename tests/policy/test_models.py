@@ -124,7 +124,8 @@ def test_bfloat16_on_the_cpu(tiny) -> None:
     for parameter in policy.model.parameters():  # with weights as small as new ones a wrong forward would look right
         parameter.data += 0.2 * torch.randn_like(parameter)
     policy.verify()
-    policy.model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, args, out: out * 3 if out.shape[1] > 14 else out)
+    projection = policy.model.model.layers[0].self_attn.o_proj
+    projection.register_forward_hook(lambda module, args, out: out * 3 if out.shape[1] > 14 else out)
     with pytest.raises(UserError, match="differ from the model's own"):
         policy.verify()
 

@@ -20,13 +20,18 @@ def filled(policy: Policy, *lengths: int) -> list[Trajectory]:
     return items
 
 
+def check(item: Trajectory, loaded) -> None:
+    wanted = own_logprobs(loaded, item.prompt, item.completion)
+    torch.testing.assert_close(item.old_logprobs, wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_a_window_that_only_the_layer_knows_is_kept_to(tiny) -> None:
     """Qwen2-MoE hands attention a mask, not its window."""
     loaded = family_model("qwen2_moe")
     policy = Policy(loaded, tiny(LONGER))
     policy.verify()
     for item in filled(policy, 22, 12):
-        torch.testing.assert_close(item.old_logprobs, own_logprobs(loaded, item.prompt, item.completion), atol=1e-4, rtol=1e-4)
+        check(item, loaded)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +39,7 @@ def test_a_window_that_only_the_layer_knows_is_kept_to(tiny) -> None:
     [
         ("phimoe", "`phimoe`.*PhimoeAttention of layer 0 wants a mask other than the causal one"),
         ("minimax_m3_vl_text", "`minimax_m3_vl_text`.*MiniMaxM3VLAttention of layer 1 hands attention `block_indices`"),
-        ("doge", "`doge`.*DogeAttention of layer 0 wants a mask"),
+        ("doge", "`doge`.*DogeAttention of layer 0 hands attention a mask of its own"),
         ("gemma2", "`gemma2`.*Gemma2Attention of layer 0 hands attention `softcap`"),
         ("llama4_text", "`llama4_text`.*does not say which of its parts is the decoder"),
         ("bloom", "`bloom`.*do not take their attention from transformers' registry"),
@@ -52,28 +57,29 @@ def test_a_window_that_no_sequence_reaches_stands_in_nobodys_way(tiny) -> None:
     policy = Policy(loaded, tiny({"rollout.max_prompt_tokens": 3, "rollout.max_new_tokens": 2}))
     policy.verify()
     (item,) = filled(policy, 5)
-    torch.testing.assert_close(item.old_logprobs, own_logprobs(loaded, item.prompt, item.completion), atol=1e-4, rtol=1e-4)
+    check(item, loaded)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "zaya", "lfm2"])
 def test_layers_in_which_packed_sequences_would_mix_are_refused(tiny, name) -> None:
-    """Falcon-H1 and Zaya attend in every layer, and carry a state or a convolution beside it; in bfloat16 what mixes looks like rounding."""
+    """Falcon-H1 and Zaya attend in every layer, and have a state or a convolution beside; in bfloat16 it looks like
+    rounding."""
     loaded = family_model(name, torch.bfloat16, spread=0.0)
-    with pytest.raises(UserError, match=rf"`{name}`.*in layer 0, a .*DecoderLayer, tokens see those of other sequences"):
+    said = rf"`{name}`.*in layer 0, a .*DecoderLayer, tokens see those of other sequences"
+    with pytest.raises(UserError, match=said):
         Policy(loaded, tiny({"model.dtype": "bfloat16"})).verify()
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama"])
 def test_a_rope_that_follows_the_longest_sequence_is_refused_where_one_may_be_too_long(tiny, name) -> None:
     loaded = family_model(name)  # it changes past 16 tokens
-    with pytest.raises(
-        UserError, match=rf"rope of `{name}` changes .* more than 16 tokens, and 17 may come: lower `rollout.max_prompt_tokens`"
-    ):
+    said = rf"rope of `{name}` changes .* more than 16 tokens, and 17 may come: lower `rollout.max_prompt_tokens`"
+    with pytest.raises(UserError, match=said):
         Policy(loaded, tiny({"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 9})).verify()
     policy = Policy(loaded, tiny({"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 8}))
     policy.verify()
     for item in filled(policy, 16, 5, 9):  # a neighbour of the full length changes nothing
-        torch.testing.assert_close(item.old_logprobs, own_logprobs(loaded, item.prompt, item.completion), atol=1e-4, rtol=1e-4)
+        check(item, loaded)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The paged engine is tried when it is built: a family that it does not compute is refused there, with the engine that does."""
+"""The paged engine is tried when it is built: a family that it does not compute is refused, with the engine that
+does."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ PROMPT = [3, 4, 5, 6, 7, 8, 9]
 def sampled(engine, loaded) -> float:
     """How far the log-probs of a sample are from the model's own."""
     (group,) = engine.generate([Request(PROMPT, [1, 2])], Sampling(12, ignore_end=True), lambda *_: None)
-    return max((torch.tensor(one.logprobs) - own_logprobs(loaded, PROMPT, one.tokens)).abs().max().item() for one in group)
+    own = [own_logprobs(loaded, PROMPT, one.tokens) for one in group]
+    return max((torch.tensor(one.logprobs) - wanted).abs().max().item() for one, wanted in zip(group, own, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -32,9 +34,11 @@ def sampled(engine, loaded) -> float:
 def test_a_family_that_only_another_engine_computes_is_refused_with_its_name(tiny, name, said) -> None:
     loaded, config = family_model(name), tiny(LONGER)
     Policy(loaded, config).verify()
-    with pytest.raises(UserError, match=rf"paged engine cannot run `{name}` \(.*({said}).*: set `rollout.engine: huggingface`"):
+    refusal = rf"paged engine cannot run `{name}` \(.*({said}).*: set `rollout.engine: huggingface`"
+    with pytest.raises(UserError, match=refusal):
         build_engine(loaded, config, lambda size: None)
-    assert sampled(build_engine(loaded, tiny({**LONGER, "rollout.engine": "huggingface"}), lambda size: None), loaded) < 1e-4
+    other = tiny({**LONGER, "rollout.engine": "huggingface"})
+    assert sampled(build_engine(loaded, other, lambda size: None), loaded) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gemma3n_text"])
@@ -61,5 +65,6 @@ def test_an_engine_that_fails_is_refused_with_what_was_said(tiny, monkeypatch) -
         raise IndexError("no such slot")
 
     monkeypatch.setattr(_Pass, "attend", fail)
-    with pytest.raises(UserError, match=r"cannot run `qwen2_moe` \(IndexError: no such slot\): set `rollout.engine: huggingface`"):
+    said = r"cannot run `qwen2_moe` \(IndexError: no such slot\): set `rollout.engine: huggingface`"
+    with pytest.raises(UserError, match=said):
         build_engine(family_model("qwen2_moe"), tiny(LONGER), lambda size: None)

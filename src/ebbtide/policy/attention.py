@@ -28,7 +28,8 @@ PACKED = "ebbtide_packed"
 FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {}
 
 
-# What families hand down to attention and which asks nothing of it: positions are in the rotated queries and keys, and sequences are known by `cu_seq_lens_q`.
+# What families hand down to attention and which asks nothing of it: positions are in the rotated queries and keys, and
+# sequences are known by `cu_seq_lens_q`.
 _SAYS_NOTHING = {"position_ids", "cache_position", "cu_seq_lens_k", "max_length_k", "is_causal"}
 
 
@@ -37,11 +38,12 @@ def unsupported(module: nn.Module, what: str) -> UserError:
     family = getattr(getattr(module, "config", None), "model_type", "this model")
     layer = getattr(module, "layer_idx", None)
     where = type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
-    return UserError(f"`{family}` cannot be computed here: {where} {what}, which is not supported: choose another model")
+    return UserError(f"`{family}` cannot be run: {where} {what}, which is not supported: choose another model")
 
 
 def window_asked(module: nn.Module, attention_mask: object, asked: Mapping[str, Any]) -> int | None:
-    """How many tokens back a layer sees, itself among them; None: all. All else that it asks of attention is refused: what is not computed must not be left out in silence."""
+    """How many tokens back a layer sees, itself among them; None: all. All else that it asks of attention is refused:
+    what is not computed must not be left out in silence."""
     if attention_mask is not None:
         raise unsupported(module, "hands attention a mask of its own")
     if asked.get("is_causal") is False:
@@ -50,8 +52,9 @@ def window_asked(module: nn.Module, attention_mask: object, asked: Mapping[str, 
         nothing = value is None or (isinstance(value, bool | int | float) and not value)  # no dropout, no cap, no bias
         if not nothing and name not in _SAYS_NOTHING and name != "sliding_window":
             raise unsupported(module, f"hands attention `{name}`")
-    # Most families hand the window down; Qwen2-MoE keeps it in the layer and relies on its mask, which is not made for attention of ours.
-    window: int | None = asked["sliding_window"] if "sliding_window" in asked else getattr(module, "sliding_window", None)
+    # Most families hand the window down; Qwen2-MoE keeps it in the layer and relies on a mask, which is not made for
+    # attention of ours.
+    window: int | None = asked.get("sliding_window", getattr(module, "sliding_window", None))
     return window
 
 
@@ -134,7 +137,8 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # transformers only warns
-        raise UserError(f"`{model.config.model_type}` cannot be run: its layers do not take their attention from transformers' registry")
+        family = model.config.model_type
+        raise UserError(f"`{family}` cannot be run: its layers do not take their attention from transformers' registry")
     try:
         yield
     finally:

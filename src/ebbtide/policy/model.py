@@ -250,9 +250,9 @@ def _check(loaded: Loaded, config: ModelConfig) -> None:
 def decoder(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its output head: token ids in, last hidden states out."""
     found: torch.nn.Module = model.base_model
-    if found is model:  # transformers' answer where the class names a part that it does not have, as Llama 4's text model does
-        family = model.config.model_type  # type: ignore[union-attr]
-        raise UserError(f"`{family}` cannot be run: {type(model).__name__} does not say which of its parts is the decoder")
+    if found is model:  # how transformers answers where a class names a part that it does not have, as Llama 4's does
+        family, kind = model.config.model_type, type(model).__name__  # type: ignore[union-attr]
+        raise UserError(f"`{family}` cannot be run: {kind} does not say which of its parts is the decoder")
     return found
 
 
@@ -283,11 +283,13 @@ def head_shape(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def rope_limit(config: PretrainedConfig) -> int | None:
-    """The longest sequence with which the rope is the same for all: past it, transformers turns every sequence of a batch as the longest one needs. None: there is none."""
+    """The longest sequence with which the rope is the same for all: past it, transformers turns every sequence of a
+    batch as the longest one needs. None: there is none."""
     text = config.get_text_config()
     rope: Any = getattr(text, "rope_parameters", None) or {}
     limits = []
-    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # some have one for each kind of layer
+    by_layer = [value for value in rope.values() if isinstance(value, dict)]  # some have one for each kind of layer
+    for table in (rope, *by_layer):
         kind = str(table.get("rope_type"))
         if kind == "longrope":
             limits.append(int(table.get("original_max_position_embeddings") or text.max_position_embeddings))

@@ -242,13 +242,16 @@ class Policy:
         own_model = whole or self.model
         longest = self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
         both = probes(own_model.config, longest, min(len(self.tokenizer), self.rows))
-        (batch,) = pack([Trajectory(one.prompt, one.completion, []) for one in both], budget=2 * longest, device=self.device)
-        # Its blocks gather their weights as they are called, where FSDP has shared them out; what is outside of them has to be there.
+        trajectories = [Trajectory(one.prompt, one.completion, []) for one in both]
+        (batch,) = pack(trajectories, budget=2 * longest, device=self.device)
+        # First of all passes: FSDP learns from it which module is the root.
+        with self._resharded(), refusing(lambda why: not_packed(self.model, why)):
+            packed, _ = self._logprobs(batch, temperature=1.0)
+        # Its blocks gather their weights as they are called, where FSDP has shared them out; what is outside of them
+        # has to be there.
         with unsharded(self.module) if own_model is self.model else nullcontext():
             examine(own_model, longest, both)
             own = [own_logprobs(own_model, self._generate_attention, one) for one in both]
-        with self._resharded(), refusing(lambda why: not_packed(self.model, why)):
-            packed, _ = self._logprobs(batch, temperature=1.0)
         difference = (packed - torch.cat(own)).abs().mean().item()
         if not difference <= TOLERANCE[self.model.dtype]:
             raise UserError(

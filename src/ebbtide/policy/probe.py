@@ -1,7 +1,9 @@
-"""What a model does between its tokens, tried on a few of them before anything is sampled or trained: masks, layers that mix sequences, ropes.
+"""What a model does between its tokens, tried on a few of them before anything is sampled or trained: masks, layers
+that mix sequences, ropes.
 
-A wrong mask or a state that runs on from one packed sequence into the next changes log-probs by less than bfloat16 rounds, and gradients by more than their size.
-So neither is judged by how far log-probs are off: masks are compared cell by cell, and gradients between sequences must be zero.
+A wrong mask, or a state that runs on from one packed sequence into the next, may change log-probs by less than
+bfloat16 rounds, and gradients by more than their size. So neither is judged by how far log-probs are off: masks are
+compared cell by cell, and gradients between sequences must be zero.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from ebbtide.policy.attention import PACKED, attention, packed_attention, unsupp
 from ebbtide.policy.model import decoder, rope_limit
 
 PROBED = "ebbtide_probed"
+_SPAN, _COUNT = re.compile("window|chunk|block|local|stride"), re.compile("layer|expert|num_")
 _COMPUTED = {"scaling", "cu_seq_lens_q", "max_length_q"}  # what packed attention takes by name
 
 # Most that log-probs may differ from the model's own forward, on average: rounding of each type, many times over.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
-SHORT, PREDICTED = 24, 8  # tokens of a probe where nothing asks for more; those at its end whose log-probs are compared
-MOST = 8192  # of a window that a probe goes past: a mask has the square of that, and transformers' own forward makes some
+SHORT = 24  # tokens of a probe, where nothing asks for more
+PREDICTED = 8  # those at its end, whose log-probs are compared
+MOST = 8192  # tokens of a window that a probe goes past: masks have the square of that, and transformers makes some
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,12 @@ class _Asking:
 
 
 def probes(config: PretrainedConfig, longest: int, rows: int) -> tuple[Probe, Probe]:
-    """A long sequence and a short one, for a run whose sequences have at most `longest` tokens, of which there are `rows`.
+    """A long sequence and a short one, for a run whose sequences have at most `longest` of `rows` different tokens.
 
-    The long one goes past every window, chunk or block that a sequence of the run can go past, and no further than those sequences do: what lies beyond changes nothing
-    in them. So all that is tried costs some forwards of one sequence like those that a step trains on by the hundred, on a CPU as well; with a window of 4,096 and a 1.7B
-    model each is 14 TFLOP.
+    The long one goes past every window, chunk or block that a sequence of the run can go past, and no further than
+    those sequences do: what lies beyond changes nothing in them. So all that is tried costs some forwards of one
+    sequence like those that a step trains on by the hundred, on a CPU as well; with a window of 4,096 and a 1.7B model
+    each is 14 TFLOP.
     """
     longest = max(2, longest)  # a token, and one that it predicts
     reached = max((size for size in _spans(config.get_text_config().to_dict()) if size < min(longest, MOST)), default=0)
@@ -89,17 +94,19 @@ def _spans(found: object, name: str = "") -> Iterator[int]:
     elif isinstance(found, list | tuple):
         for value in found:
             yield from _spans(value, name)
-    elif isinstance(found, int) and re.search("window|chunk|block|local|stride", name) and not re.search("layer|expert|num_", name):
+    elif isinstance(found, int) and _SPAN.search(name) and not _COUNT.search(name):
         yield found
 
 
 def examine(model: PreTrainedModel, longest: int, both: tuple[Probe, Probe]) -> list[Asked]:
-    """What its layers ask of attention. Refuses, in a sentence, a model in which packed sequences of up to `longest` tokens would not be what each is alone."""
+    """What its layers ask of attention. Refuses, in a sentence, a model in which packed sequences of up to `longest`
+    tokens would not be what each is alone."""
     family, limit = model.config.get_text_config().model_type, rope_limit(model.config)
     if limit is not None and longest > limit:  # and a sample changes its own past as it grows beyond it
         raise UserError(
-            f"the rope of `{family}` changes for all sequences of a batch once one has more than {limit:,} tokens, and {longest:,} may come: "
-            f"lower `rollout.max_prompt_tokens` + `rollout.max_new_tokens` (`max_length` of `ebbtide serve`) to {limit:,}"
+            f"the rope of `{family}` changes for all sequences of a batch once one has more than {limit:,} tokens, "
+            f"and {longest:,} may come: lower `rollout.max_prompt_tokens` + `rollout.max_new_tokens` "
+            f"(`max_length` of `ebbtide serve`) to {limit:,}"
         )
     long, short = (one.tokens for one in both)
     asking = _Asking(longest)
@@ -114,7 +121,7 @@ def examine(model: PreTrainedModel, longest: int, both: tuple[Probe, Probe]) -> 
 def own_logprobs(model: PreTrainedModel, implementation: str, probe: Probe) -> Tensor:
     """[completion]: by the model's own forward, of this sequence alone."""
     ids, count = torch.tensor([probe.tokens], device=model.device), len(probe.completion)
-    # Logits of a long probe are gigabytes with a large vocabulary; most families can leave out those before the last few.
+    # Logits of a long probe are gigabytes with a large vocabulary; most families can leave out all but the last few.
     few = {"logits_to_keep": count + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     with torch.no_grad(), attention(model, implementation):
         logits = model(ids, use_cache=False, **few).logits[0, -count - 1 : -1].float()
@@ -123,7 +130,8 @@ def own_logprobs(model: PreTrainedModel, implementation: str, probe: Probe) -> T
 
 @contextmanager
 def refusing(refusal: Callable[[str], UserError]) -> Iterator[None]:
-    """Around the first passes of a model, whose code is foreign: what it raises says that it cannot be run like this. Nothing goes on after it."""
+    """Around the first passes of a model, whose code is foreign: what it raises says that it cannot be run like this.
+    Nothing goes on after it."""
     try:
         yield
     except torch.OutOfMemoryError:  # of the machine, not of the model
@@ -133,7 +141,8 @@ def refusing(refusal: Callable[[str], UserError]) -> Iterator[None]:
 
 
 def not_packed(model: PreTrainedModel, why: str) -> UserError:
-    return UserError(f"`{model.config.get_text_config().model_type}` cannot be run on packed sequences ({why}): choose another model")
+    family = model.config.get_text_config().model_type
+    return UserError(f"`{family}` cannot be run on packed sequences ({why}): choose another model")
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[Sequence[int]], **named: Any) -> None:
@@ -166,7 +175,8 @@ def _probed_attention(
     asking: _Asking | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Packed attention of one sequence; but its layers have the masks that they want, which are compared with what packed attention would show them."""
+    """Packed attention of one sequence; but its layers have the masks that they want, which are compared with what
+    packed attention would show them."""
     window = window_asked(module, None, {name: each for name, each in named.items() if name not in _COMPUTED})
     place = torch.arange(query.shape[2], device=query.device)
     seen = place[:, None] >= place  # [T, T]
@@ -174,9 +184,10 @@ def _probed_attention(
         seen &= place[:, None] - window < place
     if asking is not None and attention_mask is not None:
         span = getattr(attention_mask, "span", None)
-        hidden = span is not None and len(place) <= span < asking.longest and span != window  # too far away for this probe
-        if hidden or not _shows(attention_mask, seen):
-            raise unsupported(module, "wants a mask other than the causal one" + (f" of {window} tokens" if window is not None else ""))
+        beyond = span is not None and len(place) <= span < asking.longest  # a window too far away for this probe
+        if (beyond and span != window) or not _shows(attention_mask, seen):
+            computed = "the causal one" if window is None else f"the causal one of {window} tokens"
+            raise unsupported(module, f"wants a mask other than {computed}")
     if asking is not None:
         asking.calls.append(Asked(getattr(module, "layer_idx", None), key.shape[1], (key.shape[3], value.shape[3])))
     return packed_attention(module, query, key, value, None, **named)
@@ -191,7 +202,8 @@ def _shows(mask: object, seen: Tensor) -> bool:
 
 
 def _whole_mask(local_size: int | None = None, **wanted: Any) -> Tensor:
-    """What a layer wants its tokens to see, cell by cell, also where it would be left to attention; its `span` is the window or chunk that it was made for."""
+    """What a layer wants its tokens to see, cell by cell, also where it would be left to attention; its `span` is the
+    window or chunk that it was made for."""
     mask: Tensor = sdpa_mask(**{**wanted, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     mask.span = local_size  # type: ignore[attr-defined]
     return mask
@@ -203,35 +215,38 @@ AttentionMaskInterface.register(PROBED, _whole_mask)
 
 @contextmanager
 def _kept_apart(model: PreTrainedModel, first: int) -> Iterator[None]:
-    """Inside this block each layer is also run by itself, on a pack of two sequences of which the first has so many tokens: nothing that comes out of one may have
-    a gradient in the other. That is zero to the bit in any type, whatever the weights are; a convolution, a state or attention of its own that runs on is not."""
+    """Inside this block each layer is also run by itself, on a pack of two sequences of so many tokens: nothing that
+    comes out of one may have a gradient in the other. That is zero to the bit in any type, whatever the weights are;
+    that of a convolution, a state or attention of its own that runs on is not."""
     layers = model.config.get_text_config().num_hidden_layers
-    blocks = next((found for found in decoder(model).modules() if isinstance(found, nn.ModuleList) and len(found) == layers), None)
+    lists = (found for found in decoder(model).modules() if isinstance(found, nn.ModuleList))
+    blocks = next((found for found in lists if len(found) == layers), None)
     if blocks is None:
         raise not_packed(model, f"it has no list of its {layers} layers")
     with ExitStack() as hooks:
         for number, block in enumerate(blocks):
-            # After the hooks that bring a block's weights, where ranks have shared them out: the block is called without them then.
-            why = f"in layer {number}, a {type(block).__name__}, tokens see those of other sequences: by a state, a convolution or attention of its own"
+            why = (
+                f"in layer {number}, a {type(block).__name__}, tokens see those of other sequences: "
+                "by a state, a convolution or attention of its own"
+            )
+            # Its hook comes after those that bring a block's weights, where ranks have shared them out.
             check = partial(_check_apart, first, not_packed(model, why))
             hooks.enter_context(block.register_forward_pre_hook(check, with_kwargs=True))
         yield
 
 
 def _check_apart(first: int, mixed: UserError, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    tokens = 2 * first
-
     def by_token(some: object) -> bool:
-        return isinstance(some, Tensor) and some.is_floating_point() and some.dim() > 1 and some.shape[-2] == tokens
+        return isinstance(some, Tensor) and some.is_floating_point() and some.dim() > 1 and some.shape[-2] == 2 * first
 
     with torch.enable_grad():
         inputs = {id(some): some.detach().requires_grad_() for some in (*given, *named.values()) if by_token(some)}
         # Copies, since a block may add to its input in place.
         again = {place: some.clone() for place, some in inputs.items()}
-        found = block.forward(
-            *(again.get(id(some), some) for some in given), **{name: again.get(id(some), some) for name, some in named.items()}
-        )
-    outputs = [some for some in (found if isinstance(found, tuple) else (found,)) if by_token(some) and some.requires_grad]
+        by_name = {name: again.get(id(some), some) for name, some in named.items()}
+        found = block.forward(*(again.get(id(some), some) for some in given), **by_name)
+    several = found if isinstance(found, tuple) else (found,)
+    outputs = [some for some in several if by_token(some) and some.requires_grad]
     for others in (slice(first), slice(first, None)):  # of what comes out of one sequence, gradients in the other
         weights = []
         for some in outputs:  # any numbers that do not cancel out

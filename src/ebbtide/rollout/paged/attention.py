@@ -28,13 +28,14 @@ def room_of(config: PretrainedConfig) -> Room:
     try:
         heads = int(text.num_attention_heads)
         experts = int(getattr(text, "num_experts_per_tok", None) or 1)
+        sparse = experts * int(getattr(text, "moe_intermediate_size", None) or 0)
         return Room(
             layers=int(text.num_hidden_layers),
             heads=int(getattr(text, "num_key_value_heads", None) or heads),
             channels=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             hidden=int(text.hidden_size),
             query_heads=heads,
-            mlp=max(_largest(getattr(text, "intermediate_size", 0)), experts * int(getattr(text, "moe_intermediate_size", None) or 0)),
+            mlp=max(_largest(getattr(text, "intermediate_size", 0)), sparse),
             vocabulary=int(text.vocab_size),
         )
     except RuntimeError:  # how transformers answers for what differs from layer to layer
@@ -49,9 +50,8 @@ def _largest(size: int | Sequence[int]) -> int:
 def not_paged(config: PretrainedConfig, why: str) -> UserError:
     """For a model that this engine does not compute, and another one does."""
     family = config.get_text_config().model_type
-    return UserError(
-        f"the paged engine cannot run `{family}` ({why}): set `rollout.engine: huggingface` (`ebbtide serve` has no other engine)"
-    )
+    other = "set `rollout.engine: huggingface` (`ebbtide serve` has no other engine)"
+    return UserError(f"the paged engine cannot run `{family}` ({why}): {other}")
 
 
 class Attends(Protocol):

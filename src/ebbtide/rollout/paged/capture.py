@@ -14,8 +14,9 @@ from ebbtide.policy.model import decoder, rope_limit
 
 
 def needs_host(model: PreTrainedModel, *, known: bool) -> bool:
-    """Whether a pass waits for the device in its middle, as routing to experts may, and a rope that follows the longest sequence; or gathers a block's weights from other ranks
-    before it, which is a hook's work. `known`: its blocks are of a kind that was tried."""
+    """Whether a pass waits for the device in its middle, as routing to experts may, and a rope that follows the
+    longest sequence; or gathers a block's weights from other ranks before it, which is a hook's work. `known`: its
+    blocks are of a kind that was tried."""
     blocks: Any = getattr(decoder(model), "layers", ())
     if any(block._forward_pre_hooks for block in blocks):
         return True
@@ -24,9 +25,11 @@ def needs_host(model: PreTrainedModel, *, known: bool) -> bool:
 
 
 def _groups_experts(model: PreTrainedModel) -> bool:
-    """Whether all experts are one product whose sizes are read on the device: torch's for bfloat16 on these GPUs, and a loop of the host's on others."""
+    """Whether all experts are one product whose sizes are read on the device: torch's for bfloat16 on these GPUs, and
+    a loop of the host's on others."""
     way = getattr(model.config.get_text_config(), "_experts_implementation", None)
-    return way == "grouped_mm" and model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
+    one_product = way == "grouped_mm" and model.dtype == torch.bfloat16
+    return one_product and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
 
 
 @contextmanager
