@@ -14,7 +14,7 @@ LONGER = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 16}
 
 def filled(policy: Policy, *lengths: int) -> list[Trajectory]:
     """Sequences of so many tokens, with log-probs of all but their first three."""
-    tokens = [[3 + 5 * place % 11 for place in range(length)] for length in lengths]
+    tokens = [[2 + 5 * place % 9 for place in range(length)] for length in lengths]
     items = [Trajectory(each[:3], each[3:], [0.0] * (len(each) - 3)) for each in tokens]
     policy.fill("old_logprobs", items, lambda done, of: None)
     return items
