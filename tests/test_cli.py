@@ -121,7 +121,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "group of one": ([*quick, "rollout.samples=1"], ["`rollout.samples: 1`", "reinforce_pp"]),
         "prompt too long": ([*quick, "rollout.max_prompt_tokens=3"], ["prompt of 5 tokens", "`rollout.max_prompt_tokens` = 3"]),
         "longer than the context": ([*quick, "rollout.max_new_tokens=60"], ["76 tokens", "`model.scratch.context` = 64"]),
-        "vocabulary mismatch": ([*quick, "model.scratch.vocabulary=5"], ["tokenizer has 15 tokens", "only 5 rows"]),
+        "vocabulary mismatch": ([*quick, "model.scratch.vocabulary=5"], ["tokenizer has 13 tokens", "only 5 rows"]),
         "unwritable folder": (["train", "quickstart", f"run.folder={folder}/blocked/run"], ["run folder cannot be made", "`run.folder`"]),
         "character not in the alphabet": ([*quick, "model.scratch.alphabet='01234567='"], ["`model.scratch.alphabet` lacks"]),
         "wandb not installed": ([*quick, "report.wandb.project=x"], ["pip install 'ebbtide[wandb]'", "`report.wandb: null`"]),

@@ -125,7 +125,7 @@ def test_settings_are_flat_and_have_an_end(tmp_path) -> None:
     for endless in ("a: &a [*a, *a]", "&a {b: *a, c: *a}", "a: &a [[1]]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(9))):
         (run / "config.yaml").write_text(endless)
         assert len(Run(run).read()["config"]) <= MOST_SETTINGS
-    for no_config in ("[" * 600, "a: 2026-99-99", "{", "- 1"):
+    for no_config in ("[" * 600, "a: !!timestamp 2026-99-99", "{", "- 1"):
         (run / "config.yaml").write_text(no_config)
         assert Run(run).read()["config"] == {}
 

@@ -398,7 +398,7 @@ def test_errors_say_what_is_wrong(loaded) -> None:
         ({"prompt": []}, 400, "prompt", "empty"),
         ({"prompt": ""}, 400, "prompt", "empty"),
         ({"prompt": [[]]}, 400, "prompt", "empty"),
-        ({"prompt": [10**6]}, 400, "prompt", "the model's are 0 to 258"),
+        ({"prompt": [10**6]}, 400, "prompt", "the model's are 0 to 256"),
         ({"prompt": [-1]}, 400, "prompt", "a text, a list of texts"),
         ({"stop": [""]}, 400, "stop", "1 to 256 characters"),
         ({"stop": ["x"] * 17}, 400, "stop", "at most 16"),

@@ -9,6 +9,7 @@ compared cell by cell, and gradients between sequences must be zero.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -110,7 +111,9 @@ def examine(model: PreTrainedModel, longest: int, both: tuple[Probe, Probe]) -> 
         )
     long, short = (one.tokens for one in both)
     asking = _Asking(longest)
-    with torch.no_grad(), refusing(lambda why: not_packed(model, why)):
+    with torch.no_grad(), refusing(lambda why: not_packed(model, why)), warnings.catch_warnings():
+        # The first backward of a process: torch warns that its thread has no CUDA context yet, and makes one.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
         with attention(model, PROBED):
             _forward(model, [long], asking=asking)
         with attention(model, PACKED), _kept_apart(model, len(short)):
