@@ -4,7 +4,7 @@ from ebbtide import stop
 
 
 def main() -> None:
-    stop.at_once(lambda: "stopped: nothing was written yet")  # importing the commands takes a second already
+    stop.at_once(lambda: "stopped before the first step")  # importing the commands takes a second already
     from ebbtide.cli import main as command
 
     command()

@@ -234,15 +234,20 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as 
 def checkpoints(
     run: Run, verify: Annotated[bool, typer.Option(help="Read each one whole and compare it with its manifest.")] = False
 ) -> None:
-    """List the checkpoints of a run."""
-    found = listed(run / FOLDER)
+    """List the checkpoints of a run. With --verify, the exit code is 1 where one of them is damaged."""
+    if not run.is_dir():
+        raise UserError(f"there is no folder {run}: name a run's folder, such as runs/quickstart-001")
+    found, damaged = listed(run / FOLDER), False
     if not found:
         raise UserError(f"{run} has no complete checkpoint")
     for saved in found:
         reward = f"  reward {saved.metrics['reward']:.3f}" if "reward" in saved.metrics else ""
         problem = saved.problem() if verify else saved.damage
+        damaged |= problem is not None
         checked = f"  damaged ({problem})" if problem is not None else "  verified" if verify else ""
         _echo(f"step {saved.step:>6}  {saved.bytes / 2**30:.3f} GiB{reward}  {saved.path}{checked}")
+    if verify and damaged:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -11,14 +11,32 @@ from ebbtide.checkpoint.sizes import copied_bytes
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import GIB, check_host_budget
+from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import Plan
 from ebbtide.optim.sizes import state_bytes
+from ebbtide.planner.shape import find_shape
 from ebbtide.policy.model import NO_CODE, model_config, pick_device, pick_dtype
 from ebbtide.rollout.paged.attention import room_of
 from ebbtide.rollout.paged.room import BLOCKS
 from ebbtide.rollout.paged.schedule import most_blocks
 
 COPIES = "copies for checkpoints"
+
+
+def check_room_for_weights(config: Config, device: torch.device) -> None:
+    """On a CPU: before minutes are spent on a model that its memory cannot hold. A GPU says so itself, at once."""
+    if device.type != "cpu":
+        return
+    try:
+        parameters = find_shape(config.model).parameters
+    except UserError:  # of a family whose shape is not known beforehand
+        return
+    needed, free = parameters * pick_dtype(config.model.dtype, device).itemsize, free_host_bytes()
+    if needed > free:
+        raise UserError(
+            f"the model's {parameters:,} parameters take {needed / GIB:,.1f} GiB, and this machine has {free / GIB:.1f} GiB free: "
+            "choose a smaller `model`, or a machine with more memory"
+        )
 
 
 def fit_to_host(

@@ -22,7 +22,7 @@ from ebbtide.cluster.world import World
 from ebbtide.config.tree import Checkpoint, Config, Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.evaluate import due, evaluate, owed
-from ebbtide.footprint import fit_to_host
+from ebbtide.footprint import check_room_for_weights, fit_to_host
 from ebbtide.memory.host import bind_near, pci_address, quiet_collector
 from ebbtide.memory.limit import limited
 from ebbtide.memory.plan import build_plan
@@ -75,6 +75,7 @@ def train(config: Config, report: Report, rehearsal: Rehearsal | None = None, wo
 
 
 def _run(config: Config, report: Report, residency: Residency, world: World, rehearsal: Rehearsal | None, notes: list[str]) -> Policy:
+    check_room_for_weights(config, residency.device)
     config, needs, told = fit_to_host(config, residency.plan, optimizer=rehearsal != "none", share=world.held, processes=world.here)
     notes += [*world.about, *told]
     meter = residency.meter

@@ -74,7 +74,7 @@ class LastingRollouts(Rollouts):
         super().__init__(config, engine, sampler)
         rollout = config.rollout
         self._prompts, self._residency, self._sampling = prompts, residency, training_sampling(rollout)
-        self._most = rollout.prompts + rollout.ahead
+        self._most, self._rows = rollout.prompts + rollout.ahead, engine.rows
         keep = rollout.cache == "kept"
         self._lasting = engine.lasting_session(self._most, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, keep=keep)
         self._groups: list[_Group] = []
@@ -135,6 +135,8 @@ class LastingRollouts(Rollouts):
                 raise UserError(
                     f"the checkpoint has completions under way that are longer than `rollout.max_new_tokens: {rollout.max_new_tokens}`: resume with the value it was made with"
                 )
+            if any(token >= self._rows for tokens, *_ in saved["samples"] for token in tokens):
+                raise UserError("the checkpoint has completions under way with tokens that the model does not have: choose another one")
             place = saved["prompt"]
             if place >= len(self._prompts) or self._prompts[place].tokens != saved["tokens"]:
                 raise UserError(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
+from typer import Exit
 
 from ebbtide.checkpoint.contents import CONFIG, RUN, random_name
 from ebbtide.checkpoint.export import pick, read_model
@@ -77,7 +78,8 @@ def pipe(path: Path) -> None:
 
 
 BOMB = b"a0: &a0 {x: 1}\n" + b"".join(b"a%d: &a%d {x: *a%d, y: *a%d}\n" % (n, n, n - 1, n - 1) for n in range(1, 40))
-HALF = {"prompt": 0, "tokens": [1], "step": 1, "seeds": [7], "samples": [[[1, 2], [0.0], [0.0], None]]}
+GROUP = {"prompt": 0, "tokens": [1], "step": 1, "seeds": [7], "samples": [[[1], [0.0], [0.0], None]]}
+HALF = {**GROUP, "samples": [[[1, 2], [0.0], [0.0], None]]}
 NOT_WRITTEN = "is not what a run writes"
 DAMAGE = {
     "truncated": (holds(PART, lambda path: (path / PART).read_bytes()[:-1]), "__0_0.distcp has"),
@@ -109,6 +111,12 @@ DAMAGE = {
     "a run of another step": (within(RUN, lambda tree: tree.update(step=1)), "run.json is of step 1"),
     "a place before the data": (within(RUN, lambda tree: tree["sampler"].update(position=-1)), "sampler.position"),
     "half a group": (within(RUN, lambda tree: tree.update(rollouts=[HALF])), "rollouts.0: Value error"),
+    "a group of later": (within(RUN, lambda tree: tree.update(rollouts=[{**GROUP, "step": 3}])), "in a later step"),
+    "a seed below 0": (within(RUN, lambda tree: tree.update(rollouts=[{**GROUP, "seeds": [-1]}])), "rollouts.0.seeds.0"),
+    "a log-prob that is none": (
+        within(RUN, lambda tree: tree.update(rollouts=[{**GROUP, "samples": [[[1], [float("inf")], [0.0], None]]}])),
+        "rollouts.0.samples.0.1.0",
+    ),
     "numpy's position": (within(random_name(0), lambda tree: tree["numpy"].__setitem__(2, 10**6)), "numpy.2"),
 }
 
@@ -124,7 +132,9 @@ def test_damage_is_found_and_the_one_before_is_taken(two, kind, capsys) -> None:
     assert "going back to the one before" in said[0]
     assert "\x1b" not in said[0]
     two.rename(two.parent / "checkpoints")
-    checkpoints(two.parent, verify=True)
+    with pytest.raises(Exit) as ended:
+        checkpoints(two.parent, verify=True)
+    assert ended.value.exit_code == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("  verified")
     assert "  damaged (" in second

@@ -357,6 +357,12 @@ def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:
     with room_for(2000), pytest.raises(UserError, match=r"cannot be written to .*new: .*File too large"):
         export(pick(tmp_path / "run", None), tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    export(pick(tmp_path / "run", None), tmp_path / "link")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "empty").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "out", "run"]
     with pytest.raises(UserError, match="no complete checkpoint of step 9"):
         pick(tmp_path / "run", 9)
 

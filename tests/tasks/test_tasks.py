@@ -102,6 +102,14 @@ def test_reasoning_gym_holds_out_what_it_does_not_train_on() -> None:
     assert not {text(problem) for problem in problems.train} & {text(problem) for problem in problems.held_out}
 
 
+def test_an_empty_match_is_no_answer() -> None:
+    """`(.*)` and `(\\d*)` match once more, nothing, at the end of every text."""
+    task = build(builtin={"name": "copy"}, extract="(\\d*)")
+    problem = task.problems().train[0]
+    assert task.score(problem, f"{problem.answer}.").value == 1.0
+    assert task.score(problem, "none").parts == {"extracted": 0.0}
+
+
 def test_reasoning_gym_with_extraction_gives_no_credit_for_wrapping() -> None:
     task = build(gym={"dataset": "basic_arithmetic"}, size=3, held_out=1, extract="<answer>(.*?)</answer>")
     problem = task.problems().train[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, FiniteFloat, PositiveInt, ValidationError, model_validator
 
 from ebbtide.checkpoint.index import read_index
 from ebbtide.checkpoint.manifest import Listed, Record, first, shown
@@ -53,8 +53,8 @@ class Group(Record):
     prompt: Count
     tokens: list[Count]
     step: Count
-    seeds: list[int]
-    samples: list[tuple[list[Count], list[float], list[float], Literal["stop", "length"] | None]]
+    seeds: list[Count]
+    samples: list[tuple[list[Count], list[FiniteFloat], list[FiniteFloat], Literal["stop", "length"] | None]]
     """Tokens, their log-probs twice, and how it ended."""
 
     @model_validator(mode="after")
@@ -73,6 +73,12 @@ class Run(Record):
     rollouts: list[Group] = []
     random: RandomStates | None = None
     """Where checkpoints of one rank had it at first."""
+
+    @model_validator(mode="after")
+    def _begun_before(self) -> Run:
+        if any(group.step > self.step for group in self.rollouts):
+            raise ValueError("it has completions that were begun in a later step")
+        return self
 
 
 def read_run(files: Listed) -> Run:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from ebbtide.checkpoint.store import Saved, listed, newest_sound
 from ebbtide.checkpoint.tensors import Tensors
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
-from ebbtide.files import made_as
 from ebbtide.policy.model import unfilled_model
 
 
@@ -48,22 +49,37 @@ def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, 
 
 
 def export(saved: Saved, out: Path) -> None:
-    """Writes model, tokenizer and chat template to a new folder that transformers loads: all of them, or no folder."""
+    """Writes model, tokenizer and chat template to a new or empty folder that transformers loads: all of them, or none."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose a folder to export to")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
     model, tokenizer, _ = read_model(saved)
-    making = made_as(out.absolute())
+    place = out.resolve()
+    making = None
     try:
-        shutil.rmtree(making, ignore_errors=True)  # of an export that was killed
-        making.mkdir(parents=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))  # a name that nobody else has
         model.save_pretrained(making)
         tokenizer.save_pretrained(making)
-        making.replace(out)
-    except BaseException as problem:
-        shutil.rmtree(making, ignore_errors=True)
-        if isinstance(problem, OSError | SafetensorError):
-            words = f"the model cannot be written to {out}: {problem}. Make room there, or choose another folder"
-            raise UserError(words) from None
-        raise
+        _open_to_others(making)
+        if place.exists():  # perhaps somebody's working folder: it stays the same one, and is a model with its config.json
+            for file in sorted(making.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(place / file.name)
+        else:
+            making.rename(place)
+    except (OSError, SafetensorError) as problem:
+        words = f"the model cannot be written to {out}: {problem}. Make room there, or choose another folder"
+        raise UserError(words) from None
+    finally:
+        if making is not None:
+            shutil.rmtree(making, ignore_errors=True)
+
+
+def _open_to_others(folder: Path) -> None:
+    """As far as the umask lets them: temporary folders, and files of safetensors, are their owner's alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~mask)

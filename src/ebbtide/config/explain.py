@@ -42,7 +42,9 @@ def _wrong(problem: dict[str, Any], keys: Sequence[str], root: type[BaseModel]) 
     message = WANTED.get(problem["type"], message).removeprefix("Input should be ").removeprefix("a valid ")
     known = what_to_write(dotted, problem["input"])
     more = f"Of {problem['input']}: {known}" if known is not None else f"Its meaning: {_meaning(keys, root)}"
-    return f"`{dotted}` is {_short(problem['input'])} and should be {message}. {more}"
+    _, has, what = message.partition(" should have ")  # `List should have at least 2 items after validation, not 1`
+    wanted = f"have {what.partition(' after validation')[0]}" if has else f"be {message}"
+    return f"`{dotted}` is {_short(problem['input'])} and should {wanted}. {more}"
 
 
 def _unknown(keys: Sequence[str], value: object, root: type[BaseModel]) -> list[str]:

@@ -48,6 +48,10 @@ class Run(Section):
         for key, name in (("name", self.name), ("folder", self.folder)):
             if name is not None and has_controls(name):
                 raise ValueError(f"`run.{key}` is {name!r}, which has control characters or half ones: remove them")
+        if not self.name.strip(". ") or "/" in self.name:
+            raise ValueError(f"`run.name` is {self.name!r}, and names a folder in `runs`: write a name, or set `run.folder` to a path")
+        if self.folder == "":
+            raise ValueError("`run.folder` is empty: write a path, or `null` for a numbered folder in `runs`")
         return self
 
     @model_validator(mode="after")
@@ -282,8 +286,8 @@ class Rollout(Section):
     max_new_tokens: Count = 256
     """Longest completion, in tokens."""
 
-    temperature: Positive = 1.0
-    """Divides the logits, in sampling and in training alike."""
+    temperature: Annotated[float, Field(ge=1e-6)] = 1.0
+    """Divides the logits, in sampling and in training alike; at least 1e-6, below which they are no numbers any more."""
 
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with this much probability; 1 is all."""

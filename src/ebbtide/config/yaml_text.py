@@ -21,19 +21,22 @@ KINDS = {
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number (YAML 1.1 wants `1.0e-6`), a date a text, and a key that stands twice wrong."""
+    """YAML in which `1e-6` is a number (YAML 1.1 wants `1.0e-6`), a date and `1:30` are texts, `010` is no octal 8 but a
+    text as well, and a key that stands twice is wrong."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if tag not in (f"{PREFIX}timestamp", f"{PREFIX}value")]
+        first: [(tag, pattern) for tag, pattern in known if tag.removeprefix(PREFIX) not in ("timestamp", "value", "int", "float")]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
+_DIGITS = r"\d[\d_]*"
 _Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    f"{PREFIX}float",
+    re.compile(rf"^[-+]?(({_DIGITS}\.?[\d_]*|\.{_DIGITS})[eE][-+]?\d+|{_DIGITS}\.[\d_]*|\.{_DIGITS}|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
     list("-+.0123456789"),
 )
+_Yaml.add_implicit_resolver(f"{PREFIX}int", re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"), list("-+0123456789"))
 
 
 def _mapping_without_repeats(loader: _Yaml, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -51,8 +51,8 @@ class Completion:
 def diverged() -> UserError:
     """For an engine that finds log-probs that are no numbers."""
     return UserError(
-        "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr`, lengthen `optimizer.warmup_steps`, "
-        "or set `optimizer.clip_norm`; metrics.jsonl shows when it began"
+        "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr` or `optimizer.weight_decay`, lengthen "
+        "`optimizer.warmup_steps`, or set `optimizer.clip_norm`; metrics.jsonl shows when it began"
     )
 
 

@@ -96,7 +96,7 @@ class _Framed:
     def score(self, problem: Problem, completion: str) -> Score:
         if self._extract is None:
             return self._task.score(problem, completion)
-        answers = self._extract.findall(completion)
+        answers = [answer for answer in self._extract.findall(completion) if answer]  # `(.*)` ends every text with an empty one
         if not answers:
             return Score(0.0, {EXTRACTED: 0.0})
         score = self._task.score(problem, answers[-1])

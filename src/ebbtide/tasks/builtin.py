@@ -10,11 +10,15 @@ from typing import Any
 from ebbtide.errors import UserError
 from ebbtide.tasks.task import Problem, Problems, Score, Task, ask
 
+MOST_DIGITS = 1000
+
 
 class Digits:
     """Copy or reverse digits: `4821=` wants `4821` or `1284` and nothing else. Each right position earns its share."""
 
     def __init__(self, *, size: int, held_out: int, seed: int, reverse: bool, digits: int = 4) -> None:
+        if digits > MOST_DIGITS:
+            raise UserError(f"`task.builtin.options.digits: {digits}` is more than the {MOST_DIGITS} that a problem may have: lower it")
         if size + held_out > 10**digits:
             raise UserError(
                 f"{digits} digits make {10**digits} problems, fewer than `task.size` + `task.held_out` = {size + held_out}: "
