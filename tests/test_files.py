@@ -1,6 +1,7 @@
 """Files are whole or not there, on a disk that fills up too."""
 
 import errno
+import os
 
 import pytest
 
@@ -34,3 +35,15 @@ def test_a_full_disk_is_the_users_to_mend_and_other_errors_are_not() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/some/file")
     with pytest.raises(IsADirectoryError), disk_full():
         raise IsADirectoryError
+
+
+def test_only_ordinary_files_are_replaced(tmp_path) -> None:
+    """As root, `--out /dev/null` would replace that for the whole machine."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no ordinary file"):
+        write_whole(tmp_path / "pipe", [b"new"])
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", [b"new"])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"new"

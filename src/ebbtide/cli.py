@@ -243,6 +243,8 @@ def checkpoints(
     for saved in found:
         reward = f"  reward {saved.metrics['reward']:.3f}" if "reward" in saved.metrics else ""
         problem = saved.problem() if verify else saved.damage
+        if problem is not None and not saved.path.is_dir():
+            continue  # the run goes on, and removed it
         damaged |= problem is not None
         checked = f"  damaged ({problem})" if problem is not None else "  verified" if verify else ""
         _echo(f"step {saved.step:>6}  {saved.bytes / 2**30:.3f} GiB{reward}  {saved.path}{checked}")
@@ -258,11 +260,9 @@ def export(
 ) -> None:
     """Write a checkpoint's model, tokenizer and chat template as an ordinary Hugging Face folder."""
     from ebbtide.checkpoint.export import export as write_folder
-    from ebbtide.checkpoint.export import pick
 
-    saved = pick(run, step, _echo)
     with in_order():
-        write_folder(saved, out)
+        saved = write_folder(run, out, step, _echo)
     _echo(f"the weights of step {saved.step} are in {out}: transformers loads them from there")
 
 

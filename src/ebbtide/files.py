@@ -19,7 +19,13 @@ def made_as(path: Path) -> Path:
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file by one of these parts, synced; where that fails, the old one stays as it was."""
+    """Replaces a file by one of these parts, synced; where that fails, the old one stays as it was.
+
+    A link is followed. A device or a pipe is never replaced: as root, `/dev/null` would be gone for the whole machine.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "It is no ordinary file", str(path))
     beside = made_as(path)
     try:
         with beside.open("wb") as file:

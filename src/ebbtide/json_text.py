@@ -43,4 +43,7 @@ def _plain(value: Any, depth: int) -> Any:
         return {key if isinstance(key, str) else str(key): _plain(below, depth + 1) for key, below in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(below, depth + 1) for below in value]
-    return str(value)
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 (foreign code: what a task has for an answer is no reason to lose its line)
+        return f"<{type(value).__name__}>"

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,7 @@ def test_damage_is_found_and_the_one_before_is_taken(two, kind, capsys) -> None:
     damage, words = DAMAGE[kind]
     damage(two / "step-000002")
     said: list[str] = []
-    assert newest_sound(listed(two), said.append).step == 1
+    assert newest_sound(lambda: listed(two), said.append).step == 1
     assert "step-000002 is damaged (" in said[0]
     assert words in said[0]
     assert "going back to the one before" in said[0]
@@ -335,3 +336,12 @@ def test_random_states_where_the_first_checkpoints_had_them(run) -> None:
     assert saved.problem() is None
     assert state.load(saved.path, load_rng=True) == 1
     assert random.random() == wanted
+
+
+def test_one_that_a_run_removes_while_it_is_read_is_not_called_damaged(two) -> None:
+    """A run that goes on removes the old ones: what is there then is looked at anew."""
+    said: list[str] = []
+    first, second = listed(two)
+    looks = iter([[first, replace(second, path=two / "step-000009")], [first, second]])
+    assert newest_sound(lambda: next(looks), said.append) == second
+    assert said == []

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from disk import room_for
 from ebbtide.checkpoint.export import export
-from ebbtide.checkpoint.export import pick as pick_saying
 from ebbtide.checkpoint.keep import Keeper
 from ebbtide.checkpoint.manifest import Listed
 from ebbtide.checkpoint.resume import FOLDER, find
@@ -67,10 +66,6 @@ def run(config, resumed=None):
 
 def same(one, other) -> bool:
     return one[:2] == other[:2] and all(torch.equal(one[2][key], other[2][key]) for key in one[2])
-
-
-def pick(run: Path, step: int | None):
-    return pick_saying(run, step, print)
 
 
 def stop_after(folder: Path, step: int) -> None:
@@ -345,7 +340,7 @@ def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:
     config = tiny({**EVERYTHING, "train.steps": 2, "model.dtype": "bfloat16", "run.folder": str(tmp_path / "run")})
     with Report(config, "test") as report:
         trained = train(config, report)
-    export(pick(tmp_path / "run", None), tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     mine = trained.model.state_dict()
@@ -353,18 +348,18 @@ def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("12=").input_ids == trained.tokenizer("12=").input_ids
     with pytest.raises(UserError, match="not empty"):
-        export(pick(tmp_path / "run", None), tmp_path / "out")
+        export(tmp_path / "run", tmp_path / "out")
     with room_for(2000), pytest.raises(UserError, match=r"cannot be written to .*new: .*File too large"):
-        export(pick(tmp_path / "run", None), tmp_path / "new")
+        export(tmp_path / "run", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
-    export(pick(tmp_path / "run", None), tmp_path / "link")
+    export(tmp_path / "run", tmp_path / "link")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "empty").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "out", "run"]
     with pytest.raises(UserError, match="no complete checkpoint of step 9"):
-        pick(tmp_path / "run", 9)
+        export(tmp_path / "run", tmp_path / "nine", 9)
 
 
 def model_with_buffers(folder: Path) -> None:
@@ -401,7 +396,7 @@ def test_buffers_are_exported_and_served_as_they_were_trained_with(tiny, tmp_pat
     config = tiny({"model": model, "train.steps": 1, "run.folder": str(tmp_path / "run")})
     with Report(config, "test") as report:
         trained = train(config, report).model
-    export(pick(tmp_path / "run", None), tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     served, _ = serve_run.load(str(tmp_path / "run"), Serve(device="cpu", dtype=dtype), print)
     assert trained.get_buffer(BIAS).tolist() == pytest.approx([1.01, -0.33, 0.52, -1.07], abs=1e-6)
@@ -412,7 +407,7 @@ def test_buffers_are_exported_and_served_as_they_were_trained_with(tiny, tmp_pat
     for file in (tmp_path / "made").glob("*.safetensors"):
         file.unlink()
     with pytest.raises(UserError, match=r"e_score_correction_bias.*`model.path: .*made`"):
-        export(pick(tmp_path / "run", None), tmp_path / "again")
+        export(tmp_path / "run", tmp_path / "again")
 
 
 class Clock:
@@ -548,7 +543,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:
     for name in ("killed", "straight"):
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         ends.append([{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines])
-        export(pick(tmp_path / name, 6), tmp_path / f"{name} out")
+        export(tmp_path / name, tmp_path / f"{name} out", 6)
     assert ends[0] == ends[1]
     one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} out").state_dict() for name in ("killed", "straight"))
     assert all(torch.equal(one[key], other[key]) for key in one)

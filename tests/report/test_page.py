@@ -168,6 +168,25 @@ def test_a_figure_that_is_no_number_is_left_out(tmp_path) -> None:
         assert sample["logprobs"] == [None, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "versions.jsonl", "config.yaml", "plan.json"])
+def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_no_file(tmp_path, name) -> None:
+    for make in (Path.mkdir, os.mkfifo):
+        run = made_run(tmp_path / make.__name__, 1)
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+        assert build.data([Run(run)])
+
+
+def test_what_is_too_long_for_a_page_is_cut(tmp_path) -> None:
+    run = made_run(tmp_path / "run", 1)
+    append(run / "rollouts.jsonl", sample_line(2, 0, completion="a" * 300_000, token_chars=[300_000], logprobs=[-1.0]))
+    append(run / "rollouts.jsonl", sample_line(2, 1, logprobs=5))
+    long, odd = Run(run).read()["rollouts"][-2:]
+    assert long["completion"].endswith("a … (300,000 characters)")
+    assert "logprobs" not in long
+    assert "logprobs" not in odd
+
+
 def test_no_text_can_leave_the_data_element(tmp_path) -> None:
     run = made_run(tmp_path / "run", 1)
     hostile = "</script><!-- <script> & \u2028\u2029 \ud800 @@SCRIPT@@"

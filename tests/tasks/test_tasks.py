@@ -1,14 +1,18 @@
 """Tasks: built-in, reasoning-gym, files, Python objects; and the frame around them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from ebbtide.config.tree import Task
 from ebbtide.errors import UserError
+from ebbtide.tasks.answer import Scored
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.scorers import scorer
+from ebbtide.tasks.task import Problem, Problems, ask
+from ebbtide.tasks.worker import score_one
 
 
 def build(seed: int = 0, **options):
@@ -241,3 +245,62 @@ def test_sampler_visits_everything_once_an_epoch_in_the_seeds_order() -> None:
     assert epochs[0] != epochs[1]
     assert again.take(3) + again.take(17) == epochs[0] + epochs[1]
     assert other.take(10) != epochs[0]
+
+
+class Odd:
+    """A task of a user's own, with what it is told as its problems."""
+
+    def __init__(self, problems: str) -> None:
+        self._problems = problems
+
+    def problems(self):
+        ask_one = Problem(ask("1="), 1)
+        return {
+            "a list": [ask_one],
+            "nothing": None,
+            "a generator": Problems(iter([ask_one]), []),
+            "none held out": Problems([ask_one], None),
+            "a row": Problems([ask_one, {"prompt": "1"}], []),
+            "a text": Problems([Problem("12=", 1)], []),
+            "no role": Problems([Problem([{"content": "x"}], 1)], []),
+            "parts": Problems([Problem([{"role": "user", "content": [{"type": "text", "text": "x"}]}], 1)], []),
+            "half": Problems([], [Problem(ask("\ud800"), 1)]),
+        }[self._problems]
+
+    def score(self, problem, completion):
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("what", "needle"),
+    [
+        ("a list", r"gives list as its problems: return `Problems\("),
+        ("nothing", "gives NoneType as its problems"),
+        ("a generator", "gives list_iterator as `Problems.train`"),
+        ("none held out", "gives NoneType as `Problems.held_out`"),
+        ("a row", "gives dict as problem 1 of `train`"),
+        ("a text", "has problem 0 of `train` with messages that are no list"),
+        ("no role", "messages that are not all texts with a `role`"),
+        ("parts", "messages that are not all texts"),
+        ("half", "problem 0 of `held_out` with messages that hold half of a character"),
+    ],
+)
+def test_problems_of_a_python_task_are_looked_at(what, needle) -> None:
+    with pytest.raises(UserError, match=needle):
+        build(python={"object": "test_tasks:Odd", "options": {"problems": what}}).problems()
+
+
+def test_a_python_task_that_cannot_be_imported(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(0)")
+    with pytest.raises(UserError, match=r"ends the process as it is imported \(exit code 0\)"):
+        build(python={"object": "leaves:Task"})
+    with pytest.raises(UserError, match="cannot be imported"):
+        build(python={"object": "./leaves:Task"})
+
+
+def test_a_score_may_be_a_number() -> None:
+    task = build(python={"object": "test_tasks:Odd", "options": {"problems": "a list"}})
+    assert score_one(task, Problem(ask("1="), 1), "x") == Scored(0.5)
+    odd = SimpleNamespace(score=lambda *_: "right")
+    assert "`score` returned str: return a number, or Score" in score_one(odd, Problem(ask("1="), 1), "x").message

@@ -24,18 +24,35 @@ from ebbtide.policy.model import unfilled_model
 
 def pick(run: Path, step: int | None, say: Callable[[str], None]) -> Saved:
     """A checkpoint of a run: of a step, or the newest that is whole."""
-    found = [saved for saved in listed(run / FOLDER) if step in (None, saved.step)]
-    if step is not None and found:
+
+    def look() -> list[Saved]:
+        return [saved for saved in listed(run / FOLDER) if step in (None, saved.step)]
+
+    if step is not None and (found := look()):
         if (problem := found[-1].problem()) is not None:
             raise Damaged(found[-1].path, problem)
         return found[-1]
-    if (saved := newest_sound(found, say)) is None:
+    if (saved := newest_sound(look, say)) is None:
         raise UserError(
             f"{run} has no complete checkpoint"
             + (f" of step {step}" if step is not None else "")
             + " (`ebbtide checkpoints RUN` lists them)"
         )
     return saved
+
+
+Read = tuple[Saved, PreTrainedModel, PreTrainedTokenizerBase, Config]
+
+
+def read_newest(run: Path, step: int | None, say: Callable[[str], None]) -> Read:
+    """A checkpoint of a run, as `pick` finds it, and its model; another one where the run removes it meanwhile."""
+    while True:
+        saved = pick(run, step, say)
+        try:
+            return saved, *read_model(saved)
+        except Damaged:
+            if step is not None or saved.path.is_dir():
+                raise
 
 
 @torch.no_grad()
@@ -48,13 +65,16 @@ def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, 
     return model, tokenizer, config
 
 
-def export(saved: Saved, out: Path) -> None:
-    """Writes model, tokenizer and chat template to a new or empty folder that transformers loads: all of them, or none."""
+def export(run: Path, out: Path, step: int | None = None, say: Callable[[str], None] = print) -> Saved:
+    """Writes a checkpoint's model, tokenizer and chat template to a new or empty folder that transformers loads.
+
+    All of them, or none. Gives the checkpoint: that of the step, or the newest.
+    """
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose a folder to export to")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
-    model, tokenizer, _ = read_model(saved)
+    saved, model, tokenizer, _ = read_newest(run, step, say)
     place = out.resolve()
     making = None
     try:
@@ -74,6 +94,7 @@ def export(saved: Saved, out: Path) -> None:
     finally:
         if making is not None:
             shutil.rmtree(making, ignore_errors=True)
+    return saved
 
 
 def _open_to_others(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,18 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
     if config.resume == "auto":
         if (folder := _newest(config)) is None:
             return None
-        if saved := newest_sound(listed(folder / FOLDER), say):
+        if saved := newest_sound(partial(listed, folder / FOLDER), say):
             return _fitting(saved, config, say)
         refuse_checkpoints(folder)
         if anew_in(config) is not None:
             say(f"the run in {folder} has no checkpoint yet: it begins anew, in place")
         return None
     path = Path(os.path.abspath(Path(config.resume).expanduser()))  # its parents are looked at
-    found = [saved for saved in listed(path.parent) if saved.path.name == path.name] or listed(path / FOLDER) or listed(path)
+
+    def look() -> list[Saved]:
+        return [saved for saved in listed(path.parent) if saved.path.name == path.name] or listed(path / FOLDER) or listed(path)
+
+    found = look()
     if not found:
         raise UserError(
             f"`resume: {config.resume}` has no complete checkpoint: name a run folder or a checkpoint in it (`ebbtide checkpoints RUN` lists them)"
@@ -49,7 +54,7 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
             f"`resume: {config.resume}` is not in a run's folder, and a run goes on in its own: put the checkpoint into RUN/{FOLDER}, also of a new RUN, "
             f"and name that (its folder now: {folder})"
         )
-    saved = newest_sound(found, say)
+    saved = newest_sound(look, say)
     if saved is None:
         raise UserError(f"`resume: {config.resume}`: no checkpoint there is whole")
     return _fitting(saved, config, say)

@@ -22,6 +22,7 @@ from ebbtide.files import unwritable, write_whole
 
 UNFINISHED = ".unfinished-"
 COMPLETE = re.compile(r"step-([0-9]+)")
+LOOKS = 20  # at a folder in which a run goes on
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ def add_metrics(saved: Saved, figures: dict[str, float]) -> None:
 def listed(folder: Path) -> list[Saved]:
     """The checkpoints in a folder, oldest first, and those whose manifest is damaged among them."""
     named = [(path, COMPLETE.fullmatch(path.name)) for path in folder.glob("step-*") if path.is_dir()]
-    return sorted((Saved.at(path, int(name[1])) for path, name in named if name), key=lambda saved: saved.step)
+    found = (Saved.at(path, int(name[1])) for path, name in named if name)
+    there = (saved for saved in found if saved.damage is None or saved.path.is_dir())  # a run that goes on removes some
+    return sorted(there, key=lambda saved: saved.step)
 
 
 def prune(folder: Path, last: int, best: int, metric: str) -> None:
@@ -151,14 +154,23 @@ def set_aside(folder: Path, after: int) -> list[Path]:
     return aside
 
 
-def newest_sound(found: Sequence[Saved], say: Callable[[str], None]) -> Saved | None:
-    """The newest checkpoint that is whole; says which newer ones are not, and why."""
-    for place, saved in reversed(list(enumerate(found))):
-        problem = saved.problem()
-        if problem is None:
-            return saved
-        then = "going back to the one before it" if place else "there is none before it"
-        say(f"the checkpoint {saved.path} is damaged ({problem}): {then}")
+def newest_sound(look: Callable[[], Sequence[Saved]], say: Callable[[str], None]) -> Saved | None:
+    """The newest checkpoint that is whole, of those that `look` finds; says which newer ones are not, and why.
+
+    One that is gone when it was read was removed by a run that goes on, and has a newer one: so it looks again.
+    """
+    for _ in range(LOOKS):
+        gone = False
+        for place, saved in reversed(list(enumerate(look()))):
+            problem = saved.problem()
+            if problem is None:
+                return saved
+            if gone := not saved.path.is_dir():
+                break
+            then = "going back to the one before it" if place else "there is none before it"
+            say(f"the checkpoint {saved.path} is damaged ({problem}): {then}")
+        if not gone:
+            break
     return None
 
 

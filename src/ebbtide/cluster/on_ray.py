@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -103,7 +104,7 @@ def _launch(job: Job, count: int, say: Callable[[str], None]) -> int:
                 if failure is not None:
                     show(failure, count, say)
                 return code
-            saved = newest_sound(listed(folder.path / FOLDER), say)
+            saved = newest_sound(partial(listed, folder.path / FOLDER), say)
             begin = "anew" if saved is None else f"after step {saved.step}"
             say(f"rank {failure.rank} of {count} was lost ({failure.text.splitlines()[0]}): starting again {begin}, {left} tries left")
             job = replace(job, resumed=saved)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-from typing import Any
 
-from ebbtide.config.tree import PythonTask
 from ebbtide.config.tree import Task as TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.builtin import build_builtin
 from ebbtide.tasks.files import Files
 from ebbtide.tasks.gym import Gym
+from ebbtide.tasks.python_task import python_task
 from ebbtide.tasks.task import Problem, Problems, Score, Task
 
 DEFAULT_SIZE = 1000
@@ -33,36 +30,7 @@ def _source(config: TaskConfig, seed: int, held_out: int) -> Task:
     if config.file is not None:
         return Files(config.file, held_out=held_out)
     assert config.python is not None  # the config holds exactly one of the four
-    return _from_python(config.python)
-
-
-def _from_python(config: PythonTask) -> Task:
-    module_name, colon, name = config.object.partition(":")
-    if not colon or not module_name or not name:
-        raise UserError(f"`task.python.object` is `{config.object}` and should be `module:name`")
-    try:
-        found: Any = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"`task.python.object: {config.object}` cannot be imported (from {os.getcwd()} or what is installed): {error}"
-        ) from None
-    if isinstance(found, type) or not _is_task(found):
-        if not callable(found):
-            raise UserError(f"`task.python.object: {config.object}` is {type(found).__name__}: it needs the methods `problems` and `score`")
-        try:
-            found = found(**config.options)
-        except TypeError as error:
-            raise UserError(f"`task.python.object: {config.object}` could not be called with `task.python.options`: {error}") from None
-    elif config.options:
-        raise UserError(f"`task.python.options` are for a class or function, and `{config.object}` is a ready task: remove them")
-    if not _is_task(found):
-        raise UserError(f"`task.python.object: {config.object}` gave {type(found).__name__}: it needs the methods `problems` and `score`")
-    task: Task = found
-    return task
-
-
-def _is_task(found: object) -> bool:
-    return callable(getattr(found, "problems", None)) and callable(getattr(found, "score", None))
+    return python_task(config.python)
 
 
 class _Framed:

@@ -11,7 +11,7 @@ from ebbtide.config.tree import FileTask
 from ebbtide.errors import UserError
 from ebbtide.json_text import DEEPEST, too_deep
 from ebbtide.tasks.scorers import check_answer, scorer
-from ebbtide.tasks.task import Message, Problem, Problems, Score, ask
+from ebbtide.tasks.task import Message, Problem, Problems, Score, ask, why_no_messages
 
 
 class Files:
@@ -104,19 +104,7 @@ def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _messages(prompt: Any, where: str) -> list[Message]:
-    made: list[Message] = []
-    if isinstance(prompt, str):
-        made = ask(prompt)
-    elif isinstance(prompt, list) and all(_is_message(message) for message in prompt):
-        made = [{"role": message["role"], "content": message["content"]} for message in prompt]
-    try:
-        "".join(message["content"] for message in made).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where} holds half of a character (a lone surrogate), which no tokenizer takes: mend it") from None
-    if made:
-        return made
-    raise UserError(f"{where} must be a text or a list of messages with `role` and `content`")
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    made = ask(prompt) if isinstance(prompt, str) else prompt
+    if (why := why_no_messages(made)) is not None:
+        raise UserError(f"{where} must be a text or a list of messages with `role` and `content`, and has messages that {why}")
+    return [{"role": message["role"], "content": message["content"]} for message in made]

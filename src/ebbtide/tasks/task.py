@@ -53,3 +53,17 @@ class Task(Protocol):
 def ask(text: str) -> list[Message]:
     """One user message."""
     return [{"role": "user", "content": text}]
+
+
+def why_no_messages(found: object) -> str | None:
+    """What is wrong with something that should be a list of messages; None if nothing is."""
+    if not isinstance(found, list) or not found:
+        return "are no list of messages with `role` and `content`"
+    for message in found:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            return "are not all texts with a `role` and a `content`"
+    try:
+        "".join(message["role"] + message["content"] for message in found).encode()
+    except UnicodeEncodeError:
+        return "hold half of a character (a lone surrogate), which no tokenizer takes"
+    return None

@@ -6,13 +6,14 @@ import os
 import pickle
 import socket
 import traceback
+from numbers import Real
 from typing import Any, BinaryIO
 
 from ebbtide.errors import UserError
 from ebbtide.printable import cut
 from ebbtide.tasks.answer import MOST_MESSAGE, Scored, failed, judged, line, scored_line
 from ebbtide.tasks.build import build_task
-from ebbtide.tasks.task import Problem, Task
+from ebbtide.tasks.task import Problem, Score, Task
 
 LENGTH = 8  # bytes before a request, which say how long it is
 
@@ -47,6 +48,10 @@ def score_one(task: Task, problem: Problem, completion: str) -> Scored:
     """Whatever the scorer raises becomes a failure of this sample."""
     try:
         score = task.score(problem, completion)
+        if isinstance(score, Real):  # as a function that gives a reward would
+            score = Score(float(score))
+        if not (hasattr(score, "value") and hasattr(score, "parts")):
+            return failed("error", f"`score` returned {type(score).__name__}: return a number, or Score(value, parts)")
         value, parts = float(score.value), {str(name): float(part) for name, part in score.parts.items()}
     except Exception as error:  # noqa: BLE001 (foreign code: what it raises is a fact about this sample)
         return failed("error", f"{type(error).__name__}: {error}")

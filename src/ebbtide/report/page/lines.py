@@ -18,6 +18,13 @@ JSON = json.JSONDecoder(parse_constant=lambda _: None, parse_float=_finite)
 """JSON has no NaN: Python writes it all the same, and a browser refuses it. 1e400 is none that either could hold."""
 
 
+def opened(path: Path) -> BinaryIO:
+    """FileNotFoundError also of a folder, or of a pipe, which would be waited for."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return path.open("rb")
+
+
 class Followed:
     """A file that grows: each call reads what is new. One that was replaced or became shorter (a run that resumed) is read anew."""
 
@@ -29,7 +36,7 @@ class Followed:
 
     def read(self) -> list[dict[str, Any]]:
         try:
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 known = os.fstat(file.fileno())
                 if known.st_ino != self._file or known.st_size < self._read:
                     self._file, self._read, self.lines = known.st_ino, 0, []
@@ -70,7 +77,7 @@ def some_of(path: Path, newest_bytes: int, spread: int, spread_bytes: int) -> tu
     """(objects, whether they are all). A large file is not read whole: its end is, and the group of samples at each of
     `spread` places before that, about `spread_bytes` of them."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - newest_bytes)
             end = _from(file, begin)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
-from ebbtide.report.page.lines import JSON, Followed, foreign, some_of
+from ebbtide.report.page.lines import JSON, Followed, foreign, opened, some_of
 from ebbtide.report.page.metrics import looked_at, middle, number, tables
 from ebbtide.report.page.settings import flat
 
@@ -18,7 +18,10 @@ SPREAD = 100
 """Prompts from before those, each with all its samples, spread over the whole run."""
 VERSIONS = ("ebbtide", "commit", "torch", "transformers", "python", "cuda", "device")
 KEPT = ("step", "group", "sample", "prompt", "answer", "completion", "reward", "parts", "advantage", "finish", "tokens")
-KEPT_IF_ANY = ("failure", "failure_message", "token_chars", "logprobs")
+PER_TOKEN = ("token_chars", "logprobs")
+KEPT_IF_ANY = ("failure", "failure_message", *PER_TOKEN)
+MOST_TEXT = 200_000
+"""Characters of a text in a page; rollouts.jsonl has all of it."""
 
 
 class Run:
@@ -87,13 +90,19 @@ def in_effect(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sample(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: line.get(key) for key in KEPT} | {key: line[key] for key in KEPT_IF_ANY if line.get(key)}
+    """What the page shows of a sample. Log-probs are of the text's characters: those of one that is cut are left out."""
+    found: dict[str, Any] = {key: line.get(key) for key in KEPT} | {key: line[key] for key in KEPT_IF_ANY if line.get(key)}
+    long = [key for key, value in found.items() if isinstance(value, str) and len(value) > MOST_TEXT]
+    whole = "completion" not in long and all(isinstance(line.get(key) or [], list) for key in PER_TOKEN)
+    cut = {key: f"{found[key][:MOST_TEXT]} … ({len(found[key]):,} characters)" for key in long}
+    return {key: value for key, value in (found | cut).items() if whole or key not in PER_TOKEN}
 
 
 def _plan(path: Path) -> Any:
     """What plan.json says; None where there is none, or where it is being written."""
     try:
-        plan = JSON.decode(path.read_text(encoding="utf-8"))
+        with opened(path) as file:
+            plan = JSON.decode(file.read().decode())
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     return plan if isinstance(plan, dict) else None
@@ -102,7 +111,8 @@ def _plan(path: Path) -> Any:
 def _mapping(path: Path) -> dict[str, Any]:
     """config.yaml as it is: it may be of another version, whose keys this one does not know."""
     try:
-        found = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        with opened(path) as file:
+            found = read_yaml(file.read().decode(), str(path))
     except (FileNotFoundError, UnicodeDecodeError, UserError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ebbtide.checkpoint.export import read_model
+from ebbtide.checkpoint.export import read_newest
 from ebbtide.checkpoint.resume import FOLDER
-from ebbtide.checkpoint.store import listed, newest_sound
 from ebbtide.config.serve import Serve
 from ebbtide.config.tree import Model
 from ebbtide.errors import UserError
@@ -50,10 +49,7 @@ def load(source: str, config: Serve, say: Callable[[str], None]) -> tuple[Loaded
     run = Path(source).expanduser()
     if not (run / FOLDER).is_dir():
         return load_pretrained(Model(path=source), device, dtype), True
-    saved = newest_sound(listed(run / FOLDER), say)
-    if saved is None:
-        raise UserError(f"{source} has no complete checkpoint (`ebbtide checkpoints RUN` lists them)")
-    model, tokenizer, trained = read_model(saved)
+    saved, model, tokenizer, trained = read_newest(run, None, say)
     say(f"the weights are those of step {saved.step}")
     for parameter in model.parameters():  # not the buffers: rotary frequencies and routers' biases are float32 whatever the weights are
         parameter.data = parameter.data.to(dtype)
