@@ -89,7 +89,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_in_place(
         save_to.write_text('{"step": 1}\n')
         (run.path / "checkpoints" / ".unfinished-step-000050").mkdir(parents=True)
         run._lock.close()  # as a kill does: the file stays
-    assert said == [f"the run in {run.path} has no checkpoint yet: it begins anew, in place"]
+    assert said == [
+        f"`resume: auto` finds no run in {run.path}: a new one begins",
+        f"the run in {run.path} has no checkpoint yet: it begins anew, in place",
+    ]
     with pytest.raises(UserError, match=r"cannot go on from the run in .*`seed` was 0 and is 1"):
         folder(tmp_path, *resume, "seed=1")
     with pytest.raises(UserError, match="not empty"):
@@ -112,6 +115,24 @@ def test_of_numbered_runs_the_newest_is_the_one_to_resume(tmp_path, monkeypatch)
     run.close()
     with pytest.raises(UserError, match="has done its 100 steps and kept no checkpoint"):
         find(config, print)
+
+
+def test_a_new_run_has_the_highest_number(tmp_path, monkeypatch) -> None:
+    """Else `resume: auto` would take an older run for the newest."""
+    monkeypatch.chdir(tmp_path)
+    for number in ("002", "999", "1000"):
+        (tmp_path / "runs" / f"quickstart-{number}").mkdir(parents=True)
+    run = RunFolder(load("quickstart"))
+    assert run.path.name == "quickstart-1001"
+    run.close()
+
+
+def test_what_is_no_checkpoint_is_not_replaced_with_a_run(tmp_path) -> None:
+    folder(tmp_path).close()
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "thesis.txt").touch()
+    with pytest.raises(UserError, match=r"holds other things as well \(checkpoints/thesis.txt\)"):
+        folder(tmp_path, "run.overwrite=true")
 
 
 @pytest.mark.parametrize("overwrite", ["true", "false"])

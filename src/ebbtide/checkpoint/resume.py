@@ -32,6 +32,8 @@ def find(config: Config, say: Callable[[str], None]) -> Saved | None:
         return None
     if config.resume == "auto":
         if (folder := _newest(config)) is None:
+            where = config.run.folder or f"runs/{config.run.name}-..."
+            say(f"`resume: auto` finds no run in {where}: a new one begins")
             return None
         if saved := newest_sound(partial(listed, folder / FOLDER), say):
             return _fitting(saved, config, say)
@@ -129,9 +131,14 @@ def _newest(config: Config) -> Path | None:
     if config.run.folder is not None:
         folder = Path(config.run.folder).expanduser()
         return folder if folder.is_dir() else None
-    parted = [(folder.name.rpartition("-"), folder) for folder in Path("runs").glob("*") if folder.is_dir()]
-    mine = {folder: int(number) for (name, _, number), folder in parted if name == config.run.name and number.isdecimal()}
+    mine = numbered(config.run.name)
     return max(mine, key=mine.__getitem__, default=None)
+
+
+def numbered(name: str) -> dict[Path, int]:
+    """The folders of the runs of a name, and their numbers."""
+    parted = [(folder.name.rpartition("-"), folder) for folder in Path("runs").glob("*") if folder.is_dir()]
+    return {folder: int(number) for (of, _, number), folder in parted if of == name and number.isdecimal()}
 
 
 def _fitting(saved: Saved, config: Config, say: Callable[[str], None]) -> Saved:

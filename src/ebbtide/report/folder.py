@@ -9,8 +9,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ebbtide.checkpoint.resume import anew_in, refuse_checkpoints
-from ebbtide.checkpoint.store import Saved, set_aside
+from ebbtide.checkpoint.resume import FOLDER, anew_in, numbered, refuse_checkpoints
+from ebbtide.checkpoint.store import UNFINISHED, Saved, set_aside
 from ebbtide.config.document import resolved
 from ebbtide.config.tree import Config
 from ebbtide.errors import UserError
@@ -22,6 +22,7 @@ LOCK = ".lock"
 METRICS, ROLLOUTS, VERSIONS = "metrics.jsonl", "rollouts.jsonl", "versions.jsonl"
 SAVED = b'{"step": '  # how every line of `rollout.save_to` begins
 HISTORY = "memory-history.pickle"
+CHECKPOINTS = ("step-", "aside-step-", UNFINISHED)  # how all that a run puts there begins
 FILES = ("config.yaml", METRICS, ROLLOUTS, VERSIONS, "plan.json", "report.html")
 MAKING = {made_as(Path(name)).name for name in FILES}
 CONTENTS = {*FILES, *MAKING, "tensorboard", "wandb", "checkpoints", "log.txt", HISTORY}
@@ -143,7 +144,7 @@ def _make_folder(config: Config) -> tuple[Path, bool]:
             new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             return folder, new
-        number = 1
+        number = max(numbered(config.run.name).values(), default=0) + 1  # of two runs the newer one has the higher number
         while True:
             folder = Path("runs") / f"{config.run.name}-{number:03d}"
             folder.parent.mkdir(exist_ok=True)
@@ -165,7 +166,8 @@ def _refuse_what_is_there(folder: Path, overwrite: bool) -> None:
         raise UserError(
             f"the run folder {folder} is not empty: choose another `run.folder`, or replace what is there with `run.overwrite=true`"
         )
-    if foreign := sorted(found - CONTENTS):
+    saved = {f"{FOLDER}/{entry.name}" for entry in (folder / FOLDER).glob("*") if not entry.name.startswith(CHECKPOINTS)}
+    if foreign := sorted((found - CONTENTS) | saved):
         raise UserError(
             f"only a run is replaced, and {folder} holds other things as well ({', '.join(foreign[:3])}): choose another `run.folder`"
         )
