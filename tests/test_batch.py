@@ -77,15 +77,28 @@ def test_all_overlong_and_masked_leaves_nothing(tiny, normalise) -> None:
     config = tiny({"rollout.samples": 2, "loss.mask_overlong": True, "loss.normalise": normalise})
     made = batch(config, [[1.0, 0.0], [1.0, 0.0]], [["length"] * 2] * 2)
     assert made.trajectories == []
-    assert made.figures()["samples_trained"] == 0
+    assert made.figures(1.0)["samples_trained"] == 0
 
 
 def test_figures(tiny) -> None:
-    figures = batch(tiny({"rollout.samples": 2}), [[1.0, 0.0], [0.5, 0.5]]).figures()
+    made = batch(tiny({"rollout.samples": 2}), [[1.0, 0.0], [0.5, 0.5]])
+    figures = made.figures(1.0)
     assert figures["reward"] == figures["reward/part"] == 0.5
     assert figures["samples"] == 4
     assert figures["samples_trained"] == 2
     assert figures["finished"] == 1.0
+    assert figures["groups_with_signal"] == 0.5
+    assert [sample.trained for sample in made.samples] == [True, True, False, False]
+
+
+def test_lengths_by_outcome(tiny) -> None:
+    made = batch(tiny({"rollout.samples": 2}), [[1.0, 0.0], [0.5, 0.5]])
+    passed, *failed = [len(sample.completion.tokens) for sample in made.samples]
+    figures = made.figures(1.0)
+    assert figures["completion_tokens/passed"] == passed
+    assert figures["completion_tokens/failed"] == pytest.approx(sum(failed) / 3)
+    assert figures["completion_tokens_max"] == max(passed, *failed)
+    assert "completion_tokens/failed" not in made.figures(0.0)
 
 
 def test_minibatches_cover_each_epoch_once(tiny) -> None:
@@ -120,3 +133,25 @@ def test_what_could_not_be_scored_has_not_passed(tiny) -> None:
     scoring = SimpleNamespace(score=lambda *_: scored)
     figures = evaluate(config, engine, scoring, PROMPTS[:1], lambda *_: None)
     assert figures["evaluate/pass@1"] == 0.25
+
+
+def test_the_final_evaluation_is_greedy_and_sampled_over_more_problems(tiny) -> None:
+    final = {"problems": 2, "samples": 4, "k": [1, 4]}
+    config = tiny({"evaluate": {"every": 1, "problems": 1, "final": final}})
+    asked: list[tuple[int, int, float]] = []
+
+    def generate(wanted, sampling, progress):
+        asked.append((len(wanted), len(wanted[0].seeds), sampling.temperature))
+        texts = ["right" if sampling.temperature == 0 or number == 0 else "wrong" for number in range(len(wanted[0].seeds))]
+        return [[Completion([1, 2], [0.0] * 2, [0.0] * 2, "stop", text) for text in texts] for _ in wanted]
+
+    engine = SimpleNamespace(generate=generate)
+    scoring = SimpleNamespace(score=lambda pairs: [Scored(float(text == "right")) for _, text in pairs])
+    usual = evaluate(config, engine, scoring, PROMPTS[:2], lambda *_: None)
+    assert asked == [(1, 1, 0.0)]
+    assert not any("final" in name for name in usual)
+    last = evaluate(config, engine, scoring, PROMPTS[:2], lambda *_: None, last=True)
+    assert asked[1:] == [(1, 1, 0.0), (2, 1, 0.0), (2, 4, 1.0)]
+    assert last["evaluate/final/greedy"] == last["evaluate/final/pass@4"] == last["evaluate/finished"] == 1.0
+    assert last["evaluate/final/pass@1"] == 0.25
+    assert last["evaluate/completion_tokens"] == 2

@@ -6,7 +6,9 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +123,19 @@ def test_when_memory_runs_out_the_plan_is_asked() -> None:
     assert "foresaw" not in plan.view(None)
     assert said in str(out_of_memory("train", {"weights": 1}, 2, "table", "no room. at all", [said]))
     assert "before the first phase" in str(out_of_memory(None, {"weights": 1}, 2, "table", "no room. at all"))
+
+
+def test_mfu_is_of_what_was_trained_on_and_of_all_gpus() -> None:
+    config = load("quickstart", [SHAPE, "train.epochs=2"])
+    machine, shape = machine_for("h200", None, None, None), find_shape(config.model)
+    predictor = Predictor(shape, machine)
+    chosen = Chooser(predictor, most_work(config), 60, 128).choose(config)
+    plan = RunPlan(config, chosen.tried.config, chosen, shape, machine, predictor, None, ranks=2)
+    lengths = SimpleNamespace(tokens=[0] * 30), SimpleNamespace(tokens=[0] * 50)
+    samples = [SimpleNamespace(prompt=lengths[0], completion=lengths[1], trained=trained) for trained in (True, False)]
+    assert plan.mfu(samples, 0.5) == 2 * shape.train_flops([(30, 50)]) / (0.5 * 989e12 * 2)
+    assert plan.mfu(samples[1:], 0.5) is None
+    assert replace(plan, machine=replace(machine, name="Some Other GPU")).mfu(samples, 0.5) is None
 
 
 def test_what_is_left_to_the_cache_is_named_as_less_for_it() -> None:

@@ -28,6 +28,8 @@ class Sample:
     completion: Completion
     scored: Scored
     advantage: float
+    trained: bool
+    """Whether the loss saw it: groups without a signal, and what `loss.mask_overlong` masks, may be left out."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,16 @@ class Batch:
 
     samples: list[Sample]
     trajectories: list[Trajectory]
+    groups: int
     flat_groups: int
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, pass_reward: float) -> dict[str, float]:
         """What the step's rollouts look like, for metrics.jsonl."""
         rewards = [sample.scored.value for sample in self.samples]
         lengths = [len(sample.completion.tokens) for sample in self.samples]
+        by_outcome: dict[str, list[int]] = {"passed": [], "failed": []}
+        for length, reward in zip(lengths, rewards, strict=True):
+            by_outcome["passed" if reward >= pass_reward else "failed"].append(length)
         count = len(self.samples)
         parts: Counter[str] = Counter()
         failures: Counter[str] = Counter()
@@ -54,7 +60,10 @@ class Batch:
             **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
             **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
             "flat_groups": self.flat_groups,
+            "groups_with_signal": 1 - self.flat_groups / self.groups,
             "completion_tokens": sum(lengths) / count,
+            **{f"completion_tokens/{name}": fmean(found) for name, found in by_outcome.items() if found},
+            "completion_tokens_max": max(lengths),
             "finished": sum(sample.completion.finish == "stop" for sample in self.samples) / count,
             "samples": count,
             "samples_trained": len(self.trajectories),
@@ -87,19 +96,21 @@ def assemble(
     values = advantages(rewards, config.advantage.kind)  # [prompts, samples]
     completions = [completion for group in groups for completion in group]
     owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
-    samples = [Sample(*parts) for parts in zip(owners, completions, scored, values.flatten().tolist(), strict=True)]
     flat = (values == 0).all(1)  # [prompts]
-    counted = [not (config.loss.mask_overlong and sample.completion.finish == "length") for sample in samples]
-    lengths = [len(sample.completion.tokens) for sample, counts in zip(samples, counted, strict=True) if counts]
+    counted = [not (config.loss.mask_overlong and completion.finish == "length") for completion in completions]
+    dropped = flat.repeat_interleave(config.rollout.samples).tolist() if config.advantage.drop_flat_groups else [False] * len(completions)
+    trained = [counts and not drop for counts, drop in zip(counted, dropped, strict=True)]
+    samples = [Sample(*parts) for parts in zip(owners, completions, scored, values.flatten().tolist(), trained, strict=True)]
+    lengths = [len(completion.tokens) for completion, counts in zip(completions, counted, strict=True) if counts]
     # Flat groups are part of the average even where they are left out: leaving them out must not lengthen the step.
     weights = iter(token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens))
     trajectories = []
-    for number, (sample, counts) in enumerate(zip(samples, counted, strict=True)):
+    for sample, counts in zip(samples, counted, strict=True):
         weight = next(weights) * config.train.minibatches if counts else 0.0
-        if counts and not (config.advantage.drop_flat_groups and flat[number // config.rollout.samples]):
+        if sample.trained:
             done = sample.completion
             trajectories.append(Trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
-    return Batch(samples, trajectories, int(flat.sum()))
+    return Batch(samples, trajectories, len(prompts), int(flat.sum()))
 
 
 def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -> Iterator[list[Trajectory]]:

@@ -103,7 +103,7 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
         residency.pin(copied=HELD if config.checkpoint is not None and config.checkpoint.async_save else ())
     with report.working("encoding prompts") as progress:
         prompts = encode(problems.train, policy.tokenizer, policy.rows, config, progress)
-        held_out = problems.held_out[: config.evaluate.problems] if config.evaluate else []
+        held_out = problems.held_out[: config.evaluate.most_problems] if config.evaluate else []
         tests = encode(held_out, policy.tokenizer, policy.rows, config, progress)
         if config.evaluate and not tests:
             raise UserError("`evaluate` needs held-out problems and the task has none: give it some, or set `evaluate: null`")
@@ -129,19 +129,20 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
     serving = served(engine, loaded, config, report.terminal.say)
     with SharedScoring(config.task, config.seed, world) as scoring, keeper, quiet_collector(), serving:
 
-        def examined() -> dict[str, float]:
+        def examined(step: int) -> dict[str, float]:
             """An evaluation's figures; none where the run is to stop: no save waits for what a resumed run can do."""
             if world.any(keeper.in_haste):
                 return {}
+            last = step == config.train.steps
             try:
                 with residency.phase("evaluate"), report.phase("evaluate") as progress:
-                    return evaluate(config, engine, scoring, tests, GivingWay(progress, lambda: keeper.in_haste))
+                    return evaluate(config, engine, scoring, tests, GivingWay(progress, lambda: keeper.in_haste), last=last)
             except GivenUp:
                 return {}
 
         lacking = config.evaluate is not None if report.resumed is None else owed(config, report.resumed)
         if lacking:
-            if not (evaluation := examined()):
+            if not (evaluation := examined(begun)):
                 raise KeyboardInterrupt
             report.evaluated(begun, evaluation | meter.take())
 
@@ -174,8 +175,9 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
                     report.skipped(trainer.skipped)
                 updates.append(figures)
 
-            metrics = batch.figures() | rollouts.figures() | averaged(updates) | {"seconds": time.perf_counter() - started}
-            evaluation = examined() if due(config, step) else {}
+            took = time.perf_counter() - started
+            metrics = batch.figures(config.pass_reward) | rollouts.figures() | averaged(updates) | {"seconds": took}
+            evaluation = examined(step) if due(config, step) else {}
             metrics |= evaluation
             report.step(step, metrics | meter.take(), batch.samples)
             if warning := unmatched.after_step(batch.samples):

@@ -16,7 +16,7 @@ from ebbtide.memory.arena import GIB
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import PHASES, Phase, check_budget
 from ebbtide.planner.choose import Chooser, Chosen, settings
-from ebbtide.planner.machine import Machine, cpu_machine, this_machine
+from ebbtide.planner.machine import Machine, cpu_machine, peak_flops, this_machine
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.ranks import sharing
 from ebbtide.planner.shape import Shape, find_shape, from_config
@@ -41,6 +41,7 @@ class RunPlan:
     machine: Machine
     predictor: Predictor
     rehearsal: Rehearsal | None
+    ranks: int = 1
 
     @property
     def budget_gib(self) -> float:
@@ -73,6 +74,14 @@ class RunPlan:
             held[phase] = {key.removeprefix(start): int(value * GIB) for key, value in metrics.items() if key.startswith(start)}
         seconds = {phase: metrics[f"seconds/{phase}"] for phase in measured}
         return compared(foretold, seconds, {phase: int(metrics[f"peak_gib/{phase}"] * GIB) for phase in measured}, held)
+
+    def mfu(self, samples: Sequence[Sample], seconds: float) -> float | None:
+        """The share of the GPUs' peak that training on these samples reached in so many seconds; None where that peak is not known."""
+        peak = peak_flops(self.machine.name)
+        lengths = [(len(sample.prompt.tokens), len(sample.completion.tokens)) for sample in samples if sample.trained]
+        if peak is None or not lengths or seconds <= 0:
+            return None
+        return self.config.train.epochs * self.shape.train_flops(lengths) / (seconds * peak * self.ranks)
 
     def view(self, phase: Phase | None) -> str:
         """When memory ran out in a phase, or before the first: what was foreseen, and what would do with less."""
@@ -118,7 +127,7 @@ def plan_run(config: Config, device: torch.device, rehearsal: Rehearsal | None, 
     chosen = chooser.choose(config)
     if not chosen.fits and config.memory.budget_gib is not None and config.memory.plan == "auto":
         raise UserError(misfit(chosen, config, machine))
-    plan = RunPlan(config, chosen.tried.config, chosen, shape, machine, predictor, rehearsal)
+    plan = RunPlan(config, chosen.tried.config, chosen, shape, machine, predictor, rehearsal, world.size)
     return plan, [f"plan: {line}" for line in plan.words()]
 
 

@@ -147,6 +147,8 @@ def test_strict_types_are_not_coerced() -> None:
         (["model.scratch.hidden=12"], ["3 channels", "even"]),
         (["model.tokenizer=x"], ["`model.tokenizer`", "`model.scratch.alphabet`"]),
         (["evaluate.problems=200"], ["`evaluate.problems: 200`", "`task.held_out: 128`"]),
+        (["evaluate.final.problems=200"], ["`evaluate.final.problems: 200`", "`task.held_out: 128`"]),
+        (["evaluate.final.samples=2"], ["`evaluate.final.k: [1, 8]`", "`evaluate.final.samples` = 2"]),
         (["run.name=../x"], ["`run.name` is '../x'", "`run.folder`"]),
         (["run.name="], ["`run.name` is ''"]),
         (["run.folder="], ["`run.folder` is empty"]),

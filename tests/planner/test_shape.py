@@ -124,3 +124,12 @@ def test_what_cannot_be_planned_says_why(contents: bytes, says: str, tmp_path: P
     (tmp_path / "config.json").write_bytes(contents)
     with pytest.raises(UserError, match=says):
         shapes.find_shape(Model(path=str(tmp_path)))
+
+
+def test_the_operations_of_training_are_six_for_each_weight_and_token() -> None:
+    """And those of attention, which grow with the square of a length: counted here matrix by matrix."""
+    shape = shapes.Shape("qwen3", 2, 64, 4, 2, 16, 96, 100, tied=True)
+    attention = shape.hidden * (2 * shape.queries + 2 * shape.keys)
+    per_layer = 2 * (attention + 3 * shape.hidden * shape.mlp) * 30 + 2 * shape.queries * (10**2 + 20**2)
+    head = 2 * shape.vocabulary * shape.hidden * (7 + 15)
+    assert shape.train_flops([(3, 7), (5, 15)]) == 3 * (2 * per_layer + head)

@@ -167,12 +167,37 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scorer", "answer"), [("numeric", "so 40+2\n#### 42"), ("numeric", "$42"), ("numeric", "nan"), ("regex", "("), ("exact", None)]
+    ("scorer", "answer"),
+    [("numeric", "so 40+2\n#### 42"), ("numeric", "$42"), ("numeric", "nan"), ("gsm8k", "#### none"), ("regex", "("), ("exact", None)],
 )
 def test_an_answer_that_cannot_be_judged_by_is_named_with_its_row(tmp_path, scorer, answer) -> None:
     write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": answer}])
     with pytest.raises(UserError, match=f"line 2, has an answer that `task.file.scorer: {scorer}` cannot judge by"):
         build(file={"train": str(tmp_path / "a.jsonl"), "scorer": scorer}, held_out=1).problems()
+
+
+def test_files_of_the_hub(tmp_path, monkeypatch) -> None:
+    write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": "2"}])
+
+    def download(repo: str, file: str, repo_type: str) -> str:
+        assert (repo, file, repo_type) == ("openai/gsm8k", "main/a.jsonl", "dataset")
+        return str(tmp_path / "a.jsonl")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert len(build(file={"train": "hf://datasets/openai/gsm8k/main/a.jsonl"}, held_out=1).problems().train) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "needle"),
+    [
+        ("hf://datasets/openai/gsm8k", "should be `hf://datasets/OWNER/NAME/FILE`"),
+        ("hf://datasets/openai/not-in-the-cache/a.jsonl", "the hub cannot be reached, and there is no copy in its cache"),
+        ("hf://datasets/openai/two--dashes..x/a.jsonl", "could not be had"),
+    ],
+)
+def test_files_that_the_hub_does_not_give(path, needle) -> None:
+    with pytest.raises(UserError, match=needle):
+        build(file={"train": path}, held_out=1).problems()
 
 
 @pytest.mark.parametrize(
@@ -217,6 +242,13 @@ def test_bad_files_say_where_and_why(tmp_path, name, content, needle) -> None:
     [
         ("exact", " 42\n", 42, 1.0),
         ("exact", "42.", 42, 0.0),
+        ("gsm8k", "48 + 24 = 72\n#### 72", "so <<48/2=24>>24\n#### 72", 1.0),
+        ("gsm8k", "#### 72\nThat took 3 steps.", "#### 72", 1.0),
+        ("gsm8k", "the answer is \\boxed{1,072}.", "#### 1072", 1.0),
+        ("gsm8k", "72, which is not 73", "#### 72", 0.0),
+        ("gsm8k", "72\n####", "#### 72", 0.0),
+        ("gsm8k", "#### -$5", "#### -5", 1.0),
+        ("gsm8k", "#### 5 apples and 2 pears", "#### 5", 1.0),
         ("numeric", "first 3, then 1,200.50", "1200.5", 1.0),
         ("numeric", "3 then 4", 3, 0.0),
         ("numeric", "none", 3, 0.0),

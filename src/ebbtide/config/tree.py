@@ -172,10 +172,10 @@ class FileTask(Section):
     """Problems from a JSONL or Parquet file."""
 
     train: str
-    """Path of a `.jsonl` or `.parquet` file."""
+    """Path of a `.jsonl` or `.parquet` file, or `hf://datasets/OWNER/NAME/FILE` for one of a dataset on the hub."""
 
     held_out: str | None = None
-    """Path of the held-out problems; `null` sets the last `task.held_out` rows of `train` aside."""
+    """The same of the held-out problems; `null` sets the last `task.held_out` rows of `train` aside."""
 
     prompt_field: str = "prompt"
     """Field with the prompt: a text, or a list of messages with `role` and `content`."""
@@ -183,8 +183,8 @@ class FileTask(Section):
     answer_field: str = "answer"
     """Field with the expected answer."""
 
-    scorer: Literal["exact", "numeric", "regex", "math_verify"] = "exact"
-    """How an answer is judged: same text; same number; the answer is a pattern the completion must match; equal as mathematics (package `math-verify`)."""
+    scorer: Literal["exact", "numeric", "gsm8k", "regex", "math_verify"] = "exact"
+    """How an answer is judged: `exact`, the same text; `numeric`, the same number; `gsm8k`, the same number after `####`, or at the end where there is no such mark, in a worked answer; `regex`, the answer is a pattern the completion must match; `math_verify`, equal as mathematics (package `math-verify`)."""
 
 
 class PythonTask(Section):
@@ -697,6 +697,28 @@ class Cluster(Section):
         return self.data * self.tensor
 
 
+class FinalEvaluation(Section):
+    """After the last step: more held-out problems than along the way, once greedily and once by several samples of each."""
+
+    problems: Count | None = None
+    """Held-out problems to try; `null` is all there are."""
+
+    samples: Count = 8
+    """Completions per problem, beside the greedy one."""
+
+    temperature: Positive = 1.0
+    """Of those samples."""
+
+    k: list[Count] = [1, 8]
+    """Values of k for which pass@k is reported, each at most `samples`."""
+
+    @model_validator(mode="after")
+    def _k_within_samples(self) -> FinalEvaluation:
+        if not self.k or max(self.k) > self.samples:
+            raise ValueError(f"`evaluate.final.k: {self.k}` must name values from 1 to `evaluate.final.samples` = {self.samples}")
+        return self
+
+
 class Evaluate(Section):
     """Held-out problems, as a phase of the loop."""
 
@@ -718,6 +740,9 @@ class Evaluate(Section):
     pass_reward: float = 1.0
     """A completion with at least this reward passes."""
 
+    final: FinalEvaluation | None = None
+    """Present: after the last step, more held-out problems are tried, greedily and sampled."""
+
     @model_validator(mode="after")
     def _k_within_samples(self) -> Evaluate:
         if not self.k or max(self.k) > self.samples:
@@ -727,6 +752,13 @@ class Evaluate(Section):
                 f"greedy evaluation (`evaluate.temperature: 0`) gives {self.samples} equal completions: set a temperature, or `evaluate.samples: 1`"
             )
         return self
+
+    @property
+    def most_problems(self) -> int | None:
+        """The held-out problems that any evaluation of the run tries; None is all there are."""
+        if self.final is None:
+            return self.problems
+        return None if self.final.problems is None else max(self.problems, self.final.problems)
 
 
 class Checkpoint(Section):
@@ -878,10 +910,13 @@ class Config(Section):
         brings_its_own = self.task.python is not None or (self.task.file is not None and self.task.file.held_out is not None)
         if self.evaluate is not None and self.task.held_out == 0 and not brings_its_own:
             raise ValueError("`evaluate` needs held-out problems and `task.held_out: 0` sets none aside: raise it, or set `evaluate: null`")
-        if self.evaluate is not None and self.evaluate.problems > self.task.held_out and not brings_its_own:
-            raise ValueError(
-                f"`evaluate.problems: {self.evaluate.problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside: lower it, or raise those"
-            )
+        if self.evaluate is not None and not brings_its_own:
+            final = self.evaluate.final.problems if self.evaluate.final is not None else None
+            for key, problems in (("evaluate.problems", self.evaluate.problems), ("evaluate.final.problems", final or 0)):
+                if problems > self.task.held_out:
+                    raise ValueError(
+                        f"`{key}: {problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside: lower it, or raise those"
+                    )
         return self
 
     @property
@@ -912,6 +947,11 @@ class Config(Section):
     def tempered(self) -> bool:
         """Whether anything is sampled at a temperature other than 1: greedy counts as 1."""
         return self.rollout.temperature != 1 or (self.evaluate is not None and self.evaluate.temperature not in (0, 1))
+
+    @property
+    def pass_reward(self) -> float:
+        """A completion with at least this reward passes."""
+        return self.evaluate.pass_reward if self.evaluate is not None else Evaluate().pass_reward
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -69,23 +69,38 @@ class Machine:
 _H200 = Rates(matmul=786e12, copy=4.19e12, link_out=55.0e9, link_in=55.5e9, cpu_adam=2.85e9, host_op=140e3)
 
 
-def _sheet(matmul: float, copy: float, link: float) -> Rates:
-    return Rates(0.79 * matmul * 1e12, 0.87 * copy * 1e12, link * 1e9, link * 1e9, cpu_adam=_H200.cpu_adam, host_op=_H200.host_op)
+PEAK_TFLOPS: Mapping[str, float] = {
+    "h200": 989, "b200": 2250, "h100": 989, "a100": 312, "a100-40": 312, "l40s": 362, "a6000": 155, "a10": 125, "l4": 121,
+    "5090": 210, "4090": 165, "3090": 71,
+}  # fmt: skip
+"""What the data sheets say of dense products in bfloat16: what MFU is a share of."""
+
+
+def peak_flops(name: str) -> float | None:
+    """Of the GPU that calls itself so; None where it is not known."""
+    key = _key(name)
+    return PEAK_TFLOPS[key] * 1e12 if key is not None else None
+
+
+def _sheet(name: str, copy: float, link: float) -> Rates:
+    return Rates(
+        0.79 * PEAK_TFLOPS[name] * 1e12, 0.87 * copy * 1e12, link * 1e9, link * 1e9, cpu_adam=_H200.cpu_adam, host_op=_H200.host_op
+    )
 
 
 KNOWN: Mapping[str, tuple[float, Rates]] = {
     "h200": (139.8, _H200),
-    "b200": (178.4, _sheet(2250, 8.0, 55)),
-    "h100": (79.1, _sheet(989, 3.35, 55)),
-    "a100": (79.2, _sheet(312, 2.04, 25)),
-    "a100-40": (39.4, _sheet(312, 1.56, 25)),
-    "l40s": (44.4, _sheet(362, 0.864, 25)),
-    "a6000": (47.4, _sheet(155, 0.768, 25)),
-    "a10": (22.1, _sheet(125, 0.6, 25)),
-    "l4": (22.1, _sheet(121, 0.3, 25)),
-    "5090": (31.4, _sheet(210, 1.79, 50)),
-    "4090": (23.5, _sheet(165, 1.008, 25)),
-    "3090": (23.6, _sheet(71, 0.936, 25)),
+    "b200": (178.4, _sheet("b200", 8.0, 55)),
+    "h100": (79.1, _sheet("h100", 3.35, 55)),
+    "a100": (79.2, _sheet("a100", 2.04, 25)),
+    "a100-40": (39.4, _sheet("a100-40", 1.56, 25)),
+    "l40s": (44.4, _sheet("l40s", 0.864, 25)),
+    "a6000": (47.4, _sheet("a6000", 0.768, 25)),
+    "a10": (22.1, _sheet("a10", 0.6, 25)),
+    "l4": (22.1, _sheet("l4", 0.3, 25)),
+    "5090": (31.4, _sheet("5090", 1.79, 50)),
+    "4090": (23.5, _sheet("4090", 1.008, 25)),
+    "3090": (23.6, _sheet("3090", 0.936, 25)),
 }
 """Name -> (GiB that a process can have, rates)."""
 

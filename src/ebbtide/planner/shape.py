@@ -154,7 +154,14 @@ class Shape:
                 )
         return replace(self, heads=self.heads // tensor, kv_heads=self.kv_heads // tensor, mlp=self.mlp // tensor)
 
-    @cached_property
+    def train_flops(self, lengths: Iterable[tuple[int, int]]) -> float:
+        """Operations that a forward and backward of sequences needs, each of a prompt and a completion; what is recomputed is not counted."""
+        found = list(lengths)
+        tokens = sum(prompt + new for prompt, new in found)
+        blocks = 2 * self.used_by_a_token * tokens + 2 * self.queries * sum((prompt + new) ** 2 for prompt, new in found)
+        return 3.0 * (self.layers * blocks + 2 * self.embedding * sum(new for _, new in found))
+
+    @property
     def used_by_a_token(self) -> int:
         """Numbers of a block's matrices that one token is multiplied with."""
         mlp = (

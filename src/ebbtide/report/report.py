@@ -138,6 +138,8 @@ class Report:
         if samples:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
             metrics = {**metrics, "tokens": tokens, "tokens_per_second": tokens / metrics["seconds"]}
+            mfu = self._plan.mfu(samples, metrics.get("seconds/train", 0.0)) if self._plan is not None else None
+            metrics |= {"mfu": mfu} if mfu is not None else {}
         self.folder.write_metrics({"step": step, **metrics})
         if self._config.report.rollouts:
             self.folder.write_rollouts(self._lines(step, samples))

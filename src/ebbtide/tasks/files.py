@@ -13,6 +13,8 @@ from ebbtide.json_text import DEEPEST, too_deep
 from ebbtide.tasks.scorers import check_answer, scorer
 from ebbtide.tasks.task import Message, Problem, Problems, Score, ask, why_no_messages
 
+HUB = "hf://datasets/"
+
 
 class Files:
     """Rows of a file as problems, scored by a scorer named in the config."""
@@ -63,7 +65,7 @@ class Files:
 
 def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Each row of the file, and where it stands for error messages."""
-    file = Path(path)
+    file = _from_hub(path) if path.startswith(HUB) else Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"the dataset {path} does not exist (looked for {file.absolute()}): `task.file` names .jsonl or .parquet files")
     if file.suffix == ".parquet":
@@ -72,6 +74,24 @@ def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
         yield from _jsonl(file)
     else:
         raise UserError(f"the dataset {path} must end in .jsonl or .parquet")
+
+
+def _from_hub(path: str) -> Path:
+    """The local copy of `hf://datasets/OWNER/NAME/FILE`."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    parts = path.removeprefix(HUB).split("/", 2)
+    if len(parts) < 3 or not all(parts):
+        raise UserError(f"the dataset {path} should be `{HUB}OWNER/NAME/FILE`, with the file's path in the repository")
+    owner, name, file = parts
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
+    except LocalEntryNotFoundError:
+        why = "the hub cannot be reached, and there is no copy in its cache"
+    except (HfHubHTTPError, HFValidationError) as error:
+        why = str(error).strip().splitlines()[0]
+    raise UserError(f"the dataset {path} could not be had: {why}. Name a .jsonl or .parquet file on this machine in its place")
 
 
 def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:

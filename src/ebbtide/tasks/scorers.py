@@ -34,6 +34,19 @@ def _number(text: Any) -> float:
     return float(str(text).replace(MINUS, "-").replace(",", ""))
 
 
+def gsm8k(completion: str, answer: Any) -> float:
+    """The number after `####`, as GSM8K's own solutions end, or else the last number; of the completion and of the answer alike."""
+    said, right = final_number(completion), final_number(str(answer))
+    return float(said is not None and right is not None and math.isclose(said, right, rel_tol=1e-6, abs_tol=1e-9))
+
+
+def final_number(text: str) -> float | None:
+    """The first number after the last `####`; the last number of a text without that mark; None where there is none."""
+    _, mark, rest = text.replace(MINUS, "-").replace("$", "").rpartition("####")  # `-$5` is -5
+    found = _NUMBER.findall(rest)
+    return _number(found[0 if mark else -1]) if found else None
+
+
 def regex(completion: str, answer: Any) -> float:
     """The answer is a pattern, and it matches the whole completion."""
     return float(re.fullmatch(str(answer), completion.strip(), re.DOTALL) is not None)
@@ -46,7 +59,13 @@ def math_verify(completion: str, answer: Any) -> float:
     return float(verify(parse(f"${answer}$"), parse(completion)))
 
 
-SCORERS: dict[str, Scorer] = {"exact": exact, "numeric": numeric, "regex": regex, "math_verify": math_verify}
+SCORERS: dict[str, Scorer] = {
+    "exact": exact,
+    "numeric": numeric,
+    "gsm8k": gsm8k,
+    "regex": regex,
+    "math_verify": math_verify,
+}
 
 
 def check_answer(name: str, answer: Any) -> None:
@@ -55,6 +74,8 @@ def check_answer(name: str, answer: Any) -> None:
         raise ValueError("there is none")
     if name == "numeric" and not math.isfinite(_number(answer)):
         raise ValueError("it is not finite")
+    if name == "gsm8k" and final_number(str(answer)) is None:
+        raise ValueError("it has no number")
     if name == "regex":
         try:
             re.compile(str(answer))
