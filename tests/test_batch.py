@@ -146,7 +146,7 @@ def test_the_final_evaluation_is_greedy_and_sampled_over_more_problems(tiny) -> 
         return [[Completion([1, 2], [0.0] * 2, [0.0] * 2, "stop", text) for text in texts] for _ in wanted]
 
     engine = SimpleNamespace(generate=generate)
-    scoring = SimpleNamespace(score=lambda pairs: [Scored(float(text == "right")) for _, text in pairs])
+    scoring = SimpleNamespace(score=lambda pairs, _: [Scored(float(text == "right")) for _, text in pairs])
     usual = evaluate(config, engine, scoring, PROMPTS[:2], lambda *_: None)
     assert asked == [(1, 1, 0.0)]
     assert not any("final" in name for name in usual)

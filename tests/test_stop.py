@@ -33,7 +33,7 @@ def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path, module, num
     command = [sys.executable, "-c", IMPORTING, module, str(int(number)), "train", "quickstart", f"run.folder={tmp_path}/run"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 130, done.stderr
-    assert done.stderr.splitlines()[-1] == "stopped: nothing was written yet"
+    assert done.stderr.splitlines()[-1] == "stopped before the first step"
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 

@@ -61,11 +61,11 @@ def stop(monkeypatch, when: str, at: int) -> list[int]:
             signal.raise_signal(signal.SIGINT)
         return assemble(*args)
 
-    def evaluated(config, engine, scoring, tests, progress):
+    def evaluated(config, engine, scoring, tests, progress, *, last):
         if (when, step) == ("generating", at):
             signal.raise_signal(signal.SIGTERM)
         scoring = Stopping(scoring) if (when, step) == ("scoring", at) else scoring
-        found = evaluate(config, engine, scoring, tests, progress)
+        found = evaluate(config, engine, scoring, tests, progress, last=last)
         ended.append(step)
         return found
 

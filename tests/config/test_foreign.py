@@ -89,7 +89,7 @@ def test_no_name_is_one_of_ours() -> None:
         ("steps=3", "Did you mean `train.steps`?"),
         ("rollout.steps=3", "Did you mean `train.steps`?"),
         ("train.step=3", "Did you mean `train.steps`?"),
-        ("samples=3", "Did you mean `rollout.samples` or `evaluate.samples`?"),
+        ("samples=3", "Did you mean `rollout.samples` or `evaluate.samples` or"),
         ("model.dtype=fp16", "float16 overflows without loss scaling"),
     ],
 )
