@@ -1,5 +1,6 @@
 # make demo   set up, then train a tiny model for a minute
-# make test   set up, then lint, types and tests: what CI runs
+# make test   set up, then lint, types and tests
+# make slow   the tests that take long; CI runs both
 # make smollm2  GRPO on a real 135M model, on the CPU, in a few minutes
 # make docs   write docs/config.md anew from the config tree
 
@@ -7,8 +8,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two at a time, with one thread each: most tests are too small for more threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test lint smollm2 docs chromium clean
+.PHONY: demo test slow lint smollm2 docs chromium clean
 
 demo: $(READY)
 	$(BIN)/ebbtide train quickstart
@@ -17,7 +20,11 @@ test: $(READY) chromium
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --durations=8
+	$(PYTEST) -m "not slow" --durations=8
+
+# What takes long: real models, many processes, a wheel in an environment of its own.
+slow: $(READY)
+	$(PYTEST) -m slow --durations=8
 
 lint: $(READY)
 	$(BIN)/ruff check --fix src tests benchmarks

@@ -208,6 +208,7 @@ def test_a_run_folder_in_use(capsys, tmp_path) -> None:
     assert "is not empty" in err
 
 
+@pytest.mark.slow
 def test_quickstart_learns(tmp_path) -> None:
     """The promise of the README, whole: from below 0.3 to above 0.8, in the folder it says."""
     done = subprocess.run(
@@ -277,6 +278,7 @@ def test_ctrl_c_while_the_scorers_start_is_quiet(tmp_path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
     """Built, installed alone into a new environment (this one's packages lent by path), run from another folder."""
     subprocess.run(
