@@ -102,6 +102,12 @@ def test_a_run_that_goes_on_adds_to_its_file(tiny, tmp_path) -> None:
     with Report(longer, "test", resumed=find(longer, print)) as report:
         loop.train(longer, report)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1] * 4 + [2] * 4 + [3] * 4
+    other = tmp_path / "other.jsonl"
+    other.write_text(file.read_text())
+    elsewhere = tiny({**base, "train.steps": 4, "resume": "auto", "rollout.save_to": str(other)})
+    with pytest.raises(UserError, match="is not empty, and not the file that this run has written to"):
+        Report(elsewhere, "test", resumed=find(elsewhere, print))
+    assert other.read_text() == file.read_text()
 
 
 def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
@@ -125,9 +131,10 @@ def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
     file.write_text(json.dumps({**lines[0], "prompt": [3] * 9}) + "\n")
     with pytest.raises(UserError, match=r"a prompt of 9 tokens, and `rollout.max_prompt_tokens` is 8"):
         run(tiny({**folder, "train.steps": 1, "run.overwrite": True}))
-    file.write_text("{}\n")
-    with pytest.raises(UserError, match=r"not a file that `rollout.save_to` wrote"):
-        run(tiny(folder))
+    for no_line in ({}, {**lines[0], "step": "x"}):
+        file.write_text(json.dumps(no_line) + "\n")
+        with pytest.raises(UserError, match=r"not a file that `rollout.save_to` wrote"):
+            run(tiny(folder))
     with pytest.raises(UserError, match=r"`rollout.ahead` is set"):
         load("quickstart", ["rollout.replay=x", "rollout.ahead=1"])
 

@@ -218,6 +218,8 @@ class ReplayedRollouts(Rollouts):
     def _check_line(self, line: dict[str, Any]) -> None:
         """Against the config: training relies on its lengths, and takes log-probs at its temperature."""
         rollout = self._config.rollout
+        if not isinstance(line["step"], int) or not isinstance(line["place"], int):
+            raise TypeError("`step` and `place` are whole numbers")
         longest = max((len(one["tokens"]) for one in line["completions"]), default=0)
         if (sampled_at := line.get("temperature", rollout.temperature)) != rollout.temperature:
             what, key = f"completions sampled at temperature {sampled_at}", "rollout.temperature"

@@ -225,6 +225,8 @@ def test_saved_completions_are_kept_unless_told(tmp_path) -> None:
     assert not (tmp_path / "run").exists()
     folder(tmp_path, f"rollout.save_to={file}", "run.overwrite=true").close()
     file.write_text("years of work")
+    with pytest.raises(UserError, match="a file that the run itself writes"):
+        folder(tmp_path, f"rollout.save_to={tmp_path / 'run' / 'metrics.jsonl'}", "run.overwrite=true")
     with pytest.raises(UserError, match="a file that no run wrote"):
         folder(tmp_path, f"rollout.save_to={file}", "run.overwrite=true")
     assert file.read_text() == "years of work"

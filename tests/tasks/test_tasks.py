@@ -168,7 +168,16 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("scorer", "answer"),
-    [("numeric", "so 40+2\n#### 42"), ("numeric", "$42"), ("numeric", "nan"), ("gsm8k", "#### none"), ("regex", "("), ("exact", None)],
+    [
+        ("numeric", "so 40+2\n#### 42"),
+        ("numeric", "$42"),
+        ("numeric", "nan"),
+        ("gsm8k", "#### none"),
+        ("regex", "("),
+        ("exact", None),
+        ("exact", [1]),
+        ("math_verify", " "),
+    ],
 )
 def test_an_answer_that_cannot_be_judged_by_is_named_with_its_row(tmp_path, scorer, answer) -> None:
     write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": answer}])
@@ -264,6 +273,8 @@ def test_bad_files_say_where_and_why(tmp_path, name, content, needle) -> None:
         ("regex", "cats", "c.t", 0.0),
         ("math_verify", "so $\\frac{1}{2}$", "0.5", 1.0),
         ("math_verify", "so $\\frac{1}{3}$", "0.5", 0.0),
+        ("math_verify", "(1,2)", "(1,2)", 1.0),
+        ("math_verify", "(1,3)", "(1,2)", 0.0),
     ],
 )
 def test_scorers(name, completion, answer, value) -> None:

@@ -9,6 +9,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from ebbtide.checkpoint.contents import read_tree
+from ebbtide.checkpoint.manifest import Listed
 from ebbtide.checkpoint.resume import FOLDER, anew_in, numbered, refuse_checkpoints
 from ebbtide.checkpoint.store import UNFINISHED, Saved, set_aside
 from ebbtide.config.document import resolved
@@ -36,7 +38,8 @@ class RunFolder:
         """Checkpoints of steps that will be done again."""
         self._rollouts = config.report.rollouts
         anew = anew_in(config) if resumed is None else None
-        _refuse_saved(config, goes_on=resumed is not None or anew is not None)
+        same_file = resumed is not None and read_tree(Listed(resumed.path)).get("rollout", {}).get("save_to") == config.rollout.save_to
+        _refuse_saved(config, goes_on=same_file or anew is not None)
         if resumed is not None:  # the run goes on in its own folder
             self.path, self._made = resumed.path.parent.parent, False
         else:
@@ -44,6 +47,8 @@ class RunFolder:
             _refuse_what_is_there(self.path, config.run.overwrite or anew is not None)
             if config.resume is not None:
                 refuse_checkpoints(self.path)
+        if (save_to := config.rollout.save_to) is not None and Path(save_to).expanduser().resolve() in map(self._own, FILES):
+            raise UserError(f"`rollout.save_to: {save_to}` is a file that the run itself writes: choose another")
         self._lock = _locked(self.path)
         try:
             self._begin(config, resumed)
@@ -62,6 +67,9 @@ class RunFolder:
         self.write_config(config)
         for name in (METRICS, *([ROLLOUTS] if self._rollouts else [])):
             (self.path / name).touch()
+
+    def _own(self, name: str) -> Path:
+        return self.path.resolve() / name
 
     def write_config(self, config: Config) -> None:
         """Without the folder: run again, it goes to a folder of its own and never over this one."""
@@ -126,7 +134,10 @@ def _refuse_saved(config: Config, *, goes_on: bool) -> None:
     except OSError as error:
         raise UserError(f"{called} cannot be written: {error.strerror}. Name another file") from None
     if begins and not (goes_on or config.run.overwrite):
-        raise UserError(f"{called} is not empty: choose another file, or replace what is there with `run.overwrite=true`")
+        raise UserError(
+            f"{called} is not empty, and not the file that this run has written to: choose another one, or replace what is there "
+            "with `run.overwrite=true`"
+        )
     if begins and begins != SAVED:
         raise UserError(f"{called} is a file that no run wrote: choose another")
 

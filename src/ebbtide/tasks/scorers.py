@@ -56,7 +56,8 @@ def math_verify(completion: str, answer: Any) -> float:
     """Equal as mathematics: `1/2` and `\\frac{1}{2}` and `0.5`. It uses signals, so it runs in a process's main thread only."""
     from math_verify import parse, verify  # optional dependency, checked by `scorer`
 
-    return float(verify(parse(f"${answer}$"), parse(completion)))
+    # An extracted answer stands without the dollars by which mathematics is known in a text.
+    return float(verify(parse(f"${answer}$"), parse(completion) or parse(f"${completion}$")))
 
 
 SCORERS: dict[str, Scorer] = {
@@ -70,8 +71,10 @@ SCORERS: dict[str, Scorer] = {
 
 def check_answer(name: str, answer: Any) -> None:
     """That this scorer can judge by it: raises ValueError with what is wrong."""
-    if answer is None:
+    if answer is None or (name == "math_verify" and not str(answer).strip()):
         raise ValueError("there is none")
+    if isinstance(answer, dict | list):
+        raise ValueError("it is no text and no number")
     if name == "numeric" and not math.isfinite(_number(answer)):
         raise ValueError("it is not finite")
     if name == "gsm8k" and final_number(str(answer)) is None:
