@@ -20,7 +20,7 @@ def samples(*scored: Scored, count: int = 16, text: str = "so it is \x1b[31m12",
     """The first ones as told, and others that match nothing."""
     prompt = Prompt(Problem(ask("?")), "?", [1])
     rest = [NONE] * (count - len(scored))
-    return [Sample(prompt, Completion([2], [0.0], [0.0], finish, text), one, 0.0) for one in (*scored, *rest)]
+    return [Sample(prompt, Completion([2], [0.0], [0.0], finish, text), one, 0.0, trained=True) for one in (*scored, *rest)]
 
 
 def test_a_run_without_a_match_is_warned_and_then_ended(tiny) -> None:
@@ -59,6 +59,18 @@ def test_a_sample_that_could_not_be_scored_may_have_matched(tiny) -> None:
     assert unmatched.after_step(samples(FAILED, count=ENOUGH)) is None
     with pytest.raises(UserError):
         unmatched.after_step(samples(count=ENOUGH))
+
+
+def test_a_run_in_which_nothing_can_be_scored_ends(tiny) -> None:
+    unmatched = Unmatched(tiny())
+    for _ in range(2):
+        unmatched.after_step(samples(*[FAILED] * ENOUGH))
+    with pytest.raises(UserError, match=rf"none of {3 * ENOUGH} completions so far could be scored \(crash: died\)"):
+        unmatched.after_step(samples(*[FAILED] * ENOUGH))
+    once = Unmatched(tiny())
+    once.after_step(samples(FOUND, *[FAILED] * ENOUGH))
+    for _ in range(4):
+        assert once.after_step(samples(*[FAILED] * ENOUGH)) is None
 
 
 def test_the_loop_ends_such_a_run(tiny, tmp_path, capsys, monkeypatch) -> None:

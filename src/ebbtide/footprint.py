@@ -15,7 +15,7 @@ from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import Plan
 from ebbtide.optim.sizes import state_bytes
 from ebbtide.planner.shape import find_shape
-from ebbtide.policy.model import NO_CODE, model_config, pick_device, pick_dtype
+from ebbtide.policy.model import NO_CODE, model_config, pick_device, pick_dtype, refusing
 from ebbtide.rollout.paged.attention import room_of
 from ebbtide.rollout.paged.room import BLOCKS
 from ebbtide.rollout.paged.schedule import most_blocks
@@ -69,7 +69,7 @@ def host_needs(config: Config, plan: Plan, *, optimizer: bool = True, share: int
     if not plan.moves and not saved and config.optimizer.place == "device" and not config.optimizer.on_cpu:
         return {}
     dtype = pick_dtype(config.model.dtype, pick_device(config.device))
-    with torch.device("meta"):
+    with refusing(config.model), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
     parameters = -(-sum(parameter.numel() for parameter in model.parameters()) // share)
     moving, resident = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})

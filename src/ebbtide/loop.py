@@ -37,7 +37,7 @@ from ebbtide.policy.reference import freeze_reference
 from ebbtide.progress import GivenUp, GivingWay
 from ebbtide.report.report import Report
 from ebbtide.rollout.build import build_engine
-from ebbtide.rollout.prompts import about_quotes, encode
+from ebbtide.rollout.prompts import about_quotes, digest, encode
 from ebbtide.rollout.serve.beside import served
 from ebbtide.rollouts import build_rollouts
 from ebbtide.tasks.build import build_task
@@ -116,12 +116,16 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
     trainer: Updates = Rehearsing(policy, residency)
     begun = 0
     if optimizer is not None and rehearsal is None:
-        state = State(config, policy.model, optimizer, sampler, residency, Ranks(config.run.distributed_timeout_minutes), rollouts)
+        state = State(
+            config, policy.model, optimizer, sampler, residency, Ranks(config.run.distributed_timeout_minutes), rollouts, digest(prompts)
+        )
         trainer = Training(policy, optimizer)
     if state is not None and report.resumed is not None:
         with report.working("reading the checkpoint"):
             kept = config.checkpoint or Checkpoint()
             begun = state.load(report.resumed.path, load_rng=kept.load_rng, parallel=kept.fully_parallel_load)
+        for note in state.notes:
+            report.terminal.say(note, "bold yellow")
     unmatched = Unmatched(config)
     updates_per_step = config.train.epochs * config.train.minibatches
 

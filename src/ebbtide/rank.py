@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import date
 
 from ebbtide.checkpoint.resume import going_on
 from ebbtide.checkpoint.store import Saved
 from ebbtide.cluster.apart import serve
 from ebbtide.cluster.leash import Job
 from ebbtide.cluster.world import World, join
+from ebbtide.config.decided import with_chat_date
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import Stopped
 from ebbtide.evaluate import owed
@@ -31,6 +33,7 @@ def run_rank(job: Job) -> None:
                 return
             resumed = world.same(job.resumed)
             config = job.config if resumed is None else going_on(job.config, resumed)
+            config = with_chat_date(config, world.same(date.today().isoformat()))
             _run(config, job.rehearsal, world, _report(config, job, resumed, world))
     finally:
         give_back(before)

@@ -4,7 +4,7 @@ import pytest
 
 from ebbtide.errors import UserError
 from ebbtide.policy.tokenizer import scratch_tokenizer
-from ebbtide.rollout.prompts import encode
+from ebbtide.rollout.prompts import digest, encode
 from ebbtide.tasks.task import Problem, ask
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -83,3 +83,29 @@ def test_a_token_that_the_embedding_has_no_row_for_is_named(tiny) -> None:
     assert len(encode(problems[:1], tokenizer, rows, tiny(), quiet)) == 1
     with pytest.raises(UserError, match=rf"problem 1 has the token '<image>'.*begins '1<image>='.*number {rows}, .*only {rows} rows"):
         encode(problems, tokenizer, rows, tiny(), quiet)
+
+
+def test_a_template_that_says_the_date_says_that_of_the_run(tiny) -> None:
+    tokenizer = scratch_tokenizer(None)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: " + TEMPLATE
+    config = tiny({"model.chat_date": "2024-02-29", "model.scratch.alphabet": None, "rollout.max_prompt_tokens": 58})
+    (prompt,) = encode([Problem(ask("u"))], tokenizer, len(tokenizer), config, quiet)
+    assert prompt.text == "29 Feb 2024: <user>u<assistant>"
+
+
+def test_a_template_that_fails_is_one_that_refuses(tiny) -> None:
+    tokenizer = scratch_tokenizer(None)
+    tokenizer.chat_template = "{{ 1 + messages[0].content }}"
+    with pytest.raises(UserError, match=r"the model's chat template refuses problem 0 .*TypeError"):
+        encode([Problem(ask("u"))], tokenizer, len(tokenizer), tiny(), quiet)
+
+
+def test_a_digest_is_of_prompts_and_answers_in_their_order(tiny) -> None:
+    tokenizer, config = scratch_tokenizer("0123456789="), tiny()
+
+    def of(*problems: tuple[str, object]) -> str:
+        return digest(encode([Problem(ask(text), answer) for text, answer in problems], tokenizer, len(tokenizer), config, quiet))
+
+    found = {of(("1=", 1), ("2=", 2)), of(("2=", 2), ("1=", 1)), of(("1=", 1), ("2=", 3)), of(("1=", 1))}
+    assert len(found) == 4
+    assert of(("1=", object())) == of(("1=", object()))

@@ -71,6 +71,8 @@ class Run(Record):
     sampler: Place
     optimizer_steps: dict[str, Count]
     rollouts: list[Group] = []
+    problems: str | None = None
+    """A digest of those that are trained on."""
     random: RandomStates | None = None
     """Where checkpoints of one rank had it at first."""
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ebbtide.checkpoint.contents import CONFIG, read_run, read_tree
 from ebbtide.checkpoint.manifest import Damaged, Listed, first
 from ebbtide.checkpoint.store import Saved, listed, newest_sound
-from ebbtide.config.decided import as_before
+from ebbtide.config.decided import as_before, with_chat_date
 from ebbtide.config.tree import Cluster, Config
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
@@ -66,7 +66,7 @@ def going_on(config: Config, saved: Saved) -> Config:
     """The config with what a plan had chosen when the checkpoint was made."""
     then = read_tree(Listed(saved.path))
     try:
-        chosen = as_before(config, then)
+        chosen = with_chat_date(as_before(config, then), (then.get("model") or {}).get("chat_date"))
         # What the checkpoint had is as foreign as the rest of it.
         Config.model_validate(chosen.model_dump(mode="json", warnings=False))
     except (ValidationError, TypeError) as error:

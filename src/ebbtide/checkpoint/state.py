@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,10 @@ class State:
     residency: Residency
     ranks: Ranks
     rollouts: UnderWay | None = None
+    problems: str | None = None
+    """A digest of those that are trained on."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of the checkpoint that was taken up."""
 
     def snapshot(self, step: int, *, copy: bool) -> Snapshot:
         """The run as it is now. With `copy` it stays so while the run goes on; without, it is to be written at once."""
@@ -67,6 +71,7 @@ class State:
                 "world": self.ranks.count,
                 "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
                 "optimizer_steps": self.optimizer.steps,
+                "problems": self.problems,
                 "rollouts": self.rollouts.state() if self.rollouts is not None else [],
             }
             texts |= {RUN: json.dumps(run) + "\n", CONFIG: resolved(self.config)}
@@ -94,6 +99,10 @@ class State:
         if absent := [name for name in self.optimizer.steps if name not in run.optimizer_steps]:
             raise Damaged(folder, f"{RUN} lacks the optimizer's steps of {absent[0]}")
         self.optimizer.restore(self._read(tensors, parallel), run.optimizer_steps)
+        if None not in (run.problems, self.problems) and run.problems != self.problems:
+            self.notes.append(
+                "since the checkpoint, the problems of the task have changed: the run goes on with those there are now, from its place among them"
+            )
         self.sampler.seek(run.sampler.epoch, run.sampler.position)
         if self.rollouts is not None:
             self.rollouts.restore([group.model_dump() for group in run.rollouts])

@@ -50,6 +50,11 @@ def as_before(config: Config, then: Mapping[str, Any]) -> Config:
     return with_changes(config, chosen)
 
 
+def with_chat_date(config: Config, day: object) -> Config:
+    """Where none is set, the one given."""
+    return config if config.model.chat_date is not None or day is None else with_changes(config, {"model.chat_date": day})
+
+
 def checked(changes: Change) -> Change:
     """With trees as the sections that they stand for."""
     found = {}

@@ -6,6 +6,7 @@ A section that is `null` is off; a section that is present is on.
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -67,7 +68,7 @@ class Scratch(Section):
     architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe"] = "qwen3"
     """Model family, as transformers names it."""
 
-    layers: Count = 2
+    layers: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Number of blocks."""
 
     hidden: Count = 128
@@ -136,6 +137,17 @@ class Model(Section):
 
     chat_template: bool = True
     """Render problems with the tokenizer's chat template if it has one; off, or without one, the messages' texts are joined as they are. Only a template makes control tokens."""
+
+    chat_date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    """The day for chat templates that say the date, as Llama 3's do, such as `"2026-11-16"`; `null` is the day on which the run began, which its config.yaml then names, so that a resumed run has the same prompts."""
+
+    @model_validator(mode="after")
+    def _a_day(self) -> Model:
+        try:
+            date.fromisoformat(self.chat_date or "2000-01-01")
+        except ValueError as error:
+            raise ValueError(f"`model.chat_date` is {self.chat_date!r}, which is no day: {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:

@@ -32,6 +32,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """What transformers assumes where a family's config.json is silent."""
 
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+MOST_LAYERS = 10_000
+
 Tensor = tuple[int, int]
 """Rows, and numbers in each."""
 
@@ -188,7 +191,11 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
         raise UserError(f"{called} is of the family `{family}`, which a plan cannot be made for: known are {', '.join(FAMILIES)}")
     text = {**FAMILIES[family], **{key: value for key, value in found.items() if value is not None}}
     try:
-        layers, hidden, heads = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        if odd := [key for key in SIZES if not isinstance(text.get(key, 1), int)]:
+            raise ValueError(f"`{odd[0]}` is {text[odd[0]]!r}, and no whole number")
+        layers, hidden, heads = (text[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        if layers > MOST_LAYERS:
+            raise ValueError(f"{layers:,} layers are more than {MOST_LAYERS:,}")
         biased = bool(text.get("attention_bias", False))
         sparse = family == "qwen3_moe"
         every, without = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or [])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import warnings
-from contextlib import nullcontext, redirect_stderr, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -12,7 +14,8 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -29,12 +32,30 @@ from ebbtide.config.tree import Config
 from ebbtide.config.tree import Model as ModelConfig
 from ebbtide.errors import UserError
 from ebbtide.policy.tokenizer import scratch_tokenizer
+from ebbtide.printable import printable_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# What reading half a file, or one with wrong values, raises somewhere in transformers.
+BROKEN = (
+    *(OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError),
+    *(struct.error, SafetensorError, UnpicklingError, StrictDataclassError),
+)
+FLOATS = ("F16", "BF16", "F32", "F64")  # as safetensors names them
 NO_CODE = {"trust_remote_code": False}
 """For everything of transformers that reads a model: without it a folder's own Python code is offered on stdin, and a `y` runs it."""
+
+
+def _shown_not_obeyed(record: logging.LogRecord) -> bool:
+    """What transformers says holds names from a model's files."""
+    record.msg, record.args = printable_lines(record.getMessage()), ()
+    return True
+
+
+transformers_logging.set_verbosity_error()  # what is wrong with a model is said here, in a sentence
+for handler in logging.getLogger("transformers").handlers:
+    handler.addFilter(_shown_not_obeyed)
 
 
 @dataclass(frozen=True)
@@ -56,8 +77,12 @@ class Loaded:
     def end_tokens(self) -> list[int]:
         """Every token that ends a completion: a chat model has its end of turn beside its end of text."""
         named = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
-        found = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id}
-        return sorted(token for token in found if token is not None)
+        found = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id} - {None}
+        if odd := [token for token in found if not isinstance(token, int)]:
+            raise UserError(
+                f"`eos_token_id` of the model's generation_config.json is {odd[0]!r}, and token ids are whole numbers: mend that file"
+            )
+        return sorted(found)
 
 
 def pick_device(name: str) -> torch.device:
@@ -107,9 +132,27 @@ def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
             f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
             f"({', '.join(absent[:3])}): they would be random. Get the whole model"
         )
+    _refuse_codes(config, {name for name, _ in model.named_parameters()})
     for parameter in model.parameters():  # some files hold transposed matrices; optimizer and kernels want rows in order
         parameter.data = parameter.data.contiguous()
     return model
+
+
+def _refuse_codes(config: ModelConfig, weights: set[str]) -> None:
+    """Numbers that stand for others by a scale which the config does not know: transformers would take them as they are."""
+    assert config.path is not None  # as above
+    place, gguf = locate(config.path)
+    folder = Path(place)
+    if gguf is not None or not folder.is_dir() or "quantization_config" in _pretrained(config, AutoConfig).to_dict():
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in weights.intersection(opened.keys()):
+                if (kind := opened.get_slice(name).get_dtype()) not in FLOATS:
+                    raise UserError(
+                        f"`model.path: {config.path}` has {name} as {kind} in {file.name}, and its config.json does not say how it is quantized: "
+                        "get the model in bfloat16, float16 or float32"
+                    )
 
 
 def _refuse_pickles(config: ModelConfig) -> None:
@@ -195,12 +238,18 @@ def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
     folder, gguf = locate(config.path)
     if gguf is not None:
         options["gguf_file"] = gguf
+    with refusing(config), redirect_stderr(StringIO()) if gguf else nullcontext():  # the GGUF reader draws a bar across ours
+        return kind.from_pretrained(folder, **NO_CODE, **options)
+
+
+@contextmanager
+def refusing(config: ModelConfig) -> Iterator[None]:
+    """Around code that reads foreign files: what it raises says that they are no model's."""
     try:
-        with redirect_stderr(StringIO()) if gguf else nullcontext():  # the GGUF reader draws a bar of its own across ours
-            return kind.from_pretrained(folder, **NO_CODE, **options)
+        yield
     except ImportError as error:
         raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
-    except (OSError, ValueError, KeyError, RuntimeError, struct.error, SafetensorError, UnpicklingError) as error:  # half a file
+    except BROKEN as error:
         _refuse_code(error, f"`model.path: {config.path}`")
         raise UserError(
             f"`model.path: {config.path}` could not be loaded as a causal language model: {' '.join(str(error).split())} "

@@ -148,6 +148,15 @@ def not_packed(model: PreTrainedModel, why: str) -> UserError:
     return UserError(f"`{family}` cannot be run on packed sequences ({why}): choose another model")
 
 
+def not_finite(block: nn.Module) -> UserError:
+    broken = [name for name, weight in block.named_parameters() if not weight.isfinite().all()]
+    what = f"its weight {broken[0]} has some" if broken else "and none of its weights has any: look at the config.json"
+    return UserError(
+        f"a {type(block).__name__} of the model computes numbers that are not finite, {what}: the model is damaged, or has diverged "
+        "when it was trained. Get it again"
+    )
+
+
 def _forward(model: PreTrainedModel, sequences: Sequence[Sequence[int]], **named: Any) -> None:
     """Through the decoder, packed as in training."""
 
@@ -257,5 +266,7 @@ def _check_apart(first: int, mixed: UserError, block: nn.Module, given: tuple[An
             weight[..., others, :] = 0
             weights.append(weight)
         gradients = torch.autograd.grad(outputs, list(inputs.values()), weights, retain_graph=True, allow_unused=True)
+        if any(some is not None and not some.isfinite().all() for some in (*outputs, *gradients)):
+            raise not_finite(block)
         if not outputs or any(gradient is not None and gradient[..., others, :].any() for gradient in gradients):
             raise mixed

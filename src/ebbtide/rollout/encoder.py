@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -36,8 +37,12 @@ class Encoded:
 class Encoder:
     """Of one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, *, templated: bool) -> None:
-        """`templated`: chats are written by the chat template, if there is one; else their texts are joined."""
+    def __init__(self, tokenizer: Tokenizer, *, templated: bool, day: str | None = None) -> None:
+        """`templated`: chats are written by the chat template, if there is one; else their texts are joined.
+
+        `day`: for templates that say the date, as Llama 3's do; None is today, at each chat.
+        """
+        self._template = _dated(tokenizer.chat_template, day)
         self._tokenizer, self._templated = tokenizer, templated and bool(tokenizer.chat_template)
         added = list(tokenizer.added_tokens_decoder.values())
         turns = _turn_tokens(tokenizer, _any_of(token.content for token in added))
@@ -73,7 +78,12 @@ class Encoder:
         return Encoded(text, self._twin.encode(secret, add_special_tokens=False).ids, quotes=True)
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, chat_template=self._template
+            )
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from None  # of a template's own code
         return text
 
     def _quotes(self, text: str) -> bool:
@@ -104,6 +114,14 @@ class Encoder:
         twin = Backend.from_str(json.dumps(tree | {"truncation": None, "padding": None}))
         assert all(twin.token_to_id(name) == self._tokenizer.convert_tokens_to_ids(content) for content, name in names.items())
         return twin
+
+
+def _dated(template: Any, day: str | None) -> Any:
+    """The template, with a day in place of its calls of the clock; as it is where it calls it otherwise than by a format."""
+    if day is None or not isinstance(template, str):
+        return template
+    clock = datetime.fromisoformat(day)
+    return re.sub(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""", lambda call: json.dumps(clock.strftime(call[2])), template)
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class Prompt:
 def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config: Config, progress: Progress) -> list[Prompt]:
     """Every problem as a prompt, checked before the first step: nothing is learnt of a bad one hours later. Token ids are below `rows`."""
     prompts, limit = [], config.rollout.max_prompt_tokens
-    encoder = Encoder(tokenizer, templated=config.model.chat_template)
+    encoder = Encoder(tokenizer, templated=config.model.chat_template, day=config.model.chat_date)
     alphabet = config.model.scratch.alphabet if config.model.scratch is not None else None
     for number, problem in enumerate(problems):
         try:
@@ -66,6 +67,16 @@ def encode(problems: Sequence[Problem], tokenizer: Tokenizer, rows: int, config:
             f"all {len(problems)} prompts have more than `rollout.max_prompt_tokens` = {limit} tokens, and so were dropped: raise the limit"
         )
     return prompts
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """Other where a prompt, its answer or their order is; answers that are no texts or numbers are passed over."""
+    found = hashlib.sha256()
+    for prompt in prompts:
+        answer = prompt.problem.answer
+        known = answer if isinstance(answer, str | int | float) else None
+        found.update(f"{prompt.tokens} {known!r}\n".encode(errors="backslashreplace"))
+    return found.hexdigest()
 
 
 def about_quotes(prompts: Sequence[Prompt]) -> list[str]:

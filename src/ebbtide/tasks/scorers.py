@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from ebbtide.errors import UserError
@@ -23,24 +24,29 @@ _NUMBER = re.compile(r"(?:(?<![\d.])[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+|(?=
 
 
 def numeric(completion: str, answer: Any) -> float:
-    """The last number of the completion equals the answer, to one part in a million."""
+    """The last number of the completion is the answer: whole numbers exactly, others to one part in a million."""
     found = _NUMBER.findall(completion.replace(MINUS, "-"))
-    if not found:
-        return 0.0
-    return float(math.isclose(_number(found[-1]), _number(answer), rel_tol=1e-6, abs_tol=1e-9))
+    return float(bool(found) and _same(_number(found[-1]), _number(answer)))
 
 
-def _number(text: Any) -> float:
-    return float(str(text).replace(MINUS, "-").replace(",", ""))
+def _number(text: Any) -> Decimal:
+    return Decimal(str(text).strip().replace(MINUS, "-").replace(",", ""))
+
+
+def _same(one: Decimal, other: Decimal) -> bool:
+    """A product of two large numbers that is off by one is wrong, and 0.333333 is a third."""
+    if one == one.to_integral_value() and other == other.to_integral_value():
+        return one == other
+    return math.isclose(one, other, rel_tol=1e-6)
 
 
 def gsm8k(completion: str, answer: Any) -> float:
     """The number after `####`, as GSM8K's own solutions end, or else the last number; of the completion and of the answer alike."""
     said, right = final_number(completion), final_number(str(answer))
-    return float(said is not None and right is not None and math.isclose(said, right, rel_tol=1e-6, abs_tol=1e-9))
+    return float(said is not None and right is not None and _same(said, right))
 
 
-def final_number(text: str) -> float | None:
+def final_number(text: str) -> Decimal | None:
     """The first number after the last `####`; the last number of a text without that mark; None where there is none."""
     _, mark, rest = text.replace(MINUS, "-").replace("$", "").rpartition("####")  # `-$5` is -5
     found = _NUMBER.findall(rest)
@@ -75,8 +81,8 @@ def check_answer(name: str, answer: Any) -> None:
         raise ValueError("there is none")
     if isinstance(answer, dict | list):
         raise ValueError("it is no text and no number")
-    if name == "numeric" and not math.isfinite(_number(answer)):
-        raise ValueError("it is not finite")
+    if name == "numeric" and not _NUMBER.fullmatch(str(answer).strip().replace(MINUS, "-")):
+        raise ValueError("it is no bare number")
     if name == "gsm8k" and final_number(str(answer)) is None:
         raise ValueError("it has no number")
     if name == "regex":
