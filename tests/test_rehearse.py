@@ -131,10 +131,12 @@ def test_files_that_cannot_be_replayed_are_named(tiny, tmp_path) -> None:
     file.write_text(json.dumps({**lines[0], "prompt": [3] * 9}) + "\n")
     with pytest.raises(UserError, match=r"a prompt of 9 tokens, and `rollout.max_prompt_tokens` is 8"):
         run(tiny({**folder, "train.steps": 1, "run.overwrite": True}))
-    for no_line in ({}, {**lines[0], "step": "x"}):
+    first = lines[0]["completions"][0]
+    odd = ({**first, "tokens": []}, {**first, "tokens": [99, *first["tokens"][1:]]}, {**first, "logprobs": [0.0]}, {**first, "finish": "x"})
+    for no_line in ({}, {**lines[0], "step": "x"}, *({**lines[0], "completions": [one]} for one in odd)):
         file.write_text(json.dumps(no_line) + "\n")
         with pytest.raises(UserError, match=r"not a file that `rollout.save_to` wrote"):
-            run(tiny(folder))
+            run(tiny({**folder, "run.overwrite": True}))
     with pytest.raises(UserError, match=r"`rollout.ahead` is set"):
         load("quickstart", ["rollout.replay=x", "rollout.ahead=1"])
 

@@ -31,7 +31,7 @@ def rollouts_of(config):
     prompts = encode(problems.train, loaded.tokenizer, loaded.rows, config, lambda *_: None)
     engine = PagedEngine(loaded, config.rollout.batch, block=4)
     residency = Residency(build_plan(config.memory, config.optimizer), torch.device("cpu"))
-    return build_rollouts(config, engine, Sampler(prompts, config.seed), prompts, residency), residency
+    return build_rollouts(config, engine, Sampler(prompts, config.seed), prompts, residency, rows=loaded.rows), residency
 
 
 @pytest.mark.parametrize(

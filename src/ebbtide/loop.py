@@ -111,7 +111,7 @@ def _run(config: Config, report: Report, residency: Residency, world: World, reh
     report.begin(policy.model, policy.tokenizer, residency, notes, prompts=len(prompts), tests=len(tests))
 
     sampler = Sampler(prompts, config.seed)
-    rollouts = build_rollouts(config, engine, sampler, prompts, residency, writes=world.first)
+    rollouts = build_rollouts(config, engine, sampler, prompts, residency, rows=policy.rows, writes=world.first)
     state: State | None = None
     trainer: Updates = Rehearsing(policy, residency)
     begun = 0

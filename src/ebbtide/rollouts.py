@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from ebbtide.batch import requests, training_sampling
 from ebbtide.config.tree import Config
@@ -69,12 +71,18 @@ class LastingRollouts(Rollouts):
     """A step ends when enough of the groups under way have ended; the others go on in the next one."""
 
     def __init__(
-        self, config: Config, engine: PagedEngine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency
+        self,
+        config: Config,
+        engine: PagedEngine,
+        sampler: Sampler[Prompt],
+        prompts: Sequence[Prompt],
+        residency: Residency,
+        rows: int,
     ) -> None:
         super().__init__(config, engine, sampler)
         rollout = config.rollout
         self._prompts, self._residency, self._sampling = prompts, residency, training_sampling(rollout)
-        self._most, self._rows = rollout.prompts + rollout.ahead, engine.rows
+        self._most, self._rows = rollout.prompts + rollout.ahead, rows
         keep = rollout.cache == "kept"
         self._lasting = engine.lasting_session(self._most, rollout.max_prompt_tokens, rollout.samples, rollout.max_new_tokens, keep=keep)
         self._groups: list[_Group] = []
@@ -191,11 +199,40 @@ class SavedRollouts(Rollouts):
         self._of.restore(state)
 
 
+class _SavedCompletion(BaseModel):
+    """As `rollout.save_to` writes it; a file may come from anywhere."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    logprobs: list[FiniteFloat]
+    plain_logprobs: list[FiniteFloat]
+    finish: Literal["stop", "length"]
+    text: str
+
+    @model_validator(mode="after")
+    def _one_for_each_token(self) -> _SavedCompletion:
+        if not len(self.tokens) == len(self.logprobs) == len(self.plain_logprobs):
+            raise ValueError("it has not one log-prob for each token")
+        return self
+
+
+class _SavedGroup(BaseModel):
+    """A line."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: PositiveInt
+    place: NonNegativeInt
+    prompt: list[NonNegativeInt]
+    completions: list[_SavedCompletion]
+
+
 class ReplayedRollouts(Rollouts):
     """Those that a file has."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], path: str) -> None:
-        self._config, self._path = config, path
+    def __init__(self, config: Config, prompts: Sequence[Prompt], path: str, rows: int) -> None:
+        self._config, self._path, self._rows = config, path, rows
         self._steps: dict[int, list[tuple[Prompt, list[Completion]]]] = {}
         try:
             with Path(path).expanduser().open(encoding="utf-8") as file:
@@ -209,7 +246,11 @@ class ReplayedRollouts(Rollouts):
                     self._steps.setdefault(line["step"], []).append((found, [Completion(**one) for one in line["completions"]]))
         except OSError as error:
             raise UserError(f"`rollout.replay: {path}` cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise UserError(f"`rollout.replay: {path}` is not a file that `rollout.save_to` wrote: {where}: {problem['msg']}") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"`rollout.replay: {path}` is not a file that `rollout.save_to` wrote: {error}") from None
 
         for step in range(1, config.train.steps + 1):
@@ -218,8 +259,9 @@ class ReplayedRollouts(Rollouts):
     def _check_line(self, line: dict[str, Any]) -> None:
         """Against the config: training relies on its lengths, and takes log-probs at its temperature."""
         rollout = self._config.rollout
-        if not isinstance(line["step"], int) or not isinstance(line["place"], int):
-            raise TypeError("`step` and `place` are whole numbers")
+        _SavedGroup.model_validate(line)
+        if any(token >= self._rows for one in line["completions"] for token in one["tokens"]):
+            raise ValueError("a token that the model does not have")
         longest = max((len(one["tokens"]) for one in line["completions"]), default=0)
         if (sampled_at := line.get("temperature", rollout.temperature)) != rollout.temperature:
             what, key = f"completions sampled at temperature {sampled_at}", "rollout.temperature"
@@ -251,14 +293,21 @@ class ReplayedRollouts(Rollouts):
 
 
 def build_rollouts(
-    config: Config, engine: Engine, sampler: Sampler[Prompt], prompts: Sequence[Prompt], residency: Residency, *, writes: bool = True
+    config: Config,
+    engine: Engine,
+    sampler: Sampler[Prompt],
+    prompts: Sequence[Prompt],
+    residency: Residency,
+    *,
+    rows: int,
+    writes: bool = True,
 ) -> Rollouts:
-    """Of several ranks that have the same ones, one writes."""
+    """Token ids are below `rows`. Of several ranks that have the same ones, one writes."""
     rollout = config.rollout
     if rollout.replay is not None:
-        return ReplayedRollouts(config, prompts, rollout.replay)
+        return ReplayedRollouts(config, prompts, rollout.replay, rows)
     made = Rollouts(config, engine, sampler)
     if rollout.ahead:
         assert isinstance(engine, PagedEngine)  # the config sees to it
-        made = LastingRollouts(config, engine, sampler, prompts, residency)
+        made = LastingRollouts(config, engine, sampler, prompts, residency, rows)
     return made if rollout.save_to is None or not writes else SavedRollouts(made, config, prompts, rollout.save_to)

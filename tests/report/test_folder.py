@@ -127,6 +127,25 @@ def test_a_new_run_has_the_highest_number(tmp_path, monkeypatch) -> None:
     run.close()
 
 
+def test_what_a_run_replaces_comes_back_where_it_never_began(tmp_path) -> None:
+    """A file that it cannot replay, or Ctrl-C while it loads, must not cost the run before it."""
+    old = folder(tmp_path)
+    old.write_metrics({"step": 7})
+    (old.path / "checkpoints" / "step-000007").mkdir(parents=True)
+    old.close()
+    folder(tmp_path, "run.overwrite=true").close(discard=True)
+    assert '"step": 7' in (old.path / "metrics.jsonl").read_text()
+    assert (old.path / "checkpoints" / "step-000007").is_dir()
+    killed = folder(tmp_path, "run.overwrite=true")
+    killed._lock.close()  # as a kill does
+    folder(tmp_path, "run.overwrite=true").close(discard=True)
+    assert '"step": 7' in (old.path / "metrics.jsonl").read_text()
+    new = folder(tmp_path, "run.overwrite=true")
+    new.write_metrics({"step": 1})
+    new.close()
+    assert sorted(path.name for path in new.path.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl"]
+
+
 def test_what_is_no_checkpoint_is_not_replaced_with_a_run(tmp_path) -> None:
     folder(tmp_path).close()
     (tmp_path / "run" / "checkpoints").mkdir()

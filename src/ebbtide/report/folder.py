@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from contextlib import suppress
 from io import TextIOWrapper
@@ -21,6 +22,7 @@ from ebbtide.json_text import json_text
 from ebbtide.steplog import add, complete, forget_after
 
 LOCK = ".lock"
+BEFORE = ".before"  # what a run replaces, until it has begun
 METRICS, ROLLOUTS, VERSIONS = "metrics.jsonl", "rollouts.jsonl", "versions.jsonl"
 SAVED = b'{"step": '  # how every line of `rollout.save_to` begins
 HISTORY = "memory-history.pickle"
@@ -63,7 +65,7 @@ class RunFolder:
                 forget_after(self.path / name, resumed.step)
             self.aside = set_aside(resumed.path.parent, resumed.step)
         else:
-            _remove_run(self.path)
+            _put_by(self.path)
         self.write_config(config)
         for name in (METRICS, *([ROLLOUTS] if self._rollouts else [])):
             (self.path / name).touch()
@@ -97,6 +99,7 @@ class RunFolder:
 
     def write_metrics(self, line: dict[str, Any]) -> None:
         add(self.path / METRICS, [line])
+        shutil.rmtree(self.path / BEFORE, ignore_errors=True)  # from now on this run takes its place
 
     def complete_metrics(self, step: int, figures: dict[str, float]) -> None:
         """Adds to the last step's line what was due in it when the run was stopped."""
@@ -110,6 +113,7 @@ class RunFolder:
         """Lets go of the folder; `discard` takes back what this run made of it, when the run never began and the folder was new to it."""
         if discard:
             _remove_run(self.path)
+            _bring_back(self.path)
         (self.path / LOCK).unlink(missing_ok=True)
         self._lock.close()
         if discard and self._made:
@@ -172,7 +176,7 @@ def _refuse_what_is_there(folder: Path, overwrite: bool) -> None:
     """Nothing of the user's is touched: only an empty folder will do, or with `overwrite` one that holds a run and nothing else."""
     if (folder / LOCK).exists():
         _locked(folder).close()  # says so if that run is still going
-    found = {entry.name for entry in folder.iterdir()} - {LOCK}
+    found = {entry.name for entry in folder.iterdir()} - {LOCK, BEFORE}
     if found and not overwrite:
         raise UserError(
             f"the run folder {folder} is not empty: choose another `run.folder`, or replace what is there with `run.overwrite=true`"
@@ -182,6 +186,24 @@ def _refuse_what_is_there(folder: Path, overwrite: bool) -> None:
         raise UserError(
             f"only a run is replaced, and {folder} holds other things as well ({', '.join(foreign[:3])}): choose another `run.folder`"
         )
+
+
+def _put_by(folder: Path) -> None:
+    """Clears the folder for a new run. The one that was there can be brought back until the new one has begun."""
+    if (folder / BEFORE).is_dir():  # of a start that was killed: what is beside it is of that start
+        _remove_run(folder)
+        return
+    for name in CONTENTS:
+        if os.path.lexists(folder / name):
+            (folder / BEFORE).mkdir(exist_ok=True)
+            (folder / name).rename(folder / BEFORE / name)
+
+
+def _bring_back(folder: Path) -> None:
+    if (folder / BEFORE).is_dir():
+        for entry in (folder / BEFORE).iterdir():
+            entry.rename(folder / entry.name)
+        (folder / BEFORE).rmdir()
 
 
 def _remove_run(folder: Path) -> None:

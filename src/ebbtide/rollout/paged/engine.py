@@ -69,7 +69,6 @@ class PagedEngine:
         `longest`: tokens of a prompt and of a completion that will come at some time: what is captured for them serves all that are shorter.
         """
         self.tokenizer, self._model, self._batch = loaded.tokenizer, loaded.model, batch
-        self.rows = loaded.rows  # token ids are below it
         self._end_tokens = loaded.end_tokens
         device = loaded.model.device
         self._block = block or BLOCKS[device.type]
