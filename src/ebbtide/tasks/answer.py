@@ -49,7 +49,7 @@ def judged(value: float, parts: Mapping[str, float]) -> Scored:
         if not math.isfinite(figure):
             return failed("not_finite", f"the {what} is {figure}")
         if abs(figure) > LARGEST:
-            return failed("too_large", f"the {what} is {figure:g}: rewards are from -{LARGEST:,.0f} to {LARGEST:,.0f}")
+            return failed("too_large", f"the {what} is {figure:,.10g}: rewards are from -{LARGEST:,.0f} to {LARGEST:,.0f}")
     return Scored(value, {printable(name, MOST_NAME): part for name, part in parts.items()})
 
 

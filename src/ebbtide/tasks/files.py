@@ -60,14 +60,15 @@ class Files:
                 f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot judge by, {str(answer)[:60]!r}: {error}. Mend the row, or choose another scorer"
             ) from None
         rest = {key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)}
-        return Problem(_messages(row[self.config.prompt_field], f"{where}, field `{self.config.prompt_field}`"), answer, rest)
+        return Problem(_messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest)
 
 
 def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Each row of the file, and where it stands for error messages."""
     file = _from_hub(path) if path.startswith(HUB) else Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"the dataset {path} does not exist (looked for {file.absolute()}): `task.file` names .jsonl or .parquet files")
+        found = "is a folder" if file.is_dir() else "is no ordinary file" if file.exists() else "does not exist"
+        raise UserError(f"the dataset {path} {found} (looked for {file.absolute()}): `task.file` names .jsonl or .parquet files")
     if file.suffix == ".parquet":
         yield from _parquet(file)
     elif file.suffix in (".jsonl", ".ndjson"):

@@ -20,8 +20,9 @@ class Gym:
         except ImportError:
             raise UserError("`task.gym` needs the package reasoning-gym: pip install 'ebbtide[gym]'") from None
         if dataset not in DATASETS:
-            near = difflib.get_close_matches(dataset, DATASETS, n=3) or sorted(DATASETS)[:8]
-            raise UserError(f"`task.gym.dataset` is `{dataset}`; reasoning-gym has {len(DATASETS)} datasets, near this: {', '.join(near)}")
+            near = difflib.get_close_matches(dataset, DATASETS, n=3)
+            some = f"near this: {', '.join(near)}" if near else f"such as: {', '.join(sorted(DATASETS)[:8])}"
+            raise UserError(f"`task.gym.dataset` is `{dataset}`; reasoning-gym has {len(DATASETS)} datasets, {some}")
         self.size, self.held_out = size, held_out
         # The dataset seeds item i with seed + i: an explicit seed, spread so that neighbouring run seeds share no problems.
         dataset_seed = random.Random(seed).randrange(2**31)
