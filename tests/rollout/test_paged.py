@@ -124,5 +124,5 @@ def test_a_thousand_requests(tiny) -> None:
 
 def test_a_cache_that_cannot_hold_one_sample_is_an_error(tiny) -> None:
     loaded = load_model(tiny())
-    with pytest.raises(UserError, match=r"room for 8 tokens.*may need 12.*`rollout.max_new_tokens`"):
+    with pytest.raises(UserError, match=r"room for 8 tokens.*may need 12.*`rollout.max_new_tokens`.*`batch` of `ebbtide serve`: now 4"):
         PagedEngine(loaded, 4, block=4, blocks=2).generate([Request([3, 4, 5], [1])], Sampling(8), lambda *_: None)

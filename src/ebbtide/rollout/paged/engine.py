@@ -199,7 +199,9 @@ class PagedEngine:
         if count < longest:
             raise UserError(
                 f"the cache has room for {count * self._block:,} tokens, and one sample may need {longest * self._block:,}: lower `rollout.max_new_tokens` or "
-                "`rollout.max_prompt_tokens` (`max_length` of `ebbtide serve`), or free memory for generation (`memory.away.generate`, `optimizer.place`)"
+                "`rollout.max_prompt_tokens` (`max_length` of `ebbtide serve`), or how many are generated at once "
+                f"(`rollout.batch`, or `batch` of `ebbtide serve`: now {self._batch:,}), or free memory for generation "
+                "(`memory.away.generate`, `optimizer.place`)"
             )
         return count
 
