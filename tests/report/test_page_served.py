@@ -4,12 +4,14 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from ebbtide.errors import UserError
+from ebbtide.report.page import serve
 from ebbtide.report.page.serve import server
 from made_run import append, made_run, metrics_line, serving
 
@@ -68,6 +70,33 @@ def test_only_the_loopback_address_is_bound(tmp_path) -> None:
         assert running.server_address[0] == "127.0.0.1"
         with pytest.raises(UserError, match=r"cannot be taken.*--port"):
             server([tmp_path / "run"], running.server_address[1])
+
+
+def test_only_the_head_is_sent_to_who_asks_for_it(tmp_path) -> None:
+    with serving(made_run(tmp_path / "run")) as port:
+        status, headers, body = ask(port, "/", "HEAD")
+        assert (status, body) == (200, b"")
+        assert int(headers["Content-Length"]) > 0
+
+
+def test_connections_are_few_and_none_stays_that_asks_for_nothing(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(serve, "MOST", 3)
+    monkeypatch.setattr(serve, "SECONDS", 0.5)
+    with serving(made_run(tmp_path / "run")) as port:
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
+        assert ask(port, "/")[0] == 503
+        assert [one.recv(1) for one in idle] == [b""] * 3  # each is closed in time
+        while ask(port, "/")[0] == 503:  # until the threads of the three have ended
+            pass
+        gone = socket.create_connection(("127.0.0.1", port))
+        # so that what the server reads is an error
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        gone.sendall(b"GET")
+        gone.close()
+        assert ask(port, "/")[0] == 200
+        for one in idle:
+            one.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_ctrl_c_ends_it_quietly(tmp_path) -> None:

@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import hashlib
+import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from ebbtide.errors import UserError
 from ebbtide.hosts import is_own
 from ebbtide.report.page.build import charting, data, page
 from ebbtide.report.page.run import Run, named
+
+MOST = 16  # connections at once; a browser opens six
+SECONDS = 30.0  # for a client to send its request, and to take its answer
+FULL = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\nthere are too many connections\n"
+
+
+class _Server(ThreadingHTTPServer):
+    """A connection has a thread and a copy of the page: there are only so many, beside a run that needs the memory."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._free = threading.BoundedSemaphore(MOST)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            return super().process_request(request, client_address)
+        with suppress(OSError):
+            request.send(FULL, socket.MSG_DONTWAIT)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a page that was closed meanwhile
+            super().handle_error(request, client_address)
 
 
 class _Served:
@@ -45,6 +79,7 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "ebbtide", ""
+        timeout = SECONDS
 
         def do_GET(self) -> None:
             if not is_own(self.headers.get("Host", "")):
@@ -57,6 +92,8 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
                 return self._answer(status, "application/json", body or b"", tag)
             return self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and /data.json\n")
 
+        do_HEAD = do_GET  # noqa: N815
+
         def _answer(self, status: HTTPStatus, kind: str, body: bytes, tag: str | None = None) -> None:
             self.send_response(status)
             for name, value in (
@@ -68,19 +105,17 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
                 *([("ETag", tag)] if tag else []),
             ):
                 self.send_header(name, value)
-            with suppress(ConnectionError):  # a page that was closed meanwhile
-                self.end_headers()
+            self.end_headers()
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """No line for every request."""
 
     try:
-        made = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        return _Server(("127.0.0.1", port), Handler)
     except OSError as error:
         raise UserError(f"port {port} of 127.0.0.1 cannot be taken: {error.strerror}. Name another with --port, or 0 for any") from None
-    made.daemon_threads = True
-    return made
 
 
 def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
