@@ -275,13 +275,19 @@ def test_chat_with_and_without_a_template(loaded) -> None:
     assert found.choices[0].token_ids == expected(loaded, "<system>s<user>uv<assistant>", Sampling(9), [2])[0].tokens
 
 
-def test_a_template_that_refuses_is_the_clients_error(loaded) -> None:
-    loaded.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    try:
-        with serving(loaded) as server, pytest.raises(openai.BadRequestError, match="no such role"):
-            server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "u"}])
-    finally:
-        loaded.tokenizer.chat_template = None
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        ("raise_exception('no such role')", "no such role"),
+        ("1 + 'a'", "fails with TypeError"),
+        ("1 / 0", "fails with ZeroDivisionError"),
+    ],
+)
+def test_a_template_that_refuses_is_the_clients_error(loaded, monkeypatch, fails, words) -> None:
+    template = "{% if messages[0].role == 'boom' %}{{ " + fails + " }}{% endif %}"
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", template)
+    with serving(loaded) as server, pytest.raises(openai.BadRequestError, match=words):
+        server.client.chat.completions.create(model="tiny", messages=[{"role": "boom", "content": "u"}])
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -43,6 +43,7 @@ def test_count_and_length_are_known_before_anything_is_read(loaded, monkeypatch)
         ("completions", {"prompt": [1] * 100_000}, "prompt", "100000 tokens, more than the limit of 47"),
         ("chat/completions", {"messages": [message] * 10_000}, "messages", "10000 messages, more than the limit of 47 tokens"),
         ("chat/completions", {"messages": [{**message, "content": too_long}]}, "messages", "characters"),
+        ("chat/completions", {"messages": [{**message, "role": too_long}]}, "messages", "characters"),
     ]
     with serving(loaded, max_body=2_000_000) as server:
         for path, body, param, words in cases:

@@ -82,8 +82,10 @@ class Encoder:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, chat_template=self._template
             )
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise TemplateError(f"{type(error).__name__}: {error}") from None  # of a template's own code
+        except TemplateError:
+            raise
+        except Exception as error:  # a template is foreign code: whatever it fails with, it fails at these messages
+            raise TemplateError(f"{type(error).__name__}: {error}") from None
         return text
 
     def _quotes(self, text: str) -> bool:

@@ -117,7 +117,7 @@ def _check_size(asked: Asked, served: Served) -> None:
         return _check(asked, served, _param(asked))
     if isinstance(asked, tuple) and len(asked) > limit:
         raise ApiError(400, f"there are {len(asked)} messages, more than the limit of {limit} tokens", "messages", TOO_LONG)
-    size = len(asked) if isinstance(asked, str) else sum(len(message["content"]) for message in asked)
+    size = len(asked) if isinstance(asked, str) else sum(len(one["role"]) + len(one["content"]) for one in asked)
     if size > limit * served.longest:
         raise ApiError(400, f"the prompt has {size} characters, more than {limit} tokens, the limit, can have", _param(asked), TOO_LONG)
 
