@@ -112,7 +112,8 @@ class Server:
         self._permits.release()
 
     def post(self, path="completions", **body):
-        return httpx.post(f"{self.url}/{path}", json={"prompt": "ab", **body}, timeout=60)
+        usual = {"prompt": "ab"} if path == "completions" else {}
+        return httpx.post(f"{self.url}/{path}", json=usual | body, timeout=60)
 
     def end(self) -> None:
         self.release()
@@ -405,7 +406,8 @@ def test_errors_say_what_is_wrong(loaded) -> None:
         ({"prompt": ""}, 400, "prompt", "empty"),
         ({"prompt": [[]]}, 400, "prompt", "empty"),
         ({"prompt": [10**6]}, 400, "prompt", "the model's are 0 to 256"),
-        ({"prompt": [-1]}, 400, "prompt", "a text, a list of texts"),
+        ({"prompt": [3, -1]}, 400, "prompt", "the token id -1 does not exist: the model's are 0 to 256"),
+        ({"prompt": [-(2**64)]}, 400, "prompt", "a text, a list of texts"),
         ({"stop": [""]}, 400, "stop", "1 to 256 characters"),
         ({"stop": ["x"] * 17}, 400, "stop", "at most 16"),
         ({"stream": "yes"}, 400, "stream", "boolean"),
@@ -422,7 +424,7 @@ def test_errors_say_what_is_wrong(loaded) -> None:
             assert error["param"] == param
             assert words in error["message"]
             assert set(error) == {"message", "type", "param", "code"}
-        fine = server.post(model=None, n=None, frequency_penalty=0, user="me", some_field_of_tomorrow={"a": 1}, max_tokens=1)
+        fine = server.post(model=None, n=None, frequency_penalty=0, user="me", of_tomorrow=None, max_tokens=1)
         assert fine.status_code == 200
         chat = server.post("chat/completions", messages=[{"role": "user", "content": "u"}], logprobs=True, top_logprobs=3)
         assert chat.status_code == 400
@@ -450,6 +452,9 @@ def test_errors_say_what_is_wrong(loaded) -> None:
         assert httpx.get(f"{server.url}/nothing").json()["error"]["message"] == "there is no /v1/nothing here"
         assert httpx.get(f"{server.url}/completions").status_code == 405
         assert httpx.get(server.url.replace("/v1", "/health")).json() == {"status": "ok"}
+        assert server.client.models.retrieve("tiny").id == "tiny"
+        with pytest.raises(openai.NotFoundError, match="'some/other' does not exist here: this server has 'tiny'"):
+            server.client.models.retrieve("some/other")
         assert [model.id for model in server.client.models.list()] == ["tiny"]
         with pytest.raises(openai.NotFoundError):
             server.client.completions.create(model="other", prompt="a")

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ebbtide.hosts import OWN, is_own
 from ebbtide.rollout.serve.answer import Answer, Said
 from ebbtide.rollout.serve.ask import Served, asked_of, encoded, job_of
-from ebbtide.rollout.serve.body import ChatBody, CompletionBody, parsed
+from ebbtide.rollout.serve.body import ChatBody, CompletionBody, check_name, parsed
 from ebbtide.rollout.serve.desk import Desk, Job, Piece
 from ebbtide.rollout.serve.error import ApiError
 
@@ -37,6 +37,7 @@ class Api:
                 Route("/health", self.health),
                 Route("/v1/models", self.models),
                 Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/models/{name:path}", self.model),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ],
             exception_handlers={ApiError: _refused, HTTPException: _http_error, ClientDisconnect: _gone, 500: _failed},
@@ -52,15 +53,21 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         self._admit(request)
-        served = self._served
-        model = {
-            "id": served.name,
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._admit(request)
+        check_name(request.path_params["name"], self._served.name)
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
             "object": "model",
             "created": self._since,
             "owned_by": "ebbtide",
-            "max_model_len": served.limits.together,
+            "max_model_len": self._served.limits.together,
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Reply:
         return await self._reply(request, CompletionBody)

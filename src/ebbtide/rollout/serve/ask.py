@@ -131,8 +131,10 @@ def _check(prompt: list[int], served: Served, param: str) -> None:
         raise ApiError(400, "the prompt is empty: the model needs at least one token to go on from", param)
     if len(prompt) > served.limits.prompt:
         raise ApiError(400, f"the prompt has {len(prompt)} tokens, more than the limit of {served.limits.prompt}", param, TOO_LONG)
-    if max(prompt) >= served.vocabulary:
-        raise ApiError(400, f"the token id {max(prompt)} does not exist: the model's are 0 to {served.vocabulary - 1}", param)
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < served.vocabulary:
+            last = served.vocabulary - 1
+            raise ApiError(400, f"the token id {token} does not exist: the model's are 0 to {last}", param)
 
 
 def _new_tokens(body: CompletionBody | ChatBody, prompt: int, served: Served) -> int:

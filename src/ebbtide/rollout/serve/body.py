@@ -1,4 +1,5 @@
-"""What clients may ask for, checked: the fields that count, and those that would and are not supported."""
+"""What clients may ask for, checked. A field that is neither known nor harmless is refused: an answer without what it
+asks for would be a wrong one."""
 
 from __future__ import annotations
 
@@ -8,34 +9,56 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ebbtide.rollout.serve.error import ApiError
 
-# Fields of OpenAI's and vLLM's that would change the answer: refused unless they ask for what is done anyway. Other unknown fields are ignored.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (None, True),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": (None, False),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "functions": (None, []),
-    "include_stop_str_in_output": (None, False),
-    "logit_bias": (None, {}),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "skip_special_tokens": (None, True),
-    "stop_token_ids": (None, []),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
+# Fields that change no answer here: taken, whatever they hold.
+HARMLESS = {
+    "cache_salt",
+    "include_obfuscation",
+    "metadata",
+    "parallel_tool_calls",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "spaces_between_special_tokens",
+    "store",
+    "user",
+}
+# Fields of OpenAI's and vLLM's that would change the answer, with what asks for that which is done anyway.
+AS_IT_IS: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "annotations": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "continuous_usage_stats": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),  # of a completion: a chat's is known
+    "typical_p": (1,),
+    "use_beam_search": (False,),
 }
 # In place of pydantic's words, one for each kind that it tried.
 WANTED = {
@@ -45,20 +68,29 @@ WANTED = {
 }
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-Token = Annotated[int, Field(ge=0)]
+Token = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Limit = Annotated[int, Field(ge=1, le=10**15)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # a list of a million wrong things is wrong at the first of them, and not for a minute
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Checked(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def check_extra(self, where: str = "", param: str | None = None) -> None:
+        """`param`: the field of the body that this is in, if it is not the body."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in HARMLESS and value not in AS_IT_IS.get(name, ()):
+                what = f"`{where}{name[:64]}` is not supported: leave it out"
+                raise ApiError(400, what, param or name[:64], "unsupported_parameter")
+
+
+class Part(Checked):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True)
+class ChatMessage(Checked):
     role: Annotated[str, Field(min_length=1)]
     content: str | Many[Part]
 
@@ -67,13 +99,11 @@ class ChatMessage(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+class StreamOptions(Checked):
     include_usage: bool | None = None
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+class Body(Checked):
     model: str | None = None
     n: Limit | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -93,10 +123,20 @@ class Body(BaseModel):
     def stops(self) -> tuple[str, ...]:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    def check(self) -> None:
+        """That nothing is asked for which will not be done."""
+        self.check_extra()
+        if self.stream_options is not None:
+            self.stream_options.check_extra("stream_options.", "stream_options")
+
 
 class CompletionBody(Body):
     prompt: str | Many[str] | Many[Token] | Many[Many[Token]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    def check(self) -> None:
+        super().check()
+        _check_top("logprobs", self.logprobs)
 
 
 class ChatBody(Body):
@@ -104,6 +144,14 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Limit | None = None
+
+    def check(self) -> None:
+        super().check()
+        _check_top("top_logprobs", self.top_logprobs)
+        for place, message in enumerate(self.messages):
+            message.check_extra(f"messages[{place}].", "messages")
+            for part in () if isinstance(message.content, str) else message.content:
+                part.check_extra(f"messages[{place}].content.", "messages")
 
 
 B = TypeVar("B", bound=Body)
@@ -115,16 +163,21 @@ def parsed(kind: type[B], text: bytes, model: str) -> B:
         body = kind.model_validate_json(text)
     except ValidationError as error:
         raise _explained(error) from None
-    if body.model not in (None, model):
-        raise ApiError(404, f"the model {body.model!r} does not exist here: this server has {model!r}", "model", "model_not_found")
-    for name, value in (body.model_extra or {}).items():
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            raise ApiError(400, f"`{name}` is not supported: leave it out", name, "unsupported_parameter")
-    top = body.top_logprobs if isinstance(body, ChatBody) else body.logprobs if isinstance(body, CompletionBody) else None
-    if top:
-        name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-        raise ApiError(400, f"`{name}` is {top}: only 0 is supported, the log-probs of the sampled tokens themselves", name)
+    if body.model is not None:
+        check_name(body.model, model)
+    body.check()
     return body
+
+
+def check_name(asked: str, served: str) -> None:
+    if asked != served:
+        what = f"the model {asked!r} does not exist here: this server has {served!r}"
+        raise ApiError(404, what, "model", "model_not_found")
+
+
+def _check_top(name: str, top: int | None) -> None:
+    if top:
+        raise ApiError(400, f"`{name}` is {top}: only 0 is supported, the log-probs of the sampled tokens themselves", name)
 
 
 def _explained(error: ValidationError) -> ApiError:
