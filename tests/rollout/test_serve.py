@@ -45,8 +45,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% i
 class WatchedDesk(Desk):
     """Tells when jobs come and go."""
 
-    def __init__(self, room: int) -> None:
-        super().__init__(room)
+    def __init__(self, room: int, stop_seconds: float = 0.0) -> None:
+        super().__init__(room, stop_seconds)
         self.came: SimpleQueue[int] = SimpleQueue()
         self.went: SimpleQueue[int] = SimpleQueue()
 
@@ -62,9 +62,9 @@ class WatchedDesk(Desk):
 class Server:
     """A server whose steps can be counted and held up."""
 
-    def __init__(self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False, read_seconds=60.0) -> None:
+    def __init__(self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False, patience=60.0) -> None:
         self.engine = PagedEngine(loaded, batch, block=4, ahead=ahead)
-        self.desk = WatchedDesk(room)
+        self.desk = WatchedDesk(room, stop_seconds)
         self.steps = 0
         self._held, self._permits = False, threading.Semaphore(0)
         self.failure = self.breaks = None
@@ -72,8 +72,7 @@ class Server:
         self._listening = listen("127.0.0.1", 0)
         self.url = url(self._listening)
         self._served = serve_as("tiny", loaded, Limits(LONGEST - 1, LONGEST - 1, LONGEST, room), True)
-        self._how = {"key": key, "max_body": max_body, "read_seconds": read_seconds}
-        self._stop_seconds = stop_seconds
+        self._how = {"key": key, "max_body": max_body, "patience": patience}
         self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -97,7 +96,7 @@ class Server:
 
                 self.session.step = watched
                 self._ready.set()
-                work(self.desk, self.session, self._stop_seconds)
+                work(self.desk, self.session)
         except RuntimeError as error:
             self.failure = error
 
@@ -452,10 +451,10 @@ def test_errors_say_what_is_wrong(loaded) -> None:
         assert httpx.get(f"{server.url}/nothing").json()["error"]["message"] == "there is no /v1/nothing here"
         assert httpx.get(f"{server.url}/completions").status_code == 405
         assert httpx.get(server.url.replace("/v1", "/health")).json() == {"status": "ok"}
+        assert [model.id for model in server.client.models.list()] == ["tiny"]
         assert server.client.models.retrieve("tiny").id == "tiny"
         with pytest.raises(openai.NotFoundError, match="'some/other' does not exist here: this server has 'tiny'"):
             server.client.models.retrieve("some/other")
-        assert [model.id for model in server.client.models.list()] == ["tiny"]
         with pytest.raises(openai.NotFoundError):
             server.client.completions.create(model="other", prompt="a")
 

@@ -149,7 +149,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.mark.parametrize("part", [b"", HEAD[:30], HEAD, HEAD + b'{"prompt"'], ids=["nothing", "half a head", "no body", "half a body"])
 def test_half_a_request_is_cut_off_in_time(loaded, part) -> None:  # noqa: F811
-    with serving(loaded, read_seconds=0.05) as server, connected(server) as connection:
+    with serving(loaded, patience=0.05) as server, connected(server) as connection:
         connection.sendall(part)
         answer = all_of(connection)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
@@ -157,7 +157,7 @@ def test_half_a_request_is_cut_off_in_time(loaded, part) -> None:  # noqa: F811
 
 
 def test_a_whole_request_is_not(loaded) -> None:  # noqa: F811
-    with serving(loaded, read_seconds=0.05) as server:
+    with serving(loaded, patience=0.05) as server:
         server.hold()
         waiting = raw(server, {"prompt": "ab", "max_tokens": 2})
         server.desk.came.get(timeout=60)

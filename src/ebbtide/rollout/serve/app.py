@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -36,8 +37,8 @@ class Api:
             routes=[
                 Route("/health", self.health),
                 Route("/v1/models", self.models),
-                Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/models/{name:path}", self.model),
+                Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ],
             exception_handlers={ApiError: _refused, HTTPException: _http_error, ClientDisconnect: _gone, 500: _failed},
@@ -111,7 +112,7 @@ class Reply:
         self._desk, self._served, self._body, self._encoder = desk, served, body, encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work, gone = asyncio.create_task(self._work(scope, receive, send)), asyncio.create_task(_gone_client(receive))
+        work, gone = asyncio.create_task(self._work(scope, send)), asyncio.create_task(_gone_client(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -121,8 +122,8 @@ class Reply:
         if not work.cancelled():
             work.result()  # what was refused is answered by the app
 
-    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._job = await self._encoded()
+    async def _work(self, scope: Scope, send: Send) -> None:
+        self._job = await self._encoded(scope["state"]["cut"])
         self._answer = Answer(self._body, self._job, self._served)
         self._desk.submit(self._job)
         try:
@@ -130,15 +131,15 @@ class Reply:
             if self._body.stream:
                 await self._send_stream(first, send)
             else:
-                await JSONResponse(await self._whole(first))(scope, receive, send)
+                await self._send_whole(first, send)
         finally:
             self._desk.withdraw(self._job)
 
-    async def _encoded(self) -> Job:
+    async def _encoded(self, cut: Callable[[], None]) -> Job:
         """One prompt at a time: those of other requests come between them."""
         loop, served = asyncio.get_running_loop(), self._served
         prompts = [await loop.run_in_executor(self._encoder, encoded, asked, served) for asked in asked_of(self._body, served)]
-        return job_of(self._body, prompts, served)
+        return job_of(self._body, prompts, served, cut)
 
     async def _next(self) -> Said:
         event = await self._job.events.get()
@@ -155,6 +156,13 @@ class Reply:
         for said in samples:
             said.offsets = [min(offset, len(said.text)) for offset in said.offsets]
         return self._answer.whole(samples)
+
+    async def _send_whole(self, first: Said, send: Send) -> None:
+        answer = JSONResponse(await self._whole(first))
+        await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
+        await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+        # This waits until the client has taken it all: till then it is kept in memory.
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_stream(self, said: Said, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +86,9 @@ def encoded(asked: Asked, served: Served) -> list[int]:
     return tokens
 
 
-def job_of(body: CompletionBody | ChatBody, prompts: list[list[int]], served: Served) -> Job:
+def job_of(body: CompletionBody | ChatBody, prompts: list[list[int]], served: Served, cut: Callable[[], None]) -> Job:
     sampling = _sampling(body, _new_tokens(body, max(map(len, prompts)), served))
-    return Job([Request(prompt, _seeds(body.seed, body.n or 1)) for prompt in prompts], sampling)
+    return Job([Request(prompt, _seeds(body.seed, body.n or 1)) for prompt in prompts], sampling, cut)
 
 
 def _seeds(first: int | None, samples: int) -> list[int]:

@@ -7,6 +7,7 @@ The server's side (`submit`, `withdraw`, `close`) runs in the event loop alone, 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -16,7 +17,7 @@ from ebbtide.rollout.engine import Request, Sampling
 from ebbtide.rollout.serve.error import ApiError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """New tokens of one sample."""
 
@@ -33,6 +34,8 @@ class Job:
 
     requests: list[Request]
     sampling: Sampling
+    cut: Callable[[], None]
+    """Ends the connection of a client that does not take its answer."""
     events: asyncio.Queue[Piece | ApiError] = field(default_factory=asyncio.Queue)
     over: bool = False
     """Nobody waits for it any more."""
@@ -43,10 +46,11 @@ class Job:
 
 
 class Desk:
-    def __init__(self, room: int) -> None:
-        """`room` samples may wait or run."""
-        self._room = room
-        self._jobs: dict[Job, int] = {}  # those that are not over, with their samples
+    def __init__(self, room: int, stop_seconds: float = 0.0) -> None:
+        """`room` samples may wait or run, and as many more may have ended that their clients have not taken."""
+        self._room, self._stop_seconds = room, stop_seconds
+        self._jobs: dict[Job, int] = {}  # those that the engine has not ended, with the samples that it has not
+        self._untaken: dict[Job, int] = {}  # those that it has, with all their samples, the oldest first
         self._closed: tuple[int, str] | None = None
         self._inbox: SimpleQueue[Job | None] = SimpleQueue()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -54,6 +58,7 @@ class Desk:
         self._lost = False
         self.stops = 0
         """How often it was asked to stop."""
+        self._stopped = 0.0
 
     # The server's side
 
@@ -84,19 +89,40 @@ class Desk:
         job.over = True
         job.requests = []
         self._jobs.pop(job, None)
+        self._untaken.pop(job, None)
 
     def close(self, status: int, message: str) -> None:
-        """Every job that is not over ends with this, and so does every later one."""
+        """Every job that the engine has not ended ends with this, and so does every later one."""
         self._closed = status, message
         for job in self._jobs:
             job.events.put_nowait(ApiError(status, message))
+
+    def _deliver(self, news: Sequence[tuple[Job, Piece]]) -> None:
+        for job, piece in news:
+            job.events.put_nowait(piece)
+            if piece.finish is not None and job in self._jobs:
+                self._jobs[job] -= 1
+                if not self._jobs[job]:
+                    del self._jobs[job]
+                    self._untaken[job] = job.samples
+        # A client that does not take its answer must neither keep others from asking nor fill the memory.
+        while sum(self._untaken.values()) > self._room:
+            slowest = next(iter(self._untaken))
+            del self._untaken[slowest]
+            slowest.cut()
 
     # Of any thread, and of a signal's handler: a SimpleQueue bears being interrupted by itself
 
     def stop(self) -> None:
         """No new jobs; those there are may end. The second time: at once."""
+        self._stopped = self._stopped or time.monotonic()
         self.stops += 1
         self._inbox.put(None)
+
+    @property
+    def seconds_left(self) -> float:
+        """Before all must end, once it was asked to stop."""
+        return max(self._stopped + self._stop_seconds - time.monotonic(), 0.0) if self.stops == 1 else 0.0
 
     def lose(self) -> None:
         """The server has ended."""
@@ -118,15 +144,10 @@ class Desk:
 
     def tell(self, news: Sequence[tuple[Job, Piece]]) -> None:
         if news:
-            self.call(_deliver, news)
+            self.call(self._deliver, news)
 
     def call(self, function: Callable[..., None], *arguments: object) -> None:
         """In the event loop, unless the server has ended."""
         if not self._lost:
             assert self.loop is not None
             self.loop.call_soon_threadsafe(function, *arguments)
-
-
-def _deliver(news: Sequence[tuple[Job, Piece]]) -> None:
-    for job, piece in news:
-        job.events.put_nowait(piece)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from http import HTTPStatus
 from typing import Any
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -15,3 +17,12 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> bytes:
+        """For a connection that is closed behind it, where no app answers."""
+        body = json.dumps(self.body()).encode()
+        head = (
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + body

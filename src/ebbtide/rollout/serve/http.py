@@ -7,19 +7,19 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from ebbtide.errors import UserError
 from ebbtide.rollout.serve.ask import Served
 from ebbtide.rollout.serve.desk import Desk
 
-LAST_SECONDS = 5  # for answers that are still being sent when the server ends
-READ_SECONDS = 30.0  # for a request to arrive
+BACKLOG = 1024  # connections that wait to be taken: of more, clients ask again a second later
+PATIENCE = 30.0  # seconds for a request to arrive, and for a client to take something of its answer
 
 
 def listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
         raise UserError(f"cannot listen at {host}, port {port}: {error}. Choose another, or end what uses it") from None
 
@@ -31,26 +31,27 @@ def url(listening: socket.socket) -> str:
 
 @contextmanager
 def answering(
-    desk: Desk, served: Served, listening: socket.socket, *, key: str | None, max_body: int, read_seconds: float = READ_SECONDS
+    desk: Desk, served: Served, listening: socket.socket, *, key: str | None, max_body: int, patience: float = PATIENCE
 ) -> Iterator[None]:
     """Requests reach the desk; at the end those that are left are refused."""
     import uvicorn
 
     from ebbtide.rollout.serve.app import Api
-    from ebbtide.rollout.serve.connection import Connection
+    from ebbtide.rollout.serve.door import Server, most_connections
 
     api = Api(desk, served, key=key, max_body=max_body)
     settings = uvicorn.Config(
         api.app,
-        http=partial(Connection, seconds=read_seconds),  # type: ignore[arg-type]  # it is called like the class
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # what clients do wrong is told to them alone
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=LAST_SECONDS,
     )
-    server, ready = uvicorn.Server(settings), threading.Event()
+    server = Server(settings, desk, most=most_connections(served.limits.samples), patience=patience)
+    ready = threading.Event()
 
     async def serve() -> None:
         desk.loop = asyncio.get_running_loop()

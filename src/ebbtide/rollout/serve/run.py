@@ -29,7 +29,8 @@ def serve(source: str, config: Serve, key: str | None, say: Callable[[str], None
             say(f"warning: whoever reaches {config.host} can use this server: set an API key ({KEY} or --api-key-file)")
         loaded, templated = load(source, config, say)
         longest = _longest(loaded, config)
-        engine, desk = verified_engine(loaded, config.batch, longest=(longest - 1, 1)), Desk(config.max_queue)
+        engine = verified_engine(loaded, config.batch, longest=(longest - 1, 1))
+        desk = Desk(config.max_queue, config.stop_seconds)
         limits = Limits(longest - 1, longest - 1, longest, config.max_queue)
         served = serve_as(config.name or _name(source), loaded, limits, templated)
         server = answering(desk, served, listening, key=key, max_body=1024 * config.max_body_kib)
@@ -38,7 +39,7 @@ def serve(source: str, config: Serve, key: str | None, say: Callable[[str], None
                 f"serving {served.name} at {url(listening)}: {longest:,} tokens at most, {config.batch} samples at once, "
                 f"a cache of {session.blocks * engine.block:,} tokens. Ctrl-C stops it"
             )
-            work(desk, session, config.stop_seconds)
+            work(desk, session)
         say("stopped")
 
 

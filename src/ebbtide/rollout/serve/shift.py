@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -49,15 +48,13 @@ class Shift:
         return job, Piece(index, told.tokens[-1:], told.plain_logprobs[-1:], told.finish)
 
 
-def work(desk: Desk, session: Session, stop_seconds: float) -> None:
+def work(desk: Desk, session: Session) -> None:
     """Until the desk is asked to stop, and what was taken is done or its time is up."""
-    shift, last = Shift(desk, session), 0.0
+    shift = Shift(desk, session)
     while True:
         shift.add(desk.take(wait=shift.idle and not desk.stops))
-        if desk.stops:
-            last = last or time.monotonic() + stop_seconds
-            if shift.idle or desk.stops > 1 or time.monotonic() > last:
-                return
+        if desk.stops and (shift.idle or not desk.seconds_left):
+            return
         shift.step()
 
 
