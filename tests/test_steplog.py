@@ -1,6 +1,7 @@
 """Logs of steps that will be done again: their lines go, the others stay as they were, and memory has to hold one line."""
 
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -25,6 +26,12 @@ def test_lines_that_no_run_wrote_are_dropped(tmp_path) -> None:
     file.write_text('{"step": 1}\n' + "".join(line + "\n" for line in foreign) + '{"step": 2}\n{"step": 2, "cut": ')
     forget_after(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_pipe_in_its_place_is_refused(tmp_path) -> None:
+    os.mkfifo(tmp_path / "rollouts.jsonl")
+    with pytest.raises(UserError, match="is no ordinary file: move it away"):
+        forget_after(tmp_path / "rollouts.jsonl", 3)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path) -> None:

@@ -51,7 +51,8 @@ def _run(config: Config, rehearsal: Rehearsal | None, world: World, reported: Re
             report.end(f"stopped after step {report.steps_done} of {config.train.steps}", rehearsed=rehearsal is not None)
             raise Stopped from None
         report.terminal.stop()
-        report.end(f"{'done' if rehearsal is None else 'rehearsed'}: {config.train.steps} steps", rehearsed=rehearsal is not None)
+        steps = f"{config.train.steps} step{'s' * (config.train.steps != 1)}"
+        report.end(f"{'done' if rehearsal is None else 'rehearsed'}: {steps}", rehearsed=rehearsal is not None)
 
 
 def _done(config: Config, resumed: Saved | None) -> bool:

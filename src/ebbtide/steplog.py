@@ -33,6 +33,8 @@ def forget_after(file: Path, step: int) -> None:
 
     if not file.exists():
         return
+    if not file.is_file():  # reading a pipe would wait for ever
+        raise UserError(f"{file} is no ordinary file: move it away, or begin anew in another `run.folder`")
     whole, gone = 0, False  # bytes of the lines that stay before the first one that goes
     with file.open("rb") as lines:
         for line in lines:

@@ -89,6 +89,8 @@ def test_no_name_is_one_of_ours() -> None:
         ("steps=3", "Did you mean `train.steps`?"),
         ("rollout.steps=3", "Did you mean `train.steps`?"),
         ("train.step=3", "Did you mean `train.steps`?"),
+        ("report_to=wandb", "Here it is `report.wandb`"),
+        ("checkpoint_dir=/tmp/x", "Here it is `run.folder`."),
         ("samples=3", "Did you mean `rollout.samples` or `evaluate.samples` or"),
         ("model.dtype=fp16", "float16 overflows without loss scaling"),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from ebbtide.checkpoint.contents import read_config
 from ebbtide.checkpoint.manifest import Damaged, Listed
@@ -80,6 +81,7 @@ def export(run: Path, out: Path, step: int | None = None, say: Callable[[str], N
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))  # a name that nobody else has
+        transformers_logging.disable_progress_bar()  # into a pipe it would be a line for each refresh
         model.save_pretrained(making)
         tokenizer.save_pretrained(making)
         _open_to_others(making)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ebbtide.config.foreign import what_it_is_here, what_to_write
+from ebbtide.config.foreign import is_foreign, what_it_is_here, what_to_write
 
 WANTED = {"string_type": "a text: put it in quotes", "bool_type": "`true` or `false`", "int_type": "an integer"}
 """Kinds of pydantic's errors, in words for those whose own say too little."""
@@ -82,9 +82,10 @@ def _leaves(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, .
 
 def _meant(keys: Sequence[str], root: type[BaseModel]) -> str | None:
     """What an unknown key surely means: one of ours with a slip in it, a name of another tool, or one of ours elsewhere."""
-    if close := _sibling(keys, root, CLOSE):
+    close, foreign = _sibling(keys, root, CLOSE), what_it_is_here(keys, root)
+    if close and not is_foreign(keys, root):
         return f"Did you mean `{close}`?"
-    if (foreign := what_it_is_here(keys, root)) is not None:
+    if foreign is not None:
         return foreign
     ours = list(all_keys(root))
     ends = [".".join(keys[start:]) for start in range(1, len(keys) - 1)]

@@ -28,6 +28,11 @@ def names_known(root: type[BaseModel]) -> Mapping[str, str]:
     return names
 
 
+def is_foreign(keys: Sequence[str], root: type[BaseModel]) -> bool:
+    """Whether another tool has exactly this key: then it is no slip in one of ours, however near that is."""
+    return ".".join(map(_plain, keys)) in names_known(root)
+
+
 def what_it_is_here(keys: Sequence[str], root: type[BaseModel]) -> str | None:
     """A sentence on a foreign key, known whole or by its last parts; or on a section above it that is known."""
     parts, known = [_plain(key) for key in keys], names_known(root)

@@ -84,7 +84,7 @@ class Encoder:
             )
         except TemplateError:
             raise
-        except Exception as error:  # a template is foreign code: whatever it fails with, it fails at these messages
+        except Exception as error:  # noqa: BLE001  # a template is foreign code: whatever it fails with, it is these messages
             raise TemplateError(f"{type(error).__name__}: {error}") from None
         return text
 
