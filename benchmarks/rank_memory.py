@@ -81,7 +81,7 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
         data = copies * shards
         predictor = Predictor(find_shape(config.model), machine_for("h200", None, 2000, None), sharing=Sharing(data, tensor, copies, 8))
         looked = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 2})})  # so that there is a logprob phase
-        foretold = predictor.of(looked, Work(1, SAMPLES * data, PROMPT, NEW, NEW), 130 * GIB).phases
+        foretold = predictor.of(looked, Work(1, SAMPLES * data, PROMPT, NEW, NEW, NEW), 130 * GIB).phases
         for phase in PHASES:
             mine = foretold[phase]  # type: ignore[index]
             # Nothing is sampled here: of generate, there is only what is gathered for it.

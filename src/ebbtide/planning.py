@@ -63,6 +63,7 @@ class RunPlan:
             samples=rollout.samples,
             prompt=sum(len(sample.prompt.tokens) for sample in samples) / len(samples),
             new=sum(len(sample.completion.tokens) for sample in samples) / len(samples),
+            longest=max(len(sample.completion.tokens) for sample in samples),
             most_new=rollout.max_new_tokens,
             trained=int(metrics.get("samples_trained", len(samples))),
         )

@@ -79,7 +79,7 @@ class Predictor:
             phases["step"].device["workspace"] = ring_bytes(config.optimizer, self._held, self.each)
         generation = Generation(None, BLOCKS[self._kind], 0, roomy=True, at_once=0, least_peak=0.0)  # of a replay
         if config.evaluate is not None:
-            tests = Work(config.evaluate.problems, config.evaluate.samples, work.prompt, work.new, work.most_new)
+            tests = replace(work, prompts=config.evaluate.problems, samples=config.evaluate.samples)
             generation = self._generate(config, tests, phases["evaluate"], budget)
         if config.rollout.replay is None:
             generation = self._generate(config, work, phases["generate"], budget)
@@ -288,7 +288,7 @@ class Predictor:
         way, talk = config.gathering(self.sharing.held), Talk(0.0, 0.0)
         seconds = self._whole_speed.generate(work, mean, captured=way != "layers")
         if self._gathers is not None and way is not None:
-            talk = self._gathers.generate(way, work.sequences / mean * work.new + 1, seconds, self.machine.rates)
+            talk = self._gathers.generate(way, work.decode_passes(mean) + 1, seconds, self.machine.rates)
         phase.takes(1, Spent(seconds + talk.exposed, 0.0, talk.seconds, talk.exposed))
         return Generation(blocks, block, least, roomy, rows, floor)
 

@@ -113,8 +113,10 @@ class Speed:
         return (micro_batches - 1) * self._here * config.on_cpu * self._stepped / (GATHERED * self._rates.cpu_adam)
 
     def generate(self, work: Work, rows: float, *, captured: bool = True) -> float:
-        """All samples of a step, `rows` of them in the batch on average; prompts read once a group. `captured`: decoding may be, as a graph."""
+        """All samples of a step, `rows` of them in the batch while there are enough; prompts read once a group. `captured`: decoding may be, as a graph."""
         shape, rates = self._shape, self._rates
+        passes = work.decode_passes(rows)
+        rows = work.sequences * work.new / passes
         kept = shape.kept_by_a_token * self._each
         cache = rows * kept * (work.new / 2 + work.prompt / work.samples) / rates.copy
         used = shape.layers * shape.used_by_a_token + shape.embedding
@@ -125,7 +127,7 @@ class Speed:
         if not (captured and self._captures):  # no graphs: the host starts every kernel
             decoding = _side_by_side(decoding, self._host("forward"))
         prompts = self.forward(work.prompts * work.prompt, work.prompt)
-        return work.sequences / rows * work.new * decoding + prompts
+        return passes * decoding + prompts
 
 
 def _side_by_side(device: float, host: float) -> float:

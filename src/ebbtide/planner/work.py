@@ -42,7 +42,9 @@ class Work:
     prompt: float
     """Tokens of a prompt."""
     new: float
-    """Tokens of a completion."""
+    """Tokens of a completion, on average."""
+    longest: float
+    """Tokens of the longest completion that is sampled."""
     most_new: int
     """Tokens of a completion that the cache has room for."""
     trained: int | None = None
@@ -55,6 +57,10 @@ class Work:
     def dealt(self, ranks: int) -> Work:
         """What the one of so many ranks has to generate that has most."""
         return self if ranks == 1 else replace(self, prompts=-(-self.prompts // ranks))
+
+    def decode_passes(self, rows: float) -> float:
+        """How often a batch of at most `rows` samples decodes: the last ones to begin run in it ever more alone."""
+        return self.sequences / rows * self.new + self.longest - self.new
 
     def packed(self, budget: int, minibatches: int = 1, ranks: int = 1) -> Packed:
         """Of the largest minibatch, what the one of so many ranks has that has most of it."""
@@ -70,4 +76,4 @@ class Work:
 def most_work(config: Config) -> Work:
     """What a step comes to where every prompt and every completion is as long as it may be."""
     rollout = config.rollout
-    return Work(rollout.prompts, rollout.samples, rollout.max_prompt_tokens, rollout.max_new_tokens, rollout.max_new_tokens)
+    return Work(rollout.prompts, rollout.samples, rollout.max_prompt_tokens, *[rollout.max_new_tokens] * 3)
