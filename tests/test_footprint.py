@@ -7,7 +7,7 @@ from ebbtide.errors import UserError
 from ebbtide.footprint import check_room_for_weights
 
 
-@pytest.mark.parametrize("change", [{"model.scratch.vocabulary": 10**9}, {"model.scratch.layers": 10**9}])
+@pytest.mark.parametrize("change", [{"model.scratch.vocabulary": 10**9}, {"model.scratch.hidden": 2**20}])
 def test_a_model_without_room_is_refused_before_it_is_built(tiny, change) -> None:
     with pytest.raises(UserError, match=r"parameters take [\d,.]+ GiB, and this machine has [\d.]+ GiB free: choose a smaller `model`"):
         check_room_for_weights(tiny(change), torch.device("cpu"))

@@ -119,7 +119,8 @@ def test_no_choice_of_activations_changes_a_bit(tiny, tmp_path, activations) -> 
 def test_metrics_hold_what_the_step_line_shows(tiny, tmp_path) -> None:
     (before, first, second), rollouts, _ = run(tiny, tmp_path / "a", EVERYTHING)
     assert before["step"] == 0
-    assert set(before) == {"step", "evaluate/reward", "evaluate/pass@1", "evaluate/pass@2", "evaluate/pass@4"}
+    figures = ("reward", "completion_tokens", "finished", "pass@1", "pass@2", "pass@4")
+    assert set(before) == {"step", *(f"evaluate/{name}" for name in figures)}
     assert before["evaluate/pass@1"] <= before["evaluate/pass@2"] <= before["evaluate/pass@4"]
     for line in (first, second):
         assert {"reward", "loss", "entropy", "kl", "mismatch", "grad_norm", "lr", "clipped", "updates"} <= set(line)

@@ -137,6 +137,7 @@ def run(config, resumed=None):
     return figures, rollouts, {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_with_groups_under_way_goes_on_to_the_bit(tiny, tmp_path) -> None:
     base = {**AHEAD, "rollout.ahead": 4, "rollout.samples": 8, "checkpoint.every": 2}
     straight = run(tiny({**base, "train.steps": 5, "run.folder": str(tmp_path / "a")}))

@@ -522,6 +522,7 @@ def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -
     assert [saved.step for saved in listed(two)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:
     """kill -9 in the middle of a step or a save, then the same command again."""
     options = ["train.steps=6", "checkpoint.every=1", "evaluate=null", "report.samples_every=0", "rollout.prompts=4"]

@@ -125,6 +125,7 @@ def ranks_save_and_load(rank: int, count: int, folder: str, parallel: bool, begi
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [True, False])
 def test_two_ranks_then_one_then_two(tmp_path, parallel) -> None:
     for count, begin in ((2, True), (1, False), (2, False)):

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 from ebbtide.tasks.builtin import Digits
@@ -11,6 +12,21 @@ from ebbtide.tasks.task import Problem, Problems, Score
 
 def _has_had_enough(*_: object) -> None:
     raise RuntimeError("rank 1 has had enough")
+
+
+def _raise_once_tried() -> None:
+    """In the first pass of a step: before it, the engine is tried, and what it raises there is a refusal."""
+    from ebbtide.rollout.paged.engine import PagedEngine, Session
+
+    plain = PagedEngine.trying
+
+    @contextmanager
+    def trying(engine: PagedEngine):
+        with plain(engine):
+            yield
+        Session._take = _has_had_enough
+
+    PagedEngine.trying = trying
 
 
 class Ends(Digits):
@@ -25,9 +41,7 @@ class Ends(Digits):
             if self.how == "aborts":
                 os.abort()
             if self.how == "raises in a pass":
-                from ebbtide.rollout.paged.engine import Session
-
-                Session._take = _has_had_enough
+                _raise_once_tried()
                 return super().problems()
             raise RuntimeError("rank 1 has had enough")
         return super().problems()

@@ -40,6 +40,7 @@ def same(mine, theirs) -> None:
         numpy.testing.assert_array_equal(weight, theirs["weights"][name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_run_is_the_same_to_the_bit(tmp_path) -> None:
     """As many generate as train, so that each has the requests that one would have had alone; and one for two, where a larger batch may round otherwise."""
     alone = config(tmp_path / "one", None, EVERYTHING)
@@ -57,6 +58,7 @@ def test_the_run_is_the_same_to_the_bit(tmp_path) -> None:
     agree(together(3, run, tensor_and_one)[0], of_two[2])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_those_that_train(tmp_path) -> None:
     """With ranks that generate, without, and with them again: as if nothing had been."""
     stages = [{"gpus": 1, "rollout_gpus": 1}, None, {"gpus": 1, "rollout_gpus": 2}]
@@ -215,6 +217,7 @@ def stopped(rank, some, fifo):
     return False
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_is_saved_and_all_end(tmp_path) -> None:
     some = config(tmp_path / "run", {"gpus": 1, "rollout_gpus": 1}, {"train.steps": 100000, "checkpoint": {"every": None}})
     os.mkfifo(tmp_path / "fifo")
@@ -223,6 +226,7 @@ def test_a_run_that_is_stopped_is_saved_and_all_end(tmp_path) -> None:
     assert saved.step == (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
 
 
+@pytest.mark.slow
 def test_the_command_starts_them_and_one_that_is_lost_ends_all(tmp_path) -> None:
     changes = {"cluster": {"gpus": 1, "rollout_gpus": 1}, "train.steps": 100000, "report.samples_every": 0}
     with command(tmp_path, changes) as process:

@@ -63,6 +63,7 @@ def sampled(rank: int, config: Config) -> dict[str, list]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "cluster", "changes"),
     [

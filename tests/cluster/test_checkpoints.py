@@ -1,5 +1,6 @@
 """A checkpoint of any number of ranks is taken up by any other: nothing in it depends on who wrote it."""
 
+import pytest
 import torch
 from ranks import run, together
 from test_training import BASE, agree
@@ -24,6 +25,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks(tmp_path) -> None:
     def config(steps, cluster, more, name):
         changes = {**BASE, **ODD, "checkpoint": {"every": None, **more.pop("checkpoint", {})}, **more}

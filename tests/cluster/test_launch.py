@@ -62,6 +62,7 @@ def test_the_command_starts_ranks_that_stop_together_with_a_checkpoint(tmp_path)
     assert steps(tmp_path) == list(range(1, saved.step + 1))
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_too(tmp_path) -> None:
     """Without a section in the config: its number of ranks is theirs."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ebbtide")
@@ -105,6 +106,7 @@ def test_a_rank_that_another_started_ends_though_it_waits_for_one_that_hangs(tmp
         assert "RuntimeError: it has waited for too long" in fails.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
@@ -130,6 +132,7 @@ def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said)
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaf", [[1], [0, 1]])
 def test_a_run_that_is_stopped_as_it_begins_ends_also_where_ranks_hear_nothing(tmp_path, deaf) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -35,6 +35,7 @@ def trained(rank: int, configs: list[Config]) -> list[bytes]:
     return [b"".join(weight.tobytes() for weight in run(rank, config)["weights"].values()) for config in configs]
 
 
+@pytest.mark.slow
 def test_holdings_are_those_of_a_rank_to_the_byte_and_a_plan_that_moves_changes_none(tmp_path) -> None:
     ways = {
         "device": {"loss.kl": {}},

@@ -33,6 +33,7 @@ def quickstart(tmp_path, name, mark):
     ]
 
 
+@pytest.mark.slow
 def test_a_lost_actor_costs_some_steps_and_nothing_else(tmp_path) -> None:
     pytest.importorskip("ray")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}

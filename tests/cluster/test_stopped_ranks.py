@@ -27,12 +27,12 @@ def stopped(rank, config, asked) -> bool:
 
     evaluate, calls = ebbtide.loop.evaluate, 0
 
-    def evaluated(*args):
+    def evaluated(*args, **options):
         nonlocal calls
         calls += 1
         if (calls, rank) == (2, asked):
             signal.raise_signal(signal.SIGTERM)
-        found = evaluate(*args)
+        found = evaluate(*args, **options)
         assert calls == 1
         return found
 

@@ -92,6 +92,7 @@ def test_ranks_train_the_policy_that_one_trains(tmp_path, alone, world) -> None:
     assert parts == {wanted[world]}
 
 
+@pytest.mark.slow
 def test_parts_of_all_sizes_and_a_rank_without_samples(tmp_path) -> None:
     """Three ranks: four channels of a norm are 2, 2 and none; one group of two samples leaves a rank without any."""
     modes = ("device", "streamed", "cpu", "split, streamed")

@@ -364,7 +364,7 @@ def test_it_fits_the_screen_in_light_and_dark(look, tmp_path) -> None:
     for width, scheme, colour in ((390, "dark", "#56b4e9"), (1280, "light", "#0072b2")):
         page.set_viewport_size({"width": width, "height": 800})
         page.emulate_media(color_scheme=scheme)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)  # charts follow
         ink, paper = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
         bright = [sum(map(int, rgb[4:-1].split(","))) for rgb in (ink, paper)]
         assert (bright[0] > bright[1]) == (scheme == "dark")

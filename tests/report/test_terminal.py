@@ -30,7 +30,7 @@ def test_the_samples_show_the_question_and_not_the_templates_head() -> None:
     tail = "<|im_start|>user\nHow many legs have 3 cats?<|im_end|>\n<|im_start|>assistant\n"
     completion = Completion([2], [0.0], [0.0], "stop", "12")
     out = io.StringIO()
-    shown = Sample(Prompt(Problem(messages), head + tail, [1]), completion, Scored(1.0), 0.5)
+    shown = Sample(Prompt(Problem(messages), head + tail, [1]), completion, Scored(1.0), 0.5, trained=True)
     Terminal(1, Console(file=out, width=120)).samples([shown])
     assert "How many legs have 3 cats?" in out.getvalue()
     assert "im_start" not in out.getvalue()

@@ -279,8 +279,8 @@ def test_chat_with_and_without_a_template(loaded) -> None:
     ("fails", "words"),
     [
         ("raise_exception('no such role')", "no such role"),
-        ("1 + 'a'", "fails with TypeError"),
-        ("1 / 0", "fails with ZeroDivisionError"),
+        ("1 + 'a'", "TypeError"),
+        ("1 / 0", "ZeroDivisionError"),
     ],
 )
 def test_a_template_that_refuses_is_the_clients_error(loaded, monkeypatch, fails, words) -> None:
@@ -661,6 +661,7 @@ def test_requests_do_not_hold_up_the_end(loaded, how) -> None:
     server.client.close()
 
 
+@pytest.mark.slow
 def test_the_command_serves_a_run_and_ends_with_0(tmp_path) -> None:
     """Trains, serves the checkpoint, answers, and ends by each signal."""
     python = [sys.executable, "-m", "ebbtide"]
