@@ -149,7 +149,7 @@ def test_the_command(tmp_path, monkeypatch) -> None:
         app, ["rehearse", "quickstart", "--optimizer", "none", "--steps", "1", "--save-rollouts", "r.jsonl", *given]
     )
     assert result.exit_code == 0, result.output
-    assert "rehearsed: 1 steps" in result.output
+    assert "rehearsed: 1 step" in result.output
     assert "and every completion to r.jsonl" in result.output
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 4
     assert not (tmp_path / "here" / "checkpoints").exists()
@@ -169,5 +169,5 @@ def test_the_command(tmp_path, monkeypatch) -> None:
     ]
     result = CliRunner().invoke(app, replay[1:])
     assert result.exit_code == 0, result.output
-    assert "done: 1 steps" in result.output
+    assert "done: 1 step" in result.output
     assert "another seed" not in result.output
