@@ -3,8 +3,8 @@
     python benchmarks/gsm8k_trl.py FOLDER [--sleep] [--rows 32] [--share 0.3] [KEY=VALUE ...]
 
 KEY=VALUE are settings of the recipe, as `ebbtide train gsm8k` takes them (`model.path=...`, `task.file.train=...`,
-`train.steps=...`, `seed=...`). FOLDER gets a metrics.jsonl with the keys that Ebbtide's has, which benchmarks/gsm8k.py
-reads. Weights are float32 with bf16 autocast, so that small updates are not rounded away; Ebbtide has float32 masters.
+`train.steps=...`, `seed=...`). FOLDER gets a metrics.jsonl with the keys that Ebbtide's has, to compare them
+line by line. Weights are float32 with bf16 autocast, so that small updates are not rounded away; Ebbtide has float32 masters.
 `--sleep` turns vLLM's sleep mode on; `--rows` are the samples of a micro-batch; `--share` is vLLM's part of the GPU.
 """
 
