@@ -1,13 +1,14 @@
 """Runs of several ranks on this machine: processes forked from one that has imported everything and computed nothing."""
 
 import faulthandler
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import socket
 import traceback
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ranks", "ebbtide.loop", "ebbtide.report.silent", "ebbtide.cluster.world", "ebbtide.rank"])
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS_EACH, PORTS = 2_000, itertools.count()
 LIMIT = 100  # seconds: a rank that waits for ever must end its test
 
 
@@ -49,12 +52,18 @@ def together(count: int, work: Any, *args: Any) -> list[Any]:
 
 
 def free_ports(count: int) -> list[int]:
-    """One for each process group that ranks make: what is left of an earlier one is never met."""
-    with ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
+    """One for each process group that ranks make: what is left of an earlier one is never met.
+
+    They are below those that the system gives to connections, and each test process has a range of its own: a port
+    that was free a moment ago is free still.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = 20_000 + PORTS_EACH * WORKER + next(PORTS) % PORTS_EACH
+        with suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def _rank(end: Any, rank: int, count: int, ports: list[int], work: Any, args: Any) -> None:
