@@ -1,5 +1,6 @@
 # make demo   set up, then train a tiny model for a minute
 # make test   set up, then lint, types and tests
+# make check  lint, types and the fast tests, in two minutes: for the inner loop
 # make slow   the tests that take long; CI runs both
 # make smollm2  GRPO on a real 135M model, on the CPU, in a few minutes
 # make docs   write docs/config.md anew from the config tree
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 # Two at a time, with one thread each: most tests are too small for more threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test slow lint smollm2 docs chromium clean
+.PHONY: demo check test slow lint smollm2 docs chromium clean
 
 demo: $(READY)
 	$(BIN)/ebbtide train quickstart
@@ -21,6 +22,14 @@ test: $(READY) chromium
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow" --durations=8
+
+# The rooms whose tests start no other process, and neither train nor serve.
+FAST := tests/config tests/memory tests/model tests/optim tests/planner tests/policy tests/system tests/tasks tests/test_layers.py
+check: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+	$(PYTEST) -m "not slow" $(FAST)
 
 # What takes long: real models, many processes, a wheel in an environment of its own.
 slow: $(READY)

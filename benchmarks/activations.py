@@ -2,8 +2,9 @@
 
     python benchmarks/activations.py [16k] [4k] [64k] [moe]
 
-The Qwen3-1.7B shape with random weights and no output head, 4,096, 16,384 and 65,536 tokens in sequences of 1,024, and a Qwen3-MoE shape; beside it in the
-same process Hugging Face's gradient checkpointing, torch's `save_on_cpu`, and TRL's `OffloadActivations` where it is installed. Gradients of every case are compared with `keep`, bit by bit.
+The Qwen3-1.7B shape with random weights and no output head, 4,096, 16,384 and 65,536 tokens in sequences of 1,024,
+and a Qwen3-MoE shape; beside it in the same process Hugging Face's gradient checkpointing, torch's `save_on_cpu`,
+and TRL's `OffloadActivations` where it is installed. Gradients of every case are compared with `keep`, bit by bit.
 Stages that are not named keep the figures of an earlier run.
 """
 
@@ -24,16 +25,23 @@ import torch
 from common import Row, kept, save
 
 from ebbtide.config import load
-from ebbtide.config.tree import Activations as ActivationsConfig
+from ebbtide.config.memory import ActivationsConfig
 from ebbtide.loop import seed_everything
-from ebbtide.memory.activations import Parking
-from ebbtide.memory.host import quiet_collector
+from ebbtide.memory.activations import ActivationOffloader
+from ebbtide.memory.host import frozen_gc
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activation_plan import Figures, capacity, choose, figures_for, measure
-from ebbtide.policy.activations import Activations, names_of
-from ebbtide.policy.attention import PACKED, attention
-from ebbtide.policy.model import blocks_of, decoder, load_model
+from ebbtide.model.load import blocks_of, decoder, load_model
+from ebbtide.policy.activation_plan import (
+    ActivationFigures,
+    choose_activations,
+    measure_figures,
+    measure_saved_bytes,
+    offload_capacity,
+)
+from ebbtide.policy.activations import ActivationHooks
+from ebbtide.policy.attention import PACKED, use_attention
+from ebbtide.policy.block_activations import activation_names
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 MOE = [
@@ -55,11 +63,12 @@ class Bench:
         self.model = load_model(self.config).model
         self.blocks = blocks_of(self.model)
         self.grads: dict[str, torch.Tensor] = {}
-        self.figures: Figures | None = None
+        self.figures: ActivationFigures | None = None
         self.keeps = 0  # bytes above the weights at keep's peak
         self.base = torch.cuda.memory_allocated()
         generator = torch.Generator(device="cuda").manual_seed(1)
-        # Not token 0: its embedding is zero, stays zero through every block, and norms of zero multiply gradients by 1,000 each.
+        # Not token 0: its embedding is zero, stays zero through every block, and norms of zero multiply gradients by
+        # 1,000 each.
         self.ids = torch.randint(1, 200, (1, tokens), generator=generator, device="cuda")
         self.upstream = torch.randn(1, tokens, 2048, generator=generator, device="cuda", dtype=torch.bfloat16)
 
@@ -71,7 +80,7 @@ class Bench:
     def forward(self, tokens: int) -> torch.Tensor:
         length = min(1024, tokens)
         starts = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
-        with attention(self.model, PACKED):
+        with use_attention(self.model, PACKED):
             found: torch.Tensor = decoder(self.model)(
                 input_ids=self.ids[:, :tokens],
                 position_ids=torch.arange(tokens, device="cuda")[None] % length,
@@ -84,7 +93,7 @@ class Bench:
         return found
 
     def probe(self, tokens: int, *, backward: bool = True) -> int:
-        with attention(self.model, PACKED):
+        with use_attention(self.model, PACKED):
             found = self.forward(tokens)
             if backward:
                 torch.autograd.grad(found.sum(), list(self.model.parameters()), allow_unused=True)
@@ -96,12 +105,14 @@ class Bench:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        with around, attention(self.model, PACKED):
+        with around, use_attention(self.model, PACKED):
             self.forward(self.tokens).backward(self.upstream)
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def measured(self, name: str, around: Callable[[], AbstractContextManager[Any]], repeats: int = 3, in_turns: bool = False) -> list[Row]:
+    def measured(
+        self, name: str, around: Callable[[], AbstractContextManager[Any]], repeats: int = 3, in_turns: bool = False
+    ) -> list[Row]:
         """A case; `in_turns` with keeping everything, as a device's clock drifts."""
         case = f"{self.label}{self.tokens:,} tokens, {name}"
         seconds, peaks, keeping = [], [], []
@@ -127,7 +138,9 @@ class Bench:
             rows.append(Row(case, "peak above the weights, of keep's", 100 * activations / self.keeps, "%"))
         if keeping:
             rows.append(Row(case, "over keep, in turns", 100 * (taken / statistics.median(keeping[1:]) - 1), "%"))
-        grads = {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+        grads = {
+            name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None
+        }
         if name == "keep":
             self.grads = {name: grad.clone() for name, grad in grads.items()}
         elif self.grads:
@@ -136,26 +149,38 @@ class Bench:
             if apart:
                 worst = max((grads[name] - self.grads[name]).abs().max().item() for name in apart)
                 print(
-                    f"    {len(apart)} of {len(grads)} gradients differ, first {apart[0]}, by {worst:.3g}; finite: {all(g.isfinite().all() for g in grads.values())}"
+                    f"    {len(apart)} of {len(grads)} gradients differ, first {apart[0]}, by {worst:.3g}; finite:"
+                    f" {all(g.isfinite().all() for g in grads.values())}"
                 )
         print(*(f"{row.value:.4g} {row.unit}" for row in rows), case, sep="  ", flush=True)
         return rows
 
     def ours(self, name: str, config: ActivationsConfig, *, in_turns: bool = False) -> list[Row]:
         with Residency(build_plan(self.config.memory), torch.device("cuda", 0)) as residency:
-            self.figures = self.figures or figures_for(
+            self.figures = self.figures or measure_figures(
                 ActivationsConfig(preset="balanced"), self.blocks, self.probe, residency, self.tokens
             )
             figures = self.figures
-            choice, notes = choose(config, self.blocks[0], figures, lambda some: measure(self.blocks, some, self.probe))
-            reserved = capacity(config, self.blocks, choice, self.probe, self.tokens)
-            parking = Parking(residency.host("activations", [reserved], pinned=True)[0], residency.mover) if reserved else None
-            held = Activations(self.blocks, choice, parking, keep_last=config.keep_last)
+            notes: list[str] = []
+            choice = choose_activations(
+                config,
+                self.blocks[0],
+                figures,
+                lambda some: measure_saved_bytes(self.blocks, some, self.probe),
+                notes.append,
+            )
+            reserved = offload_capacity(config, self.blocks, choice, self.probe, self.tokens)
+            parking = (
+                ActivationOffloader(residency.allocate_host("activations", [reserved], pinned=True)[0], residency.mover)
+                if reserved
+                else None
+            )
+            held = ActivationHooks(self.blocks, choice, parking, keep_last=config.keep_last)
             repeats = 7 if in_turns else 3
             rows = self.measured(name, lambda: held, repeats, in_turns)
-            parked, refused = parking.take() if parking is not None else (0, 0)
-            residency.mover.finish()
-            exposed = residency.mover.take().exposed / (1 + repeats)
+            parked, refused = parking.drain() if parking is not None else (0, 0)
+            residency.mover.synchronize()
+            exposed = residency.mover.drain().exposed / (1 + repeats)
             parked, refused = parked // (1 + repeats), refused // (1 + repeats)
             print(
                 "   ",
@@ -166,7 +191,11 @@ class Bench:
             if name == "keep":
                 case = f"{self.label}{self.tokens:,} tokens, saved by a block"
                 rows += [Row(case, module, size / 1024, "KiB a token") for module, size in figures.saved.items()]
-            return [*rows, Row(rows[0].case, "offloaded", parked / GIB, "GiB"), Row(rows[0].case, "exposed", exposed, "s")]
+            return [
+                *rows,
+                Row(rows[0].case, "offloaded", parked / GIB, "GiB"),
+                Row(rows[0].case, "exposed", exposed, "s"),
+            ]
 
 
 def gradient_checkpointing(model: Any) -> AbstractContextManager[Any]:
@@ -203,13 +232,15 @@ def compare(
 ) -> Iterator[list[Row]]:
     """The rows of each case."""
     bench = Bench(options or [], tokens, label)
-    with quiet_collector():
+    with frozen_gc():
         yield from cases(bench, alone, saved_on_cpu)
 
 
 def cases(bench: Bench, alone: bool, saved_on_cpu: bool) -> Iterator[list[Row]]:
     for name, settings in PRESETS.items():
-        yield bench.ours(name, ActivationsConfig.model_validate(settings), in_turns=name in ("keep, again", "preset balanced"))
+        yield bench.ours(
+            name, ActivationsConfig.model_validate(settings), in_turns=name in ("keep, again", "preset balanced")
+        )
     for settings in MIXES if alone else ():
         name = ", ".join(f"{place} {' + '.join(names)}" for place, names in settings.items())
         yield bench.ours(name, ActivationsConfig.model_validate(settings | {"gate": "ignore"}), in_turns=True)
@@ -219,9 +250,12 @@ def cases(bench: Bench, alone: bool, saved_on_cpu: bool) -> Iterator[list[Row]]:
     except ImportError as error:
         print(f"TRL's OffloadActivations: not installed ({error})", flush=True)
     else:
-        if bench.keeps:  # it parks nearly all that keep keeps: more than this host has, where that does not fit on the device
-            yield bench.measured("TRL OffloadActivations", lambda: OffloadActivations(use_pin_memory=True, use_streams=True))
-    for name in names_of(bench.blocks[0]) if alone else ():
+        # it parks nearly all that keep keeps: more than this host has, where that does not fit on the device
+        if bench.keeps:
+            yield bench.measured(
+                "TRL OffloadActivations", lambda: OffloadActivations(use_pin_memory=True, use_streams=True)
+            )
+    for name in activation_names(bench.blocks[0]) if alone else ():
         for place in ("offload", "recompute"):
             settings = {place: [name], "gate": "ignore"}
             if name == "attn_proj" and place == "offload":
@@ -232,7 +266,9 @@ def cases(bench: Bench, alone: bool, saved_on_cpu: bool) -> Iterator[list[Row]]:
                 settings["recompute"] = ["attn_norm"]
             yield bench.ours(f"{place} {' + '.join(settings[place])}", ActivationsConfig.model_validate(settings))
     if saved_on_cpu:
-        yield bench.measured("save_on_cpu(pin_memory=True)", lambda: torch.autograd.graph.save_on_cpu(pin_memory=True), repeats=1)
+        yield bench.measured(
+            "save_on_cpu(pin_memory=True)", lambda: torch.autograd.graph.save_on_cpu(pin_memory=True), repeats=1
+        )
 
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -1,9 +1,11 @@
-"""How long a checkpoint holds up the loop, on the Qwen3-1.7B shape with exact fp32 state, against torch.save and plain torch.distributed.checkpoint.
+"""How long a checkpoint holds up the loop, on the Qwen3-1.7B shape with exact fp32 state, against torch.save and
+plain torch.distributed.checkpoint.
 
     python benchmarks/checkpoint.py FOLDER [KEY=VALUE]...
 
-FOLDER is where the files go and are removed from again; all ways write there. In memory (such as /dev/shm) it is the fastest disk there can be, which favours the ways that wait
-for it. The same state, 12 bytes a parameter on the device, is written by all; Ebbtide's also syncs and digests every file.
+FOLDER is where the files go and are removed from again; all ways write there. In memory (such as /dev/shm) it is the
+fastest disk there can be, which favours the ways that wait for it. The same state, 12 bytes a parameter on the
+device, is written by all; Ebbtide's also syncs and digests every file.
 """
 
 from __future__ import annotations
@@ -14,24 +16,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from common import Row, save
 
-from ebbtide.checkpoint.ranks import Ranks
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.state import HELD, State
-from ebbtide.checkpoint.store import listed
+from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState
+from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load
-from ebbtide.config.tree import Checkpoint
+from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.loop import seed_everything
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
+from ebbtide.model.load import load_model, pick_device
 from ebbtide.optim.adamw import AdamW
-from ebbtide.policy.model import load_model, pick_device
-from ebbtide.policy.pack import Trajectory
+from ebbtide.parallel.group import Group
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
 from ebbtide.tasks.sampler import Sampler
 
@@ -48,10 +51,12 @@ class Run:
         seed_everything(0, deterministic=False)
         loaded = load_model(self.config)
         self.policy, self.residency = Policy(loaded, self.config), residency
-        residency.hold("weights", list(loaded.model.parameters()))
+        residency.register("weights", list(loaded.model.parameters()))
         self.optimizer = AdamW(loaded.model.named_parameters(), self.config.optimizer, residency)
-        residency.pin(copied=HELD)
-        self.state = State(self.config, loaded.model, self.optimizer, Sampler([0], 0), residency, Ranks(1.0))
+        residency.pin(copied=SAVED_HOLDINGS)
+        self.state = RunState(
+            self.config, loaded.model, self.optimizer, Sampler([0], 0), residency, Group(timedelta(minutes=1))
+        )
         generator = torch.Generator().manual_seed(0)
         self.sequences = [
             Trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1e-4)
@@ -89,8 +94,8 @@ def run(options: list[str]) -> Iterator[Run]:
 
 def ours(name: str, made: Run, folder: Path) -> list[Row]:
     held = made.residency.holdings()
-    on_device = sum(held[holding].device for holding in HELD if holding in held)
-    link = on_device / made.residency.mover.rate_out() if torch.cuda.is_available() else 0.0
+    on_device = sum(held[holding].device for holding in SAVED_HOLDINGS if holding in held)
+    link = on_device / made.residency.mover.measure_rate_out() if torch.cuda.is_available() else 0.0
     alone = [made.step() for _ in range(3)][-1]
     blocked = []
     for _ in range(3):
@@ -98,7 +103,7 @@ def ours(name: str, made: Run, folder: Path) -> list[Row]:
         snapshot = made.state.snapshot(1, copy=True)
         blocked.append(time.perf_counter() - start)
         snapshot.release()
-    saver = Saver(Checkpoint(keep=1), folder, made.state, print)
+    saver = Saver(CheckpointConfig(keep=1), folder, made.state, print)
     start = _now()
     saver.save(1, {})
     first = time.perf_counter() - start
@@ -106,9 +111,9 @@ def ours(name: str, made: Run, folder: Path) -> list[Row]:
     saver.wait()
     there = time.perf_counter() - start
     saver.close()
-    (saved,) = listed(folder)
+    (saved,) = list_checkpoints(folder)
     checked = time.perf_counter()
-    sound = saved.problem() is None
+    sound = saved.find_problem() is None
     print(f"{name}: verified in {time.perf_counter() - checked:.1f} s", flush=True)
     shutil.rmtree(folder)
     return [
@@ -129,11 +134,18 @@ def plain(made: Run, folder: Path) -> Iterator[Row]:
     """The same tensors as they are on the device."""
     tensors = {f"weights.{name}": parameter.detach() for name, parameter in made.policy.model.named_parameters()}
     for name in ("master", "moments"):
-        tensors |= {f"{name}.{number}": tensor for number, tensor in enumerate(made.residency._holdings[name].tensors())}
+        tensors |= {
+            f"{name}.{number}": tensor for number, tensor in enumerate(made.residency._holdings[name].tensors())
+        }
     folder.mkdir()
     yield Row("torch.save", "loop blocked", timed(lambda: torch.save(tensors, folder / "state.pt")), "s")
     shutil.rmtree(folder)
-    yield Row("torch.distributed.checkpoint", "loop blocked", timed(lambda: dcp.save(tensors, checkpoint_id=folder, no_dist=True)), "s")
+    yield Row(
+        "torch.distributed.checkpoint",
+        "loop blocked",
+        timed(lambda: dcp.save(tensors, checkpoint_id=folder, no_dist=True)),
+        "s",
+    )
     shutil.rmtree(folder)
 
 

@@ -1,5 +1,6 @@
-"""What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under FSDP2, in turns. And in one process in which kernels have run on four more
-streams, as FSDP2 has them on several ranks.
+"""What it costs to run on ranks: the GRPO step of benchmarks/grpo_step.py in one process, and on one rank under
+FSDP2, in turns. And in one process in which kernels have run on four more streams, as FSDP2 has them on several
+ranks.
 
     python benchmarks/cluster.py
 
@@ -19,8 +20,8 @@ from common import Row, save
 from grpo_step import PHASES, steps
 from torch.distributed import HashStore
 
-from ebbtide.cluster.world import Ranks
-from ebbtide.config.tree import Cluster
+from ebbtide.config.parallel import ParallelConfig
+from ebbtide.parallel.comm import DistributedComm
 
 TURNS = 2
 ALONE, SHARDED, BESIDE = "one process", "one rank under FSDP2", "one process, four more streams"
@@ -46,7 +47,9 @@ def run(case: str) -> list[dict[str, float]]:
                 torch.zeros(1, device="cuda").add_(1)
     if case != SHARDED:
         return steps([])
-    with Ranks(Cluster(), torch.device("cuda"), HashStore(), rank=0, size=1, timeout=timedelta(minutes=10)) as ranks:
+    with DistributedComm(
+        ParallelConfig(), torch.device("cuda"), HashStore(), rank=0, size=1, timeout=timedelta(minutes=10)
+    ) as ranks:
         return steps([], ranks)
 
 

@@ -70,7 +70,10 @@ def save(name: str, rows: list[Row]) -> None:
         "torch": torch.__version__,
         "commit": commit,
         "date": datetime.date.today().isoformat(),
-        "rows": [{key: value for key, value in asdict(row).items() if key != "commit" or value not in ("", commit)} for row in rows],
+        "rows": [
+            {key: value for key, value in asdict(row).items() if key != "commit" or value not in ("", commit)}
+            for row in rows
+        ],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
@@ -79,4 +82,6 @@ def _commit() -> str:
     """The commit measured; EBBTIDE_COMMIT says it where the code runs without its repository."""
     if "EBBTIDE_COMMIT" in os.environ:
         return os.environ["EBBTIDE_COMMIT"]
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()

@@ -1,8 +1,11 @@
-"""A whole GRPO step, phase by phase: the Qwen3-1.7B shape with random weights, 16 prompts x 8 samples of 126 + 256 tokens, no KL. Beside it TRL's GRPOTrainer, where TRL is installed.
+"""A whole GRPO step, phase by phase: the Qwen3-1.7B shape with random weights, 16 prompts x 8 samples of 126 + 256
+tokens, no KL. Beside it TRL's GRPOTrainer, where TRL is installed.
 
     python benchmarks/grpo_step.py [ebbtide] [away] [offload] [trl]
 
-ebbtide: the optimizer on the device throughout. away: its state on the host in generate. offload: the inputs of blocks on the host between forward and backward, the blocks made again. TRL has the same model, prompts, lengths and optimizer, in bf16 with transformers' `generate`.
+ebbtide: the optimizer on the device throughout. away: its state on the host in generate. offload: the inputs of
+blocks on the host between forward and backward, the blocks made again. TRL has the same model, prompts, lengths and
+optimizer, in bf16 with transformers' `generate`.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from typing import Any
 import torch
 from common import Row, beginning, kept, save
 
-from ebbtide.cluster.world import World
 from ebbtide.config import load
 from ebbtide.loop import train
-from ebbtide.policy.model import load_model
+from ebbtide.model.load import load_model
+from ebbtide.parallel.comm import Comm
 from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -48,14 +51,22 @@ def ours(label: str, options: list[str]) -> list[Row]:
     ]
 
 
-def steps(options: list[str], world: World | None = None) -> list[dict[str, float]]:
+def steps(options: list[str], comm: Comm | None = None) -> list[dict[str, float]]:
     """A run's lines of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
         config = load(
-            CONFIG, [f"train.steps={STEPS}", f"run.folder={folder}/run", "report.samples_every=0", "checkpoint=null", *VARIED, *options]
+            CONFIG,
+            [
+                f"train.steps={STEPS}",
+                f"run.folder={folder}/run",
+                "report.samples_every=0",
+                "checkpoint=null",
+                *VARIED,
+                *options,
+            ],
         )
         with Report(config, "benchmark") as report:
-            train(config, report, world=world)
+            train(config, report, comm=comm)
         return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -116,11 +127,14 @@ def trl() -> list[Row]:
 
 
 def main() -> None:
-    away = ['memory.away={"generate": ["moments", "master", "grads"]}']
+    away = ['memory.offload={"generate": ["moments", "master", "grads"]}']
     stages = {
         "ebbtide": ("Ebbtide", lambda: ours("Ebbtide", [])),
         "away": ("optimizer away", lambda: ours("optimizer away in generate", away)),
-        "offload": ("activations offloaded", lambda: ours("activations offloaded", ["memory.activations.preset=offload"])),
+        "offload": (
+            "activations offloaded",
+            lambda: ours("activations offloaded", ["memory.activations.preset=offload"]),
+        ),
         "trl": ("TRL", trl),
     }
     for name in sys.argv[1:] or list(stages):

@@ -1,11 +1,13 @@
-"""The recipe `gsm8k` in TRL with vLLM colocated: the same model, prompts, order, samples, lengths, loss and optimizer.
+"""The recipe `gsm8k` in TRL with vLLM colocated: the same model, prompts, order, samples, lengths, loss and
+optimizer.
 
     python benchmarks/gsm8k_trl.py FOLDER [--sleep] [--rows 32] [--share 0.3] [KEY=VALUE ...]
 
 KEY=VALUE are settings of the recipe, as `ebbtide train gsm8k` takes them (`model.path=...`, `task.file.train=...`,
-`train.steps=...`, `seed=...`). FOLDER gets a metrics.jsonl with the keys that Ebbtide's has, to compare them
-line by line. Weights are float32 with bf16 autocast, so that small updates are not rounded away; Ebbtide has float32 masters.
-`--sleep` turns vLLM's sleep mode on; `--rows` are the samples of a micro-batch; `--share` is vLLM's part of the GPU.
+`train.steps=...`, `seed=...`). FOLDER gets a metrics.jsonl with the keys that Ebbtide's has, to compare them line by
+line. Weights are float32 with bf16 autocast, so that small updates are not rounded away; Ebbtide has float32
+masters. `--sleep` turns vLLM's sleep mode on; `--rows` are the samples of a micro-batch; `--share` is vLLM's part of
+the GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # noq
 from vllm import SamplingParams  # type: ignore[import-not-found]  # noqa: E402
 
 from ebbtide.config import load  # noqa: E402
-from ebbtide.config.tree import Config  # noqa: E402
+from ebbtide.config.root import Config  # noqa: E402
 from ebbtide.tasks.build import build_task  # noqa: E402
 from ebbtide.tasks.sampler import Sampler  # noqa: E402
 from ebbtide.tasks.scorers import gsm8k  # noqa: E402
@@ -61,7 +63,7 @@ def main() -> None:
     config = load("gsm8k", given.settings)
     problems = build_task(config.task, config.seed).problems()
     given.folder.mkdir(parents=True, exist_ok=True)
-    order = Sampler(problems.train, config.seed).take(config.train.steps * config.rollout.prompts)
+    order = Sampler(problems.train, config.seed).draw(config.train.steps * config.rollout.prompts_per_step)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32),
@@ -86,7 +88,7 @@ def arguments() -> argparse.Namespace:
 
 def settings(config: Config, given: argparse.Namespace) -> Any:
     rollout, optimizer, loss = config.rollout, config.optimizer, config.loss
-    samples = rollout.prompts * rollout.samples
+    samples = rollout.prompts_per_step * rollout.group_size
     # "linear" of transformers ends at 0; the recipe's end is `final_lr_fraction`: a polynomial of power 1 ends there.
     schedule = {"lr_scheduler_type": "constant_with_warmup"}
     if optimizer.schedule == "linear":
@@ -98,7 +100,7 @@ def settings(config: Config, given: argparse.Namespace) -> Any:
         seed=config.seed,
         per_device_train_batch_size=given.rows,
         gradient_accumulation_steps=samples // given.rows,
-        num_generations=rollout.samples,
+        num_generations=rollout.group_size,
         max_completion_length=rollout.max_new_tokens,
         shuffle_dataset=False,
         temperature=rollout.temperature,
@@ -173,7 +175,9 @@ class Log(TrainerCallback):  # type: ignore[misc]
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        shown = {name: value for name, value in line.items() if name in ("step", "seconds", "reward", "evaluate/pass@1")}
+        shown = {
+            name: value for name, value in line.items() if name in ("step", "seconds", "reward", "evaluate/pass@1")
+        }
         print("  ".join(f"{name} {value:.3f}" for name, value in shown.items()), flush=True)
 
     def _evaluate(self) -> dict[str, float]:
@@ -184,7 +188,11 @@ class Log(TrainerCallback):  # type: ignore[misc]
             vllm.llm.wake_up(tags=["kv_cache"])
         tokenizer = self._trainer.processing_class
         prompts = [
-            {"prompt_token_ids": tokenizer.apply_chat_template(one.messages, add_generation_prompt=True, return_dict=False)}
+            {
+                "prompt_token_ids": tokenizer.apply_chat_template(
+                    one.messages, add_generation_prompt=True, return_dict=False
+                )
+            }
             for one in self._held_out
         ]
         greedy = SamplingParams(temperature=0.0, max_tokens=self._config.rollout.max_new_tokens)

@@ -2,9 +2,9 @@
 
     python benchmarks/largest.py [MODE]...
 
-Blocks of the Qwen3-8B width (193 M parameters each) are added until a forward, a backward and an optimizer step no longer fit on the device, or the
-state no longer fits in host memory (4 GiB of it are left to the system). Each try is a process of its own, and takes a minute: modes that are not
-named keep the figures of an earlier run.
+Blocks of the Qwen3-8B width (193 M parameters each) are added until a forward, a backward and an optimizer step no
+longer fit on the device, or the state no longer fits in host memory (4 GiB of it are left to the system). Each try
+is a process of its own, and takes a minute: modes that are not named keep the figures of an earlier run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.errors import UserError
-from ebbtide.footprint import host_needs
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
+from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
-from ebbtide.policy.model import load_model
-from ebbtide.policy.pack import Trajectory
+from ebbtide.planner.host_memory import host_bytes
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -45,11 +45,16 @@ MODES = {
 
 def attempt(mode: str, layers: int) -> dict[str, float]:
     """One step of a model of so many blocks; {} where it does not fit."""
-    options = [*MODES[mode][0], *WIDE, f"model.scratch.layers={layers}", f"memory.host_budget_gib={free_host_bytes() / GIB - 4:.2f}"]
+    options = [
+        *MODES[mode][0],
+        *WIDE,
+        f"model.scratch.layers={layers}",
+        f"memory.host_budget_gib={free_host_bytes() / GIB - 4:.2f}",
+    ]
     config = load(CONFIG, options)
     plan = build_plan(config.memory, config.optimizer)
     try:
-        check_host_budget(host_needs(config, plan), config.memory.host_budget_gib)
+        check_host_budget(host_bytes(config, plan), config.memory.host_budget_gib)
         loaded = load_model(config)
         with Residency(plan, torch.device("cuda", 0)) as residency:
             policy = Policy(loaded, config)

@@ -2,9 +2,10 @@
 
     python benchmarks/moves.py
 
-Beside it, in the same process: the pinned-copy rate of this machine, and the usual way, `.to()` tensor by tensor. The model has the Qwen3-1.7B
-shape with random weights. The step runs in deterministic mode under `keep`, under `keep` again, and under the moving plan; the second and third are compared with the
-first bit by bit: the second is the control that says whether the machine repeats itself at all.
+Beside it, in the same process: the pinned-copy rate of this machine, and the usual way, `.to()` tensor by tensor.
+The model has the Qwen3-1.7B shape with random weights. The step runs in deterministic mode under `keep`, under
+`keep` again, and under the moving plan; the second and third are compared with the first bit by bit: the second is
+the control that says whether the machine repeats itself at all.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import torch
 from common import Row, save, seconds
 
 from ebbtide.config import load
-from ebbtide.config.tree import Memory
+from ebbtide.config.memory import MemoryConfig
 from ebbtide.loop import train
-from ebbtide.memory.buckets import buckets
+from ebbtide.memory.buckets import allocate_buckets
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.model import load_model
+from ebbtide.model.load import load_model
 from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -45,7 +46,8 @@ def pinned_rate() -> tuple[float, float]:
 
 
 def tensor_by_tensor(shapes: list[torch.Size]) -> tuple[float, float, int]:
-    """Seconds out and in with `.to()`, as policy workers commonly do it, for master and both moments of each parameter."""
+    """Seconds out and in with `.to()`, as policy workers commonly do it, for master and both moments of each
+    parameter."""
     state = [torch.ones(shape, device="cuda") for shape in shapes for _ in range(3)]
     size = sum(tensor.nbytes for tensor in state)
 
@@ -71,9 +73,11 @@ def moved(rows: list[Row]) -> None:
         Row("tensor by tensor .to()", "in", size / base_in / GB, "GB/s"),
     ]
 
-    residency = Residency(build_plan(Memory(preset="lean")), torch.device("cuda", 0))
-    residency.hold("master", buckets(shapes, torch.float32, residency.device)[0])
-    residency.hold("moments", [flat for _ in range(2) for flat in buckets(shapes, torch.float32, residency.device)[0]])
+    residency = Residency(build_plan(MemoryConfig(preset="lean")), torch.device("cuda", 0))
+    residency.register("master", allocate_buckets(shapes, torch.float32, residency.device)[0])
+    residency.register(
+        "moments", [flat for _ in range(2) for flat in allocate_buckets(shapes, torch.float32, residency.device)[0]]
+    )
     pinning = seconds(residency.pin, repeats=1, warm_up=0)
     held = residency.holdings()
     bytes_held = held["master"].device + held["moments"].device
@@ -100,10 +104,17 @@ def moved(rows: list[Row]) -> None:
     residency.__exit__()
 
 
-def run_steps(away: dict[str, list[str]], steps: int) -> tuple[list[dict[str, float]], list[str], dict[str, torch.Tensor]]:
+def run_steps(
+    away: dict[str, list[str]], steps: int
+) -> tuple[list[dict[str, float]], list[str], dict[str, torch.Tensor]]:
     """(metrics of each step, rollouts, weights at the end) of a run in deterministic mode."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"run.folder={folder}/run", f"train.steps={steps}", "deterministic=true", f"memory.away={json.dumps(away)}"]
+        options = [
+            f"run.folder={folder}/run",
+            f"train.steps={steps}",
+            "deterministic=true",
+            f"memory.offload={json.dumps(away)}",
+        ]
         # A reward that differs within groups, so that the updates are not zero.
         options += ["task.builtin=null", "task.python.object=varied_task:Varied", "report.samples_every=0"]
         config = load(CONFIG, options)
@@ -131,7 +142,11 @@ def stepped(rows: list[Row], steps: int = 3) -> None:
             Row(f"GRPO step, {name}", "peak in train", last["peak_gib/train"], "GiB"),
         ]
     for name in ("keep, again", "optimizer away"):
-        rows.append(Row(f"GRPO steps, {name} = keep", "identical to the bit", float(same(ends["keep"], ends[name])), "(1 = yes)"))
+        rows.append(
+            Row(
+                f"GRPO steps, {name} = keep", "identical to the bit", float(same(ends["keep"], ends[name])), "(1 = yes)"
+            )
+        )
 
 
 def same(one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
@@ -141,11 +156,17 @@ def same(one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
         differing = sum(a != b for a, b in zip(*spoken, strict=True))
         figures = [key for key in ("mismatch", "loss", "entropy", "grad_norm") if mine[key] != theirs[key]]
         if differing or figures:
-            print(f"the runs part at step {number}: {differing} of {len(spoken[0])} rollouts differ, and the figures {figures}")
+            print(
+                f"the runs part at step {number}: {differing} of {len(spoken[0])} rollouts differ, and the figures"
+                f" {figures}"
+            )
             return False
     apart = [key for key in one[2] if not torch.equal(one[2][key], other[2][key])]
     if apart:
-        print(f"the runs part after the last step: {len(apart)} of {len(one[2])} weights differ, the first of them {apart[0]}")
+        print(
+            f"the runs part after the last step: {len(apart)} of {len(one[2])} weights differ, the first of them"
+            f" {apart[0]}"
+        )
     return not apart
 
 

@@ -1,10 +1,12 @@
-"""The optimizer's step in each mode, on the Qwen3-1.7B shape: seconds, device memory, and what a 16k-token forward and backward hides of it.
+"""The optimizer's step in each mode, on the Qwen3-1.7B shape: seconds, device memory, and what a 16k-token forward
+and backward hides of it.
 
     python benchmarks/optimizer.py [MODE]...
 
-Beside it, in the same process and where they are installed: Megatron-Core's HybridDeviceOptimizer (fp32 masters on the CPU) and torchao's
-CPUOffloadOptimizer (bfloat16 state, no master). Gradients come from the same forward and backward for all. Peers do not clip; Ebbtide does.
-Modes named on the command line are measured anew; the other rows are kept.
+Beside it, in the same process and where they are installed: Megatron-Core's HybridDeviceOptimizer (fp32 masters on
+the CPU) and torchao's CPUOffloadOptimizer (bfloat16 state, no master). Gradients come from the same forward and
+backward for all. Peers do not clip; Ebbtide does. Modes named on the command line are measured anew; the other rows
+are kept.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from ebbtide.config import load
 from ebbtide.loop import seed_everything
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
+from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
-from ebbtide.optim.sizes import ring_bytes
-from ebbtide.policy.model import load_model
-from ebbtide.policy.pack import Trajectory
+from ebbtide.optim.costs import ring_bytes
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -52,7 +54,9 @@ def trajectories() -> list[Trajectory]:
     made = []
     for number in range(TOKENS // 382):
         tokens = torch.randint(200, (382,), generator=generator).tolist()
-        made.append(Trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1 / TOKENS))
+        made.append(
+            Trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1 / TOKENS)
+        )
     return made
 
 
@@ -85,10 +89,12 @@ def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
         start = time.perf_counter()
         optimizer = AdamW(loaded.model.named_parameters(), config.optimizer, residency)
         built = time.perf_counter() - start
-        backward, step, peak = timed(lambda: policy.accumulate(sequences, lambda *_: None), lambda: optimizer.step(1e-6))
-        exposed = residency.mover.take().exposed / (REPEATS + WARM_UP)
+        backward, step, peak = timed(
+            lambda: policy.accumulate(sequences, lambda *_: None), lambda: optimizer.step(1e-6)
+        )
+        exposed = residency.mover.drain().exposed / (REPEATS + WARM_UP)
         ring = ring_bytes(config.optimizer, weights // 2, 2)
-        grads = weights * (1 - config.optimizer.on_cpu if config.optimizer.overlap else 1)
+        grads = weights * (1 - config.optimizer.cpu_share if config.optimizer.overlap else 1)
         held = residency.holdings()
         promised = weights + grads + ring + held["master"].device + held["moments"].device
         host = residency.host_bytes

@@ -1,10 +1,12 @@
-"""Predicted against measured: device peak and seconds of each phase, and plans for a budget that is lowered step by step.
+"""Predicted against measured: device peak and seconds of each phase, and plans for a budget that is lowered step by
+step.
 
     python benchmarks/plan.py [rates] [fit] [test] [budget]
 
-rates: what this machine can do. fit: the runs that the planner was fitted to. test: others, which were not looked at when it was fitted. budget: `memory.plan: auto` on the
-Qwen3-1.7B shape with `memory.budget_gib` from 120 down to the least that a plan claims, under a limit that the allocator enforces. Random weights, so that completions never end early. Stages that are not named keep
-the figures of an earlier run.
+rates: what this machine can do. fit: the runs that the planner was fitted to. test: others, which were not looked at
+when it was fitted. budget: `memory.plan: auto` on the Qwen3-1.7B shape with `memory.budget_gib` from 120 down to the
+least that a plan claims, under a limit that the allocator enforces. Random weights, so that completions never end
+early. Stages that are not named keep the figures of an earlier run.
 """
 
 from __future__ import annotations
@@ -24,23 +26,29 @@ from pathlib import Path
 import torch
 from common import Row, beginning, kept, save
 
-from ebbtide.calibrate import calibrate
 from ebbtide.config import load
-from ebbtide.config.tree import Config
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.loop import train
-from ebbtide.planner.foretold import Prediction
-from ebbtide.planner.machine import GIB, Rates, keep_rates, this_machine
+from ebbtide.model.shape import find_shape
+from ebbtide.planner.calibrate import calibrate
 from ebbtide.planner.predict import Predictor
-from ebbtide.planner.shape import find_shape
-from ebbtide.planner.work import most_work
+from ebbtide.planner.prediction import Prediction
+from ebbtide.planner.workload import max_workload
 from ebbtide.report.report import Report
+from ebbtide.system.machine import Rates, save_rates, this_machine
+from ebbtide.system.units import GIB
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 PLANNED = str(Path(__file__).parent / "configs" / "qwen3-1.7b-planned.yaml")  # sets nothing that a plan may choose
 STEPS = 4
 BUDGETS = (120, 70, 60, 50, 40, 24, 16, 10, 8, 7, 6.5, 6)  # GiB
-PLAIN = ["rollout.prompts=16", "rollout.samples=8", "rollout.max_prompt_tokens=126", "rollout.max_new_tokens=256"]
+PLAIN = [
+    "rollout.prompts_per_step=16",
+    "rollout.group_size=8",
+    "rollout.max_prompt_tokens=126",
+    "rollout.max_new_tokens=256",
+]
 ALWAYS = [
     "report.samples_every=0",
     "report.rollouts=false",
@@ -62,120 +70,195 @@ Case = tuple[str, str, tuple[int, int, int, int], list[str]]
 FIT: list[Case] = [
     ("0.6B", "device, keep", (16, 8, 126, 256), []),
     ("0.6B", "cpu, balanced, long", (4, 4, 126, 1922), ["optimizer.place=cpu", "memory.activations.preset=balanced"]),
-    ("1.7B", "device, recompute, two updates, KL", (16, 8, 126, 256), ["train.minibatches=2", "loss.kl.coefficient=0.01", "train.microbatch_tokens=8192", "memory.activations.preset=recompute"]),
-    ("1.7B", "streamed, balanced", (16, 16, 126, 256), ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
-    ("4B", "streamed, offload", (16, 8, 126, 256), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("1.7B", "device, recompute, two updates, KL", (16, 8, 126, 256),
+        ["train.minibatches=2", "loss.kl.coefficient=0.01", "train.microbatch_tokens=8192",
+        "memory.activations.preset=recompute"]),
+    ("1.7B", "streamed, balanced", (16, 16, 126, 256),
+        ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
+    ("4B", "streamed, offload", (16, 8, 126, 256),
+        ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
     ("MoE", "device, keep", (16, 8, 126, 256), ["train.minibatches=2"]),
     ("MoE", "device, recompute", (16, 8, 126, 256), ["memory.activations.preset=recompute"]),
     ("0.6B", "device, keep", (32, 4, 62, 192), ["train.microbatch_tokens=12288", "train.minibatches=2"]),
-    ("0.6B", "streamed, recompute", (24, 8, 94, 320), ["optimizer.place=streamed", "memory.activations.preset=recompute"]),
-    ("0.6B", "cpu, offload, long", (4, 8, 62, 3000), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=24576"]),
-    ("0.6B", "device, balanced, KL", (32, 8, 126, 200), ["memory.activations.preset=balanced", "train.microbatch_tokens=32768", "loss.kl.coefficient=0.01"]),
+    ("0.6B", "streamed, recompute", (24, 8, 94, 320),
+        ["optimizer.place=streamed", "memory.activations.preset=recompute"]),
+    ("0.6B", "cpu, offload, long", (4, 8, 62, 3000),
+        ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=24576"]),
+    ("0.6B", "device, balanced, KL", (32, 8, 126, 200),
+        ["memory.activations.preset=balanced", "train.microbatch_tokens=32768", "loss.kl.coefficient=0.01"]),
     ("1.7B", "device, keep", (8, 8, 126, 384), ["train.microbatch_tokens=8192", "train.minibatches=2"]),
-    ("1.7B", "device away in generate, balanced", (32, 4, 94, 300), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=20480"]),
+    ("1.7B", "device away in generate, balanced", (32, 4, 94, 300),
+        ["memory.offload.generate=[moments, master]", "memory.activations.preset=balanced",
+        "train.microbatch_tokens=20480"]),
     ("1.7B", "streamed, keep", (12, 8, 62, 192), ["optimizer.place=streamed"]),
-    ("1.7B", "cpu, recompute, long", (4, 4, 254, 3000), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=20480"]),
-    ("1.7B", "half cpu, offload", (16, 12, 126, 256), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("1.7B", "cpu, recompute, long", (4, 4, 254, 3000),
+        ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=20480"]),
+    ("1.7B", "half cpu, offload", (16, 12, 126, 256),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.minibatches=2"]),
     ("4B", "device, recompute", (16, 8, 126, 300), ["memory.activations.preset=recompute", "train.minibatches=2"]),
     ("4B", "streamed, keep", (8, 8, 126, 192), ["optimizer.place=streamed", "train.microbatch_tokens=8192"]),
-    ("4B", "half cpu, balanced", (8, 16, 94, 200), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced"]),
+    ("4B", "half cpu, balanced", (8, 16, 94, 200),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced"]),
     ("MoE", "device, keep", (8, 8, 62, 192), ["train.microbatch_tokens=12288"]),
     ("MoE", "streamed, offload", (16, 8, 94, 200), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
     ("0.6B", "device, keep", (24, 4, 94, 224), ["train.microbatch_tokens=10240", "train.minibatches=2"]),
     ("0.6B", "streamed, offload", (16, 12, 62, 288), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
-    ("0.6B", "cpu, recompute, long", (4, 6, 126, 2400), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=20480"]),
-    ("0.6B", "device, balanced, KL", (24, 8, 94, 240), ["memory.activations.preset=balanced", "train.microbatch_tokens=24576", "loss.kl.coefficient=0.01"]),
+    ("0.6B", "cpu, recompute, long", (4, 6, 126, 2400),
+        ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=20480"]),
+    ("0.6B", "device, balanced, KL", (24, 8, 94, 240),
+        ["memory.activations.preset=balanced", "train.microbatch_tokens=24576", "loss.kl.coefficient=0.01"]),
     ("1.7B", "device, keep", (12, 6, 62, 320), ["train.microbatch_tokens=10240", "train.minibatches=2"]),
-    ("1.7B", "device away in generate, balanced", (20, 6, 126, 220), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=18432"]),
+    ("1.7B", "device away in generate, balanced", (20, 6, 126, 220),
+        ["memory.offload.generate=[moments, master]", "memory.activations.preset=balanced",
+        "train.microbatch_tokens=18432"]),
     ("1.7B", "streamed, keep", (8, 12, 94, 176), ["optimizer.place=streamed", "train.microbatch_tokens=14336"]),
     ("1.7B", "cpu, offload, long", (4, 4, 190, 2200), ["optimizer.place=cpu", "memory.activations.preset=offload"]),
-    ("1.7B", "half cpu, recompute", (12, 12, 62, 300), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("1.7B", "half cpu, recompute", (12, 12, 62, 300),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=recompute", "train.minibatches=2"]),
     ("4B", "device, recompute", (12, 8, 94, 260), ["memory.activations.preset=recompute", "train.minibatches=2"]),
     ("4B", "streamed, keep", (8, 10, 62, 160), ["optimizer.place=streamed", "train.microbatch_tokens=6144"]),
-    ("4B", "device, balanced", (8, 12, 126, 180), ["memory.activations.preset=balanced", "train.microbatch_tokens=8192"]),
+    ("4B", "device, balanced", (8, 12, 126, 180),
+        ["memory.activations.preset=balanced", "train.microbatch_tokens=8192"]),
     ("MoE", "device, keep", (10, 8, 94, 160), ["train.microbatch_tokens=10240"]),
     ("MoE", "streamed, offload", (12, 8, 62, 180), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
     ("0.6B", "device, keep", (20, 5, 110, 208), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
-    ("0.6B", "streamed, balanced", (16, 10, 78, 272), ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
-    ("0.6B", "cpu, offload, long", (4, 7, 94, 2000), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=22528"]),
-    ("0.6B", "device, recompute, KL", (28, 8, 62, 210), ["memory.activations.preset=recompute", "train.microbatch_tokens=28672", "loss.kl.coefficient=0.01"]),
+    ("0.6B", "streamed, balanced", (16, 10, 78, 272),
+        ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
+    ("0.6B", "cpu, offload, long", (4, 7, 94, 2000),
+        ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=22528"]),
+    ("0.6B", "device, recompute, KL", (28, 8, 62, 210),
+        ["memory.activations.preset=recompute", "train.microbatch_tokens=28672", "loss.kl.coefficient=0.01"]),
     ("1.7B", "device, keep, KL", (10, 8, 94, 280), ["train.microbatch_tokens=9216", "loss.kl.coefficient=0.01"]),
-    ("1.7B", "device away in generate, balanced", (18, 8, 62, 240), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=20480"]),
-    ("1.7B", "streamed, recompute", (14, 10, 110, 190), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("1.7B", "device away in generate, balanced", (18, 8, 62, 240),
+        ["memory.offload.generate=[moments, master]", "memory.activations.preset=balanced",
+        "train.microbatch_tokens=20480"]),
+    ("1.7B", "streamed, recompute", (14, 10, 110, 190),
+        ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
     ("1.7B", "cpu, keep", (12, 8, 126, 210), ["optimizer.place=cpu", "train.microbatch_tokens=12288"]),
-    ("1.7B", "half cpu, offload, long", (4, 5, 158, 1800), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.microbatch_tokens=18432"]),
+    ("1.7B", "half cpu, offload, long", (4, 5, 158, 1800),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.microbatch_tokens=18432"]),
     ("4B", "device, offload", (10, 8, 78, 240), ["memory.activations.preset=offload"]),
-    ("4B", "streamed, balanced", (8, 8, 94, 170), ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.microbatch_tokens=10240"]),
+    ("4B", "streamed, balanced", (8, 8, 94, 170),
+        ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.microbatch_tokens=10240"]),
     ("4B", "cpu, recompute", (8, 8, 126, 150), ["optimizer.place=cpu", "memory.activations.preset=recompute"]),
     ("MoE", "device, recompute", (12, 6, 94, 190), ["memory.activations.preset=recompute", "train.minibatches=2"]),
     ("MoE", "streamed, keep", (8, 12, 78, 150), ["optimizer.place=streamed", "train.microbatch_tokens=12288"]),
     ("0.6B", "device, keep", (18, 6, 78, 232), ["train.microbatch_tokens=11264", "train.minibatches=2"]),
     ("0.6B", "streamed, offload", (20, 8, 94, 216), ["optimizer.place=streamed", "memory.activations.preset=offload"]),
-    ("0.6B", "cpu, balanced, long", (4, 6, 110, 1700), ["optimizer.place=cpu", "memory.activations.preset=balanced", "train.microbatch_tokens=14336"]),
-    ("0.6B", "device, balanced, KL", (22, 8, 126, 180), ["memory.activations.preset=balanced", "train.microbatch_tokens=18432", "loss.kl.coefficient=0.01"]),
-    ("1.7B", "device, recompute, KL", (14, 8, 62, 260), ["memory.activations.preset=recompute", "loss.kl.coefficient=0.01", "train.microbatch_tokens=12288"]),
+    ("0.6B", "cpu, balanced, long", (4, 6, 110, 1700),
+        ["optimizer.place=cpu", "memory.activations.preset=balanced", "train.microbatch_tokens=14336"]),
+    ("0.6B", "device, balanced, KL", (22, 8, 126, 180),
+        ["memory.activations.preset=balanced", "train.microbatch_tokens=18432", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, recompute, KL", (14, 8, 62, 260),
+        ["memory.activations.preset=recompute", "loss.kl.coefficient=0.01", "train.microbatch_tokens=12288"]),
     ("1.7B", "streamed, keep", (10, 10, 110, 200), ["optimizer.place=streamed", "train.microbatch_tokens=12288"]),
-    ("1.7B", "cpu, offload", (14, 8, 94, 220), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=10240"]),
-    ("1.7B", "half cpu, balanced", (12, 10, 78, 230), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced", "train.microbatch_tokens=14336", "train.minibatches=2"]),
-    ("1.7B", "device away in generate, keep, long", (4, 5, 126, 1500), ["memory.away.generate=[moments, master]", "train.microbatch_tokens=8192"]),
-    ("4B", "device, recompute", (10, 8, 110, 200), ["memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
-    ("4B", "streamed, offload", (8, 8, 78, 190), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=8192"]),
+    ("1.7B", "cpu, offload", (14, 8, 94, 220),
+        ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=10240"]),
+    ("1.7B", "half cpu, balanced", (12, 10, 78, 230),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced", "train.microbatch_tokens=14336",
+        "train.minibatches=2"]),
+    ("1.7B", "device away in generate, keep, long", (4, 5, 126, 1500),
+        ["memory.offload.generate=[moments, master]", "train.microbatch_tokens=8192"]),
+    ("4B", "device, recompute", (10, 8, 110, 200),
+        ["memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
+    ("4B", "streamed, offload", (8, 8, 78, 190),
+        ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=8192"]),
     ("MoE", "device, keep", (14, 6, 78, 180), ["train.microbatch_tokens=11264"]),
     ("MoE", "cpu, recompute", (10, 8, 110, 170), ["optimizer.place=cpu", "memory.activations.preset=recompute"]),
-    ("0.6B", "device, recompute", (22, 6, 62, 248), ["memory.activations.preset=recompute", "train.microbatch_tokens=13312", "train.minibatches=2"]),
+    ("0.6B", "device, recompute", (22, 6, 62, 248),
+        ["memory.activations.preset=recompute", "train.microbatch_tokens=13312", "train.minibatches=2"]),
     ("0.6B", "streamed, keep", (14, 10, 110, 240), ["optimizer.place=streamed", "train.microbatch_tokens=15360"]),
-    ("0.6B", "cpu, offload", (18, 8, 78, 264), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=16384"]),
+    ("0.6B", "cpu, offload", (18, 8, 78, 264),
+        ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=16384"]),
     ("0.6B", "device, keep, KL, long", (4, 7, 78, 1600), ["train.microbatch_tokens=12288", "loss.kl.coefficient=0.01"]),
-    ("1.7B", "device, balanced", (16, 7, 110, 230), ["memory.activations.preset=balanced", "train.microbatch_tokens=14336"]),
-    ("1.7B", "streamed, offload", (12, 9, 62, 250), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
-    ("1.7B", "cpu, recompute, long", (4, 5, 94, 1400), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
+    ("1.7B", "device, balanced", (16, 7, 110, 230),
+        ["memory.activations.preset=balanced", "train.microbatch_tokens=14336"]),
+    ("1.7B", "streamed, offload", (12, 9, 62, 250),
+        ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("1.7B", "cpu, recompute, long", (4, 5, 94, 1400),
+        ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
     ("1.7B", "half cpu, keep", (11, 8, 94, 240), ["optimizer.cpu_fraction=0.5", "train.microbatch_tokens=10240"]),
-    ("1.7B", "device away in generate, recompute, KL", (13, 8, 78, 210), ["memory.away.generate=[moments, master]", "memory.activations.preset=recompute", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device away in generate, recompute, KL", (13, 8, 78, 210),
+        ["memory.offload.generate=[moments, master]", "memory.activations.preset=recompute",
+        "loss.kl.coefficient=0.01"]),
     ("4B", "device, keep", (8, 8, 94, 210), ["train.microbatch_tokens=6144"]),
-    ("4B", "streamed, recompute", (9, 8, 110, 180), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
+    ("4B", "streamed, recompute", (9, 8, 110, 180),
+        ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
     ("MoE", "device, offload", (12, 7, 110, 180), ["memory.activations.preset=offload", "train.minibatches=2"]),
     ("MoE", "cpu, keep", (9, 8, 94, 200), ["optimizer.place=cpu", "train.microbatch_tokens=9216"]),
-    ("0.6B", "device, balanced", (20, 6, 94, 236), ["memory.activations.preset=balanced", "train.microbatch_tokens=12288", "train.minibatches=2"]),
-    ("0.6B", "streamed, recompute, KL", (16, 8, 62, 272), ["optimizer.place=streamed", "memory.activations.preset=recompute", "loss.kl.coefficient=0.01"]),
+    ("0.6B", "device, balanced", (20, 6, 94, 236),
+        ["memory.activations.preset=balanced", "train.microbatch_tokens=12288", "train.minibatches=2"]),
+    ("0.6B", "streamed, recompute, KL", (16, 8, 62, 272),
+        ["optimizer.place=streamed", "memory.activations.preset=recompute", "loss.kl.coefficient=0.01"]),
     ("0.6B", "cpu, keep", (16, 7, 110, 228), ["optimizer.place=cpu", "train.microbatch_tokens=11264"]),
     ("0.6B", "device, offload, long", (4, 6, 94, 1500), ["memory.activations.preset=offload"]),
     ("1.7B", "device, keep", (13, 7, 78, 244), ["train.microbatch_tokens=8192", "train.minibatches=2"]),
-    ("1.7B", "streamed, balanced", (15, 7, 94, 226), ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.microbatch_tokens=12288"]),
-    ("1.7B", "cpu, offload, KL", (12, 8, 110, 214), ["optimizer.place=cpu", "memory.activations.preset=offload", "loss.kl.coefficient=0.01", "train.microbatch_tokens=14336"]),
-    ("1.7B", "half cpu, recompute", (14, 7, 78, 236), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=recompute", "train.microbatch_tokens=10240", "train.minibatches=2"]),
-    ("1.7B", "device away in generate, offload, long", (4, 5, 110, 1300), ["memory.away.generate=[moments, master]", "memory.activations.preset=offload"]),
-    ("4B", "device, balanced", (8, 7, 110, 196), ["memory.activations.preset=balanced", "train.microbatch_tokens=10240"]),
+    ("1.7B", "streamed, balanced", (15, 7, 94, 226),
+        ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.microbatch_tokens=12288"]),
+    ("1.7B", "cpu, offload, KL", (12, 8, 110, 214),
+        ["optimizer.place=cpu", "memory.activations.preset=offload", "loss.kl.coefficient=0.01",
+        "train.microbatch_tokens=14336"]),
+    ("1.7B", "half cpu, recompute", (14, 7, 78, 236),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=recompute", "train.microbatch_tokens=10240",
+        "train.minibatches=2"]),
+    ("1.7B", "device away in generate, offload, long", (4, 5, 110, 1300),
+        ["memory.offload.generate=[moments, master]", "memory.activations.preset=offload"]),
+    ("4B", "device, balanced", (8, 7, 110, 196),
+        ["memory.activations.preset=balanced", "train.microbatch_tokens=10240"]),
     ("4B", "streamed, keep", (7, 8, 78, 204), ["optimizer.place=streamed", "train.microbatch_tokens=6144"]),
     ("MoE", "device, keep, KL", (11, 7, 94, 176), ["train.microbatch_tokens=10240", "loss.kl.coefficient=0.01"]),
-    ("MoE", "streamed, recompute", (10, 8, 78, 188), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
+    ("MoE", "streamed, recompute", (10, 8, 78, 188),
+        ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.minibatches=2"]),
     ("0.6B", "device, keep", (18, 7, 62, 252), ["train.microbatch_tokens=14336"]),
-    ("0.6B", "streamed, balanced", (15, 9, 78, 244), ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.minibatches=2"]),
-    ("0.6B", "cpu, recompute, long", (4, 6, 78, 1450), ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=14336"]),
-    ("0.6B", "device, offload, KL", (17, 7, 110, 232), ["memory.activations.preset=offload", "loss.kl.coefficient=0.01"]),
-    ("1.7B", "device, recompute", (15, 7, 62, 238), ["memory.activations.preset=recompute", "train.microbatch_tokens=10240", "train.minibatches=2"]),
+    ("0.6B", "streamed, balanced", (15, 9, 78, 244),
+        ["optimizer.place=streamed", "memory.activations.preset=balanced", "train.minibatches=2"]),
+    ("0.6B", "cpu, recompute, long", (4, 6, 78, 1450),
+        ["optimizer.place=cpu", "memory.activations.preset=recompute", "train.microbatch_tokens=14336"]),
+    ("0.6B", "device, offload, KL", (17, 7, 110, 232),
+        ["memory.activations.preset=offload", "loss.kl.coefficient=0.01"]),
+    ("1.7B", "device, recompute", (15, 7, 62, 238),
+        ["memory.activations.preset=recompute", "train.microbatch_tokens=10240", "train.minibatches=2"]),
     ("1.7B", "streamed, keep", (11, 8, 110, 222), ["optimizer.place=streamed", "train.microbatch_tokens=9216"]),
-    ("1.7B", "cpu, balanced", (13, 8, 94, 206), ["optimizer.place=cpu", "memory.activations.preset=balanced", "train.microbatch_tokens=11264"]),
-    ("1.7B", "half cpu, offload", (12, 8, 78, 242), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.microbatch_tokens=13312"]),
-    ("1.7B", "device away in generate, balanced, long", (4, 5, 78, 1250), ["memory.away.generate=[moments, master]", "memory.activations.preset=balanced", "train.microbatch_tokens=12288"]),
+    ("1.7B", "cpu, balanced", (13, 8, 94, 206),
+        ["optimizer.place=cpu", "memory.activations.preset=balanced", "train.microbatch_tokens=11264"]),
+    ("1.7B", "half cpu, offload", (12, 8, 78, 242),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=offload", "train.microbatch_tokens=13312"]),
+    ("1.7B", "device away in generate, balanced, long", (4, 5, 78, 1250),
+        ["memory.offload.generate=[moments, master]", "memory.activations.preset=balanced",
+        "train.microbatch_tokens=12288"]),
     ("4B", "device, recompute", (8, 8, 94, 188), ["memory.activations.preset=recompute"]),
-    ("4B", "streamed, offload", (8, 7, 62, 212), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=10240"]),
+    ("4B", "streamed, offload", (8, 7, 62, 212),
+        ["optimizer.place=streamed", "memory.activations.preset=offload", "train.microbatch_tokens=10240"]),
     ("MoE", "device, keep", (13, 6, 110, 172), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
-    ("MoE", "streamed, offload, KL", (9, 8, 94, 184), ["optimizer.place=streamed", "memory.activations.preset=offload", "loss.kl.coefficient=0.01"]),
+    ("MoE", "streamed, offload, KL", (9, 8, 94, 184),
+        ["optimizer.place=streamed", "memory.activations.preset=offload", "loss.kl.coefficient=0.01"]),
 ]  # fmt: skip
 TEST: list[Case] = [
-    ("0.6B", "device, recompute", (19, 6, 94, 228), ["memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
-    ("0.6B", "streamed, offload", (17, 8, 62, 258), ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
+    ("0.6B", "device, recompute", (19, 6, 94, 228),
+        ["memory.activations.preset=recompute", "train.microbatch_tokens=12288"]),
+    ("0.6B", "streamed, offload", (17, 8, 62, 258),
+        ["optimizer.place=streamed", "memory.activations.preset=offload", "train.minibatches=2"]),
     ("0.6B", "cpu, keep, long", (4, 6, 94, 1350), ["optimizer.place=cpu", "train.microbatch_tokens=12288"]),
-    ("0.6B", "device, balanced, KL", (16, 8, 78, 246), ["memory.activations.preset=balanced", "loss.kl.coefficient=0.01", "train.microbatch_tokens=14336"]),
+    ("0.6B", "device, balanced, KL", (16, 8, 78, 246),
+        ["memory.activations.preset=balanced", "loss.kl.coefficient=0.01", "train.microbatch_tokens=14336"]),
     ("1.7B", "device, keep", (14, 6, 94, 232), ["train.microbatch_tokens=9216", "train.minibatches=2"]),
-    ("1.7B", "streamed, recompute", (13, 8, 62, 248), ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=11264"]),
-    ("1.7B", "cpu, offload", (12, 7, 110, 218), ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=12288"]),
-    ("1.7B", "half cpu, balanced", (13, 7, 94, 224), ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced", "train.microbatch_tokens=10240", "train.minibatches=2"]),
-    ("1.7B", "device away in generate, recompute, long", (4, 5, 62, 1350), ["memory.away.generate=[moments, master]", "memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
+    ("1.7B", "streamed, recompute", (13, 8, 62, 248),
+        ["optimizer.place=streamed", "memory.activations.preset=recompute", "train.microbatch_tokens=11264"]),
+    ("1.7B", "cpu, offload", (12, 7, 110, 218),
+        ["optimizer.place=cpu", "memory.activations.preset=offload", "train.microbatch_tokens=12288"]),
+    ("1.7B", "half cpu, balanced", (13, 7, 94, 224),
+        ["optimizer.cpu_fraction=0.5", "memory.activations.preset=balanced", "train.microbatch_tokens=10240",
+        "train.minibatches=2"]),
+    ("1.7B", "device away in generate, recompute, long", (4, 5, 62, 1350),
+        ["memory.offload.generate=[moments, master]", "memory.activations.preset=recompute",
+        "train.microbatch_tokens=10240"]),
     ("4B", "device, offload", (8, 8, 62, 204), ["memory.activations.preset=offload", "train.microbatch_tokens=8192"]),
     ("4B", "streamed, balanced", (7, 8, 94, 192), ["optimizer.place=streamed", "memory.activations.preset=balanced"]),
-    ("MoE", "device, recompute", (12, 7, 78, 184), ["memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
-    ("MoE", "streamed, keep, KL", (10, 7, 110, 168), ["optimizer.place=streamed", "train.microbatch_tokens=9216", "loss.kl.coefficient=0.01", "train.minibatches=2"]),
+    ("MoE", "device, recompute", (12, 7, 78, 184),
+        ["memory.activations.preset=recompute", "train.microbatch_tokens=10240"]),
+    ("MoE", "streamed, keep, KL", (10, 7, 110, 168),
+        ["optimizer.place=streamed", "train.microbatch_tokens=9216", "loss.kl.coefficient=0.01",
+        "train.minibatches=2"]),
 ]  # fmt: skip
 
 
@@ -207,7 +290,7 @@ def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, lis
 def predicted(config: Config, budget: int | None = None) -> Prediction:
     total = torch.cuda.get_device_properties(0).total_memory
     machine = replace(this_machine(torch.cuda.get_device_name(), total, 0), rates=measured_rates()[0])
-    return Predictor(find_shape(config.model), machine).of(config, most_work(config), budget or total)
+    return Predictor(find_shape(config.model), machine).predict(config, max_workload(config), budget or total)
 
 
 @cache
@@ -254,11 +337,12 @@ def compared(stage: str, cases: list[Case]) -> Iterator[list[Row]]:
                 if name.startswith(f"device_gib/{phase}/")
             }
             print(
-                f"{label:<45} {phase:<9} peak {peak:7.2f} predicted {mine.peak / GIB:7.2f} {off:+6.1f}%   seconds {seconds:7.3f} predicted {mine.seconds:7.3f} {late:+6.1f}%   {shown} "
-                f"{ {name: round(size / GIB, 2) for name, size in mine.device.items()} }",
+                f"{label:<45} {phase:<9} peak {peak:7.2f} predicted {mine.peak / GIB:7.2f} {off:+6.1f}%   seconds"
+                f" {seconds:7.3f} predicted {mine.seconds:7.3f} {late:+6.1f}%   {shown}"
+                f" { {name: round(size / GIB, 2) for name, size in mine.device.items()} }",
                 flush=True,
             )
-        print(f"    {time.perf_counter() - start:.1f} s, activations: {foretold.activations.words()}", flush=True)
+        print(f"    {time.perf_counter() - start:.1f} s, activations: {foretold.activations.describe()}", flush=True)
         yield rows
     for what, found in (("peaks", peaks), ("seconds", times)):
         if found:
@@ -285,7 +369,10 @@ def budgets() -> Iterator[list[Row]]:
         else:
             foretold = predicted(config, int(budget * GIB))
             seconds = statistics.median(line["seconds"] for line in lines)
-            peak, reserved = (max(line[f"{kind}/{phase}"] for line in lines for phase in PHASES) for kind in ("peak_gib", "reserved_gib"))
+            peak, reserved = (
+                max(line[f"{kind}/{phase}"] for line in lines for phase in PHASES)
+                for kind in ("peak_gib", "reserved_gib")
+            )
             rows += [
                 Row(label, "seconds a step", seconds, "s"),
                 Row(label, "predicted", foretold.seconds, "s"),
@@ -293,9 +380,13 @@ def budgets() -> Iterator[list[Row]]:
                 Row(label, "peak predicted", foretold.peak / GIB, "GiB"),
                 Row(label, "reserved", reserved, "GiB"),
             ]
-            chosen = f"{config.optimizer.place}, {config.optimizer.on_cpu:g} on the CPU, {config.train.microbatch_tokens} tokens, {foretold.activations.words()}"
+            chosen = (
+                f"{config.optimizer.place}, {config.optimizer.cpu_share:g} on the CPU, {config.train.microbatch_tokens}"
+                f" tokens, {foretold.activations.describe()}"
+            )
             print(
-                f"{label}: {seconds:.2f} s ({foretold.seconds:.2f}), peak {peak:.2f} ({foretold.peak / GIB:.2f}), reserved {reserved:.2f}: {chosen}",
+                f"{label}: {seconds:.2f} s ({foretold.seconds:.2f}), peak {peak:.2f} ({foretold.peak / GIB:.2f}),"
+                f" reserved {reserved:.2f}: {chosen}",
                 flush=True,
             )
         yield rows
@@ -303,7 +394,9 @@ def budgets() -> Iterator[list[Row]]:
 
 def rates() -> Iterator[list[Row]]:
     found, taken = measured_rates()
-    yield [Row("rates", key, value, "/s") for key, value in asdict(found).items()] + [Row("rates", "measuring them", taken, "s")]
+    yield [Row("rates", key, value, "/s") for key, value in asdict(found).items()] + [
+        Row("rates", "measuring them", taken, "s")
+    ]
 
 
 STAGES: dict[str, Callable[[], Iterator[list[Row]]]] = {
@@ -316,7 +409,7 @@ STAGES: dict[str, Callable[[], Iterator[list[Row]]]] = {
 
 def main() -> None:
     total = torch.cuda.get_device_properties(0).total_memory / GIB
-    keep_rates(torch.cuda.get_device_name(), total, measured_rates()[0])  # for the plans that runs make themselves
+    save_rates(torch.cuda.get_device_name(), total, measured_rates()[0])  # for the plans that runs make themselves
     for name in sys.argv[1:] or list(STAGES):
         others = kept("plan", beginning(name))
         for rows in STAGES[name]():

@@ -2,8 +2,9 @@
 
     python benchmarks/rank_memory.py
 
-The rank's part is built as in a run, among ranks that are not there: torch's `fake` backend, whose collectives send nothing and take their room. What is computed means nothing; what it takes does, and so does the host's
-time for gathering (`generate: seconds`, in which nothing is sampled and nothing sent).
+The rank's part is built as in a run, among ranks that are not there: torch's `fake` backend, whose collectives send
+nothing and take their room. What is computed means nothing; what it takes does, and so does the host's time for
+gathering (`generate: seconds`, in which nothing is sampled and nothing sent).
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from common import Row, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ebbtide.cluster.whole import share_out
-from ebbtide.cluster.world import World
 from ebbtide.config import load
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.memory.shards import local
+from ebbtide.model.load import load_model
+from ebbtide.model.shape import find_shape
 from ebbtide.optim.adamw import AdamW
-from ebbtide.planner.machine import GIB, machine_for
+from ebbtide.parallel.comm import Comm
+from ebbtide.parallel.costs import MeshShape
+from ebbtide.parallel.dtensor import local
 from ebbtide.planner.predict import LIBRARIES, Predictor
-from ebbtide.planner.ranks import Sharing
-from ebbtide.planner.shape import find_shape
-from ebbtide.planner.work import Work
-from ebbtide.policy.model import load_model
-from ebbtide.policy.pack import Trajectory
+from ebbtide.planner.workload import Workload
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
+from ebbtide.rollout.weights.build import shard_policy
+from ebbtide.system.machine import machine_for
+from ebbtide.system.units import GIB
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 PROMPT, NEW, SAMPLES = 126, 256, 86  # of one rank: three micro-batches of at most 16,384 tokens
@@ -57,31 +59,36 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
     torch.cuda.empty_cache()  # of the case before: each is to be as if alone
     dist.init_process_group("fake", rank=0, world_size=copies * shards * tensor, store=FakeStore())
     try:
-        world: Any = World()
-        world.mesh = init_device_mesh("cuda", mesh, mesh_dim_names=("replicate", "shard", "tensor"))
+        comm: Any = Comm()
+        comm.mesh = init_device_mesh("cuda", mesh, mesh_dim_names=("replicate", "shard", "tensor"))
         with Residency(build_plan(config.memory, config.optimizer), device) as residency:
             loaded = load_model(config, device)
             policy = Policy(loaded, config)
-            whole = share_out(policy, world, device, "whole")
-            residency.hold("weights", [local(parameter) for parameter in policy.model.parameters()])
+            whole = shard_policy(policy, comm, None, device, "gathered")
+            residency.register("weights", [local(parameter) for parameter in policy.model.parameters()])
             optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
             policy.place_activations(residency, {})
-            optimizer.discard()
-            samples = [Trajectory([1] * PROMPT, [2] * NEW, [-5.0] * NEW, advantage=1.0, weight=1 / NEW) for _ in range(SAMPLES)]
+            optimizer.discard_grads()
+            samples = [
+                Trajectory([1] * PROMPT, [2] * NEW, [-5.0] * NEW, advantage=1.0, weight=1 / NEW) for _ in range(SAMPLES)
+            ]
             for _ in range(2):  # the first makes what stays
-                with residency.phase("generate"), whole.there():
+                with residency.phase("generate"), whole.materialized():
                     pass
                 with residency.phase("logprob"):
-                    policy.observe(samples, lambda *_: None)
+                    policy.forward_only(samples, lambda *_: None)
                 with residency.phase("train"):
                     policy.accumulate(samples, lambda *_: None)
                 with residency.phase("step"):
                     optimizer.step(1e-6)
-                figures = residency.meter.take()
+                figures = residency.meter.drain()
         data = copies * shards
-        predictor = Predictor(find_shape(config.model), machine_for("h200", None, 2000, None), sharing=Sharing(data, tensor, copies, 8))
-        looked = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 2})})  # so that there is a logprob phase
-        foretold = predictor.of(looked, Work(1, SAMPLES * data, PROMPT, NEW, NEW, NEW), 130 * GIB).phases
+        predictor = Predictor(
+            find_shape(config.model), machine_for("h200", None, 2000, None), sharing=MeshShape(data, tensor, copies, 8)
+        )
+        # so that there is a logprob phase
+        looked = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 2})})
+        foretold = predictor.predict(looked, Workload(1, SAMPLES * data, PROMPT, NEW, NEW, NEW), 130 * GIB).phases
         for phase in PHASES:
             mine = foretold[phase]  # type: ignore[index]
             # Nothing is sampled here: of generate, there is only what is gathered for it.

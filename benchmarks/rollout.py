@@ -1,11 +1,16 @@
-"""Generation with the policy's own weights: tokens a second of the paged engine, beside transformers' `generate` and `generate_batch`.
+"""Generation with the policy's own weights: tokens a second of the paged engine, beside transformers' `generate` and
+`generate_batch`.
 
     python benchmarks/rollout.py [start] [grpo] [lengths] [experts] [generate] [generate_batch]
 
-start: from a loaded model to the first token, graphs captured, in a process that has compiled nothing. grpo: 16 and 64 prompts x 8 samples of 126 + 256 tokens with log-probs, on the Qwen3-1.7B
-shape, with prompts shared and not, and how far the log-probs of the engine, of the trainer and of the same weights in fp32 lie apart. lengths: 256 prompts of 100 to 1,024 tokens with as many new ones (nano-vllm's benchmark), on the Qwen3-0.6B and
-1.7B shapes. experts: 16 prompts x 8 samples of a mixture of experts, captured and not. generate, generate_batch: transformers on the first of the GRPO workloads. Weights are random and end tokens ignored, so that the work is the same for all. The bound of a workload is the
-time to read weights and keys and values at 4.8 TB/s and to multiply the prompts at 989 TFLOP/s, and nothing else.
+start: from a loaded model to the first token, graphs captured, in a process that has compiled nothing. grpo: 16 and
+64 prompts x 8 samples of 126 + 256 tokens with log-probs, on the Qwen3-1.7B shape, with prompts shared and not, and
+how far the log-probs of the engine, of the trainer and of the same weights in fp32 lie apart. lengths: 256 prompts
+of 100 to 1,024 tokens with as many new ones (nano-vllm's benchmark), on the Qwen3-0.6B and 1.7B shapes. experts: 16
+prompts x 8 samples of a mixture of experts, captured and not. generate, generate_batch: transformers on the first of
+the GRPO workloads. Weights are random and end tokens ignored, so that the work is the same for all. The bound of a
+workload is the time to read weights and keys and values at 4.8 TB/s and to multiply the prompts at 989 TFLOP/s, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -24,12 +29,12 @@ import torch
 from common import Row, beginning, kept, save
 
 from ebbtide.config import load
-from ebbtide.policy.attention import attention
-from ebbtide.policy.model import Loaded, load_model
-from ebbtide.policy.pack import Trajectory
+from ebbtide.model.load import LoadedModel, load_model
+from ebbtide.policy.attention import use_attention
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
-from ebbtide.rollout.engine import Request, Sampling
-from ebbtide.rollout.paged.attention import room_of
+from ebbtide.rollout.engine import Request, SamplingParams
+from ebbtide.rollout.paged.attention import model_cache_costs
 from ebbtide.rollout.paged.engine import PagedEngine
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -37,16 +42,16 @@ EXPERTS = ["architecture=qwen3_moe", "layers=12", "experts=32", "experts_per_tok
 SMALL = ["model.scratch.hidden=1024", "model.scratch.mlp=3072", "model.scratch.tied=true"]
 BANDWIDTH, COMPUTE = 4.8e12, 989e12
 
-Work = Sequence[tuple[Request, Sampling]]
+Work = Sequence[tuple[Request, SamplingParams]]
 
 
-def bound(loaded: Loaded, work: Work) -> float:
+def bound(loaded: LoadedModel, work: Work) -> float:
     """Seconds that the workload takes where nothing but memory and matrix units limit it."""
     embedding = loaded.model.get_input_embeddings().weight
     weights = sum(parameter.numel() for parameter in loaded.model.parameters())
     tied = loaded.model.get_output_embeddings().weight is embedding
     used = weights - (0 if tied else embedding.numel())
-    each = room_of(loaded.model.config).bytes(2)
+    each = model_cache_costs(loaded.model.config).bytes_per_token(2)
     steps = max(sampling.max_new_tokens for _, sampling in work)
     own = sum(len(request.seeds) * sampling.max_new_tokens**2 // 2 for request, sampling in work)
     prompts = sum(len(request.prompt) * sampling.max_new_tokens for request, sampling in work)  # read once for a group
@@ -69,7 +74,7 @@ def timed(engine: PagedEngine, work: Work) -> float:
     return taken
 
 
-def measured(label: str, loaded: Loaded, engine: PagedEngine, work: Work, repeats: int = 3) -> list[Row]:
+def measured(label: str, loaded: LoadedModel, engine: PagedEngine, work: Work, repeats: int = 3) -> list[Row]:
     tokens = sum(len(request.seeds) * sampling.max_new_tokens for request, sampling in work)
     timed(engine, work)
     taken = statistics.median(timed(engine, work) for _ in range(repeats))
@@ -80,20 +85,23 @@ def measured(label: str, loaded: Loaded, engine: PagedEngine, work: Work, repeat
     ]
 
 
-def grpo_work(prompts: int, sampling: Sampling) -> list[tuple[Request, Sampling]]:
+def grpo_work(prompts: int, sampling: SamplingParams) -> list[tuple[Request, SamplingParams]]:
     chance = random.Random(0)
-    return [(Request([chance.randrange(5, 150_000) for _ in range(126)], [8 * n + i for i in range(8)]), sampling) for n in range(prompts)]
+    return [
+        (Request([chance.randrange(5, 150_000) for _ in range(126)], [8 * n + i for i in range(8)]), sampling)
+        for n in range(prompts)
+    ]
 
 
 def start() -> list[Row]:
     loaded = load_model(load(CONFIG))
-    work = grpo_work(16, Sampling(1, ignore_end=True))
+    work = grpo_work(16, SamplingParams(1, ignore_eos=True))
     torch.cuda.synchronize()
     begun = time.perf_counter()
     engine = PagedEngine(loaded, 128)
     timed(engine, work)
     first = time.perf_counter() - begun
-    timed(engine, grpo_work(16, Sampling(2, ignore_end=True)))
+    timed(engine, grpo_work(16, SamplingParams(2, ignore_eos=True)))
     return [
         Row("start", "until 128 samples have a token", first, "s"),
         Row("start", "and a graph decoded the second", time.perf_counter() - begun, "s"),
@@ -103,7 +111,7 @@ def start() -> list[Row]:
 def grpo() -> list[Row]:
     config = load(CONFIG)
     loaded = load_model(config)
-    sampling = Sampling(256, ignore_end=True)
+    sampling = SamplingParams(256, ignore_eos=True)
     rows = []
     for prompts in (16, 64):
         work = grpo_work(prompts, sampling)
@@ -113,13 +121,19 @@ def grpo() -> list[Row]:
     requests = [request for request, _ in grpo_work(16, sampling)]
     groups = PagedEngine(loaded, 128).generate(requests, sampling, lambda *_: None)
     trajectories = [
-        Trajectory(request.prompt, done.tokens, done.logprobs) for request, group in zip(requests, groups, strict=True) for done in group
+        Trajectory(request.prompt, done.tokens, done.logprobs)
+        for request, group in zip(requests, groups, strict=True)
+        for done in group
     ]
-    Policy(loaded, config).fill("old_logprobs", trajectories, lambda *_: None)
+    Policy(loaded, config).compute_logprobs("old_logprobs", trajectories, lambda *_: None)
     sampled = torch.cat([torch.tensor(one.rollout_logprobs) for one in trajectories])
     trained = torch.cat([one.old_logprobs.cpu() for one in trajectories if one.old_logprobs is not None])
     exact = exact_logprobs(loaded, trajectories)
-    for label, one, other in (("engine, trainer", sampled, trained), ("engine, fp32", sampled, exact), ("trainer, fp32", trained, exact)):
+    for label, one, other in (
+        ("engine, trainer", sampled, trained),
+        ("engine, fp32", sampled, exact),
+        ("trainer, fp32", trained, exact),
+    ):
         difference = (one - other).abs()
         rows += [
             Row(f"GRPO 16 x 8, log-probs: {label}", "mean difference", difference.mean().item(), "nats"),
@@ -129,7 +143,7 @@ def grpo() -> list[Row]:
 
 
 @torch.no_grad()
-def exact_logprobs(loaded: Loaded, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+def exact_logprobs(loaded: LoadedModel, trajectories: Sequence[Trajectory]) -> torch.Tensor:
     """What the same weights give where nothing is rounded to 16 bits."""
     model: Any = copy.deepcopy(loaded.model).float()
     found = []
@@ -146,7 +160,10 @@ def lengths() -> list[Row]:
         loaded = load_model(load(CONFIG, options))
         chance = random.Random(0)
         prompts = [[chance.randint(5, 10_000) for _ in range(chance.randint(100, 1024))] for _ in range(256)]
-        work = [(Request(prompt, [n]), Sampling(chance.randint(100, 1024), 0.6, ignore_end=True)) for n, prompt in enumerate(prompts)]
+        work = [
+            (Request(prompt, [n]), SamplingParams(chance.randint(100, 1024), 0.6, ignore_eos=True))
+            for n, prompt in enumerate(prompts)
+        ]
         rows += measured(f"lengths of 100 to 1,024, {label}", loaded, PagedEngine(loaded, 256), work)
         del loaded
     return rows
@@ -158,7 +175,9 @@ def experts() -> list[Row]:
     for label, captures in (("captured", True), ("not captured", False)):
         engine = PagedEngine(loaded, 128)
         engine._runner._captures = captures and engine._runner._captures  # type: ignore[attr-defined]
-        rows += measured(f"experts, 16 x 8, {label}", loaded, engine, grpo_work(16, Sampling(256, ignore_end=True)), repeats=2)
+        rows += measured(
+            f"experts, 16 x 8, {label}", loaded, engine, grpo_work(16, SamplingParams(256, ignore_eos=True)), repeats=2
+        )
     return rows
 
 
@@ -167,7 +186,7 @@ def peer(name: str) -> list[Row]:
 
     loaded = load_model(load(CONFIG))
     model: Any = loaded.model
-    prompts = [request.prompt for request, _ in grpo_work(16, Sampling(256)) for _ in request.seeds]
+    prompts = [request.prompt for request, _ in grpo_work(16, SamplingParams(256)) for _ in request.seeds]
     ids = torch.tensor(prompts, device="cuda")
 
     def run(new: int) -> None:
@@ -178,7 +197,7 @@ def peer(name: str) -> list[Row]:
             model.generate_batch(prompts, generation_config=settings, progress_bar=False)
         torch.cuda.synchronize()
 
-    with attention(loaded.model, loaded.generate_attention), torch.no_grad():
+    with use_attention(loaded.model, loaded.generate_attention), torch.no_grad():
         run(8)  # warms up
         begun = time.perf_counter()
         run(256)

@@ -3,20 +3,41 @@
 import torch
 
 from conftest import TINY, family, merged
-from ebbtide.config.tree import Config
-from ebbtide.memory.activations import Parking
+from ebbtide.config.root import Config
+from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
-from ebbtide.policy.activations import Activations, Choice, local_names
-from ebbtide.policy.model import blocks_of, load_model
-from ebbtide.policy.pack import Trajectory
+from ebbtide.model.load import blocks_of, load_model
+from ebbtide.policy.activations import ActivationHooks
+from ebbtide.policy.block_activations import ActivationChoice, locally_recomputable
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
 
 CPU = torch.device("cpu")
-DENSE = ["block_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
-SPARSE = ["block_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "moe_router"]
+DENSE = [
+    "block_input",
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp_fc1",
+    "mlp_act",
+    "mlp_fc2",
+]
+SPARSE = [
+    "block_input",
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "moe_router",
+]
 
 
-class Watched(Parking):
+class Watched(ActivationOffloader):
     """Remembers what was still parked each time it was reset."""
 
     def reset(self) -> None:
@@ -46,7 +67,9 @@ class Setup:
             return torch.randint(11, (count,), generator=generator).tolist()
 
         lengths = [size * (4 + i % 5) for i in range(12)]
-        self.sequences = [Trajectory(tokens(3 + i % 3), tokens(n), [-2.0] * n, (-1.0) ** i, 0.01) for i, n in enumerate(lengths)]
+        self.sequences = [
+            Trajectory(tokens(3 + i % 3), tokens(n), [-2.0] * n, (-1.0) ** i, 0.01) for i, n in enumerate(lengths)
+        ]
         self.kept = self.grads()
 
     def grads(self) -> dict[str, torch.Tensor]:
@@ -55,12 +78,12 @@ class Setup:
         self.model.zero_grad()
         return found
 
-    def with_choice(self, offload=(), recompute=(), room=2**22, **options) -> Parking:
+    def with_choice(self, offload=(), recompute=(), room=2**22, **options) -> ActivationOffloader:
         """Gradients under a choice are those of keeping everything."""
         memory = torch.zeros(room, dtype=torch.uint8, pin_memory=self.policy.device.type == "cuda")
         parking = Watched(memory, Mover(self.policy.device))
-        choice = Choice(frozenset(offload), frozenset(recompute), local_names(self.blocks[0]))
-        self.policy._activations = Activations(self.blocks, choice, parking, **{"minimum": 1, **options})
+        choice = ActivationChoice(frozenset(offload), frozenset(recompute), locally_recomputable(self.blocks[0]))
+        self.policy._activations = ActivationHooks(self.blocks, choice, parking, **{"minimum": 1, **options})
         try:
             got = self.grads()
         finally:

@@ -2,7 +2,8 @@
 
 
 def stopped_by(texts: tuple[str, ...], free, held, tokenizer) -> int:
-    """How many of the completions sampled with stop texts ended by one; each is what was sampled freely, cut there, or the same where none came."""
+    """How many of the completions sampled with stop texts ended by one; each is what was sampled freely, cut there,
+    or the same where none came."""
     stopped = 0
     for before, after in zip(free, held, strict=True):
         places = [place for place in map(before.text.find, texts) if place >= 0]

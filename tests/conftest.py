@@ -14,16 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.config.tree import Config
+from ebbtide.config.root import Config
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # these tests may run in the background, where Ctrl-C is ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY: dict[str, Any] = {
     "device": "cpu",
-    "model": {"scratch": {"hidden": 32, "heads": 4, "kv_heads": 2, "mlp": 48, "context": 64, "alphabet": "0123456789="}},
-    "task": {"builtin": {"name": "copy", "options": {"digits": 3}}, "size": 40, "held_out": 8, "scoring": {"workers": 1}},
-    "rollout": {"prompts": 4, "samples": 4, "max_prompt_tokens": 8, "max_new_tokens": 6},
+    "model": {
+        "scratch": {"hidden": 32, "heads": 4, "kv_heads": 2, "mlp": 48, "context": 64, "alphabet": "0123456789="}
+    },
+    "task": {
+        "builtin": {"name": "copy", "options": {"digits": 3}},
+        "size": 40,
+        "held_out": 8,
+        "scoring": {"workers": 1},
+    },
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 8, "max_new_tokens": 6},
     "train": {"steps": 2, "microbatch_tokens": 64, "head_chunk_tokens": 5},
     "optimizer": {"lr": 1e-3},
 }
@@ -77,8 +84,8 @@ def windowed_model(device: str) -> Any:
     """A Mistral whose layers see five tokens back."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ebbtide.policy.model import Loaded
-    from ebbtide.policy.tokenizer import scratch_tokenizer
+    from ebbtide.model.load import LoadedModel
+    from ebbtide.model.tokenizer import scratch_tokenizer
 
     tokenizer = scratch_tokenizer("0123456789=")
     shape = {
@@ -96,4 +103,4 @@ def windowed_model(device: str) -> Any:
     model = AutoModelForCausalLM.from_config(config).to(device).eval()
     for parameter in model.parameters():
         parameter.data += 0.15 * torch.randn_like(parameter)
-    return Loaded(model, tokenizer, model.config._attn_implementation)
+    return LoadedModel(model, tokenizer, model.config._attn_implementation)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ebbtide.policy.model import Loaded
-from ebbtide.policy.tokenizer import scratch_tokenizer
+from ebbtide.model.load import LoadedModel
+from ebbtide.model.tokenizer import scratch_tokenizer
 
 TOKENIZER = scratch_tokenizer("0123456789=")
 WINDOW = 5
@@ -94,16 +94,16 @@ OF: dict[str, dict[str, Any]] = {
 }
 
 
-def family_model(name: str, dtype: torch.dtype = torch.float32, spread: float = 0.15, **changes: Any) -> Loaded:
+def family_model(name: str, dtype: torch.dtype = torch.float32, spread: float = 0.15, **changes: Any) -> LoadedModel:
     config = AutoConfig.for_model(name, **{**SHAPE, **OF[name], **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
-    return Loaded(model, TOKENIZER, model.config._attn_implementation)
+    return LoadedModel(model, TOKENIZER, model.config._attn_implementation)
 
 
-def own_logprobs(loaded: Loaded, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+def own_logprobs(loaded: LoadedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """By transformers' own forward of this sequence alone."""
     with torch.no_grad():
         logits = loaded.model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -1,4 +1,5 @@
-"""A state of a few tensors that is saved until the process is killed; imports little, as many processes begin with it."""
+"""A state of a few tensors that is saved until the process is killed; imports little, as many processes begin with
+it."""
 
 import json
 import os
@@ -9,25 +10,25 @@ from pathlib import Path
 import torch
 
 from ebbtide.checkpoint.contents import CONFIG, RUN, random_name
+from ebbtide.checkpoint.entries import TensorEntry
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import Snapshot, _random_states
-from ebbtide.checkpoint.tensors import Entry
-from ebbtide.config.tree import Checkpoint
+from ebbtide.config.checkpoint import CheckpointConfig
 
 
-class Alone:
+class OneRank:
     """One rank."""
 
-    rank, count = 0, 1
+    rank, size = 0, 1
 
-    def gather(self, mine):
+    def all_gather(self, mine):
         return [mine]
 
 
 class Numbers:
     """A state of a few tensors, each full of its step; `before` is called as one is read."""
 
-    ranks = Alone()
+    ranks = OneRank()
 
     def __init__(self, before=lambda name: None, rows: int = 1) -> None:
         self.before, self.rows = before, rows
@@ -40,7 +41,9 @@ class Numbers:
 
             return into
 
-        entries = [Entry(f"model.w{number}", torch.Size([number * self.rows, 3]), torch.bfloat16) for number in range(5)]
+        entries = [
+            TensorEntry(f"model.w{number}", torch.Size([number * self.rows, 3]), torch.bfloat16) for number in range(5)
+        ]
         return Snapshot(texts(step), {entry: (fill(entry.name), False) for entry in entries})
 
 
@@ -51,11 +54,12 @@ def texts(step: int) -> dict[str, str]:
 
 
 def saver(folder: Path, state, **options) -> Saver:
-    return Saver(Checkpoint(keep=9, **options), folder, state, print)
+    return Saver(CheckpointConfig(keep=9, **options), folder, state, print)
 
 
 def save_until_killed(folder: Path, moment: int, async_save: bool, report, speaking) -> None:
-    """Saves step after step; kill -9 at one of the moments when a file is opened, renamed or removed, or a tensor read."""
+    """Saves step after step; kill -9 at one of the moments when a file is opened, renamed or removed, or a tensor
+    read."""
     for stream in (1, 2):
         os.dup2(speaking.fileno(), stream)  # also of the process that writes
     made = saver(folder, Numbers(lambda name: watch("fill", None)), async_save=async_save)

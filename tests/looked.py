@@ -44,7 +44,8 @@ class Looked:
     def at(self, view: str) -> None:
         """The page as a link with this view shows it."""
         self.page.evaluate(
-            "view => { history.replaceState(null, '', '#' + view); dispatchEvent(new HashChangeEvent('hashchange')); }", view
+            "view => { history.replaceState(null, '', '#' + view); dispatchEvent(new HashChangeEvent('hashchange')); }",
+            view,
         )
 
     def view(self) -> dict[str, list[str]]:

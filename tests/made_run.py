@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.config import load
-from ebbtide.config.document import resolved
-from ebbtide.report.page.serve import server
+from ebbtide.config.document import to_yaml
+from ebbtide.report.page.serve import build_server
 
 PHASES = {"generate": 0.8, "score": 0.1, "logprob": 0.3, "train": 1.2, "step": 0.2}
 HOLDINGS = {"weights": 3.0, "grads": 1.5, "moments": 6.0, "other": 2.5}
@@ -63,7 +63,14 @@ def sample_line(step: int, number: int, **changes: Any) -> dict[str, Any]:
 
 def plan() -> dict[str, Any]:
     device = {"weights": 3.0, "grads": 1.5, "moments": 6.0, "kv_cache": 1.0, "activations": 1.2}
-    phase = {"seconds": 0.7, "seconds_exposed": 0.0, "moved_gib": 0.0, "peak_gib": 12.7, "host_gib": 0.0, "device_gib": device}
+    phase = {
+        "seconds": 0.7,
+        "seconds_exposed": 0.0,
+        "moved_gib": 0.0,
+        "peak_gib": 12.7,
+        "host_gib": 0.0,
+        "device_gib": device,
+    }
     return {
         "machine": {"name": "NVIDIA H200", "device_gib": 139.8, "host_gib": 125.0, "rates": "known figures for h200"},
         "budget_gib": 12.9,
@@ -97,11 +104,13 @@ def append(file: Path, *lines: dict[str, Any]) -> None:
 def made_run(folder: Path, steps: int = 5, *changes: str, planned: bool = False) -> Path:
     """`changes`: of the quickstart's config."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(resolved(load("quickstart", [f"train.steps={steps}", *changes])))
+    (folder / "config.yaml").write_text(to_yaml(load("quickstart", [f"train.steps={steps}", *changes])))
     append(folder / "versions.jsonl", start_line())
     append(folder / "metrics.jsonl", {"step": 0, "evaluate/reward": 0.05, "seconds/evaluate": 0.2})
     append(folder / "metrics.jsonl", *map(metrics_line, range(1, steps + 1)))
-    append(folder / "rollouts.jsonl", *(sample_line(step, number) for step in range(1, steps + 1) for number in range(4)))
+    append(
+        folder / "rollouts.jsonl", *(sample_line(step, number) for step in range(1, steps + 1) for number in range(4))
+    )
     if planned:
         (folder / "plan.json").write_text(json.dumps(plan()))
     return folder
@@ -110,7 +119,7 @@ def made_run(folder: Path, steps: int = 5, *changes: str, planned: bool = False)
 @contextmanager
 def serving(*folders: Path) -> Iterator[int]:
     """The port of a server for these runs."""
-    with server(folders, 0) as running:
+    with build_server(folders, 0) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

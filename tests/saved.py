@@ -1,11 +1,13 @@
 """A toy run whose state is saved and compared."""
 
+from datetime import timedelta
+
 import torch
 
 from conftest import TINY
-from ebbtide.checkpoint.ranks import Ranks
-from ebbtide.checkpoint.state import State
-from ebbtide.config.tree import Config
+from ebbtide.checkpoint.state import RunState
+from ebbtide.config.root import Config
+from ebbtide.parallel.group import Group
 from ebbtide.tasks.sampler import Sampler
 from toy import state_of, trained
 
@@ -13,9 +15,14 @@ from toy import state_of, trained
 def made(**options):
     """(state, model, residency, optimizer) after three steps."""
     model, residency, optimizer, _ = trained(torch.bfloat16, steps=3, **options)
-    residency.hold("weights", list(model.parameters()))
+    residency.register("weights", list(model.parameters()))
     sampler = Sampler([1, 2, 3], seed=0)
-    return State(Config.model_validate(TINY), model, optimizer, sampler, residency, Ranks(1.0)), model, residency, optimizer
+    return (
+        RunState(Config.model_validate(TINY), model, optimizer, sampler, residency, Group(timedelta(minutes=1))),
+        model,
+        residency,
+        optimizer,
+    )
 
 
 def contents(model, optimizer) -> dict[str, torch.Tensor]:

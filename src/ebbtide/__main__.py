@@ -1,10 +1,10 @@
-"""The `ebbtide` command, and `python -m ebbtide`."""
+"""The entry point of the `ebbtide` command and of `python -m ebbtide`."""
 
-from ebbtide import stop
+from ebbtide.system import signals
 
 
 def main() -> None:
-    stop.at_once(lambda: "stopped before the first step")  # importing the commands takes a second already
+    signals.exit_on_signal(lambda: "stopped before the first step")  # importing the commands alone takes a second
     from ebbtide.cli import main as command
 
     command()

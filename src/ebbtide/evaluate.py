@@ -1,4 +1,4 @@
-"""Held-out problems: when they are due, mean reward and pass@k."""
+"""Evaluation on held-out problems: when it is due, mean reward and pass@k."""
 
 from __future__ import annotations
 
@@ -8,62 +8,72 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ebbtide.batch import requests
-from ebbtide.checkpoint.store import Saved
-from ebbtide.config.tree import Config
+from ebbtide.checkpoint.store import Checkpoint
+from ebbtide.config.root import Config
 from ebbtide.progress import Progress
-from ebbtide.rollout.engine import Engine, Sampling
+from ebbtide.rollout.batch import make_requests
+from ebbtide.rollout.engine import Engine, SamplingParams
+from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 from ebbtide.rollout.prompts import Prompt
-from ebbtide.tasks.scoring import ScoringPool
 
 
-def due(config: Config, step: int) -> bool:
-    """After this step."""
+def is_eval_due(config: Config, step: int) -> bool:
+    """Whether an evaluation is due after this step."""
     return config.evaluate is not None and (step % config.evaluate.every == 0 or step == config.train.steps)
 
 
-def owed(config: Config, saved: Saved) -> bool:
-    """A checkpoint's step has not had the evaluation that was due: its run was stopped, and did not wait for it."""
-    return due(config, saved.step) and not any(key.startswith("evaluate/") for key in saved.metrics)
+def is_eval_missing(config: Config, saved: Checkpoint) -> bool:
+    """Whether the evaluation that was due at this checkpoint's step is missing, as the run was stopped before it."""
+    return is_eval_due(config, saved.step) and not any(key.startswith("evaluate/") for key in saved.metrics)
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Chance that at least one of k samples, drawn without return from `samples` of which `passed` passed, passes."""
+    """The probability that at least one of k samples passes, drawn without replacement from `samples` of which `passed`
+    pass."""
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def evaluate(
-    config: Config, engine: Engine, scoring: ScoringPool, prompts: Sequence[Prompt], progress: Progress, *, last: bool = False
+    config: Config,
+    engine: Engine,
+    scoring: PartitionedScoring,
+    prompts: Sequence[Prompt],
+    progress: Progress,
+    *,
+    last: bool = False,
 ) -> dict[str, float]:
-    """The same problems with the same seeds every time, so that a difference is the policy's.
+    """Evaluates the policy on the same problems with the same seeds every time, so that a difference is due to the
+    policy alone.
 
-    Draws from no random state of the run: one that is left out, or made up for later, changes nothing. `last`: with
-    those of `evaluate.final` as well.
+    An evaluation uses no random state of the run, so skipping it or doing it later changes nothing. `last` adds the
+    evaluation of `evaluate.final`.
     """
     settings = config.evaluate
-    assert settings is not None  # the loop asks only when the config has the section
-    trial = Trial(config, engine, scoring, progress)
-    figures = trial(prompts[: settings.problems], settings.samples, settings.temperature, settings.k)
+    assert settings is not None  # the loop evaluates only if the config has the section
+    run_trial = _Trial(config, engine, scoring, progress)
+    figures = run_trial(prompts[: settings.problems], settings.samples, settings.temperature, settings.k)
     if last and settings.final is not None:
         chosen = prompts[: settings.final.problems]
-        greedy = trial(chosen, 1, 0.0, [1])
-        sampled = trial(chosen, settings.final.samples, settings.final.temperature, settings.final.k)
+        greedy = run_trial(chosen, 1, 0.0, [1])
+        sampled = run_trial(chosen, settings.final.samples, settings.final.temperature, settings.final.k)
         figures |= {f"final/{name}": value for name, value in sampled.items()} | {"final/greedy": greedy["pass@1"]}
     return {f"evaluate/{name}": value for name, value in figures.items()}
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Completions of held-out prompts, and the figures of how they did."""
+class _Trial:
+    """Generates completions of held-out prompts, scores them and returns their metrics."""
 
     config: Config
     engine: Engine
-    scoring: ScoringPool
+    scoring: PartitionedScoring
     progress: Progress
 
-    def __call__(self, prompts: Sequence[Prompt], samples: int, temperature: float, ks: Sequence[int]) -> dict[str, float]:
+    def __call__(
+        self, prompts: Sequence[Prompt], samples: int, temperature: float, ks: Sequence[int]
+    ) -> dict[str, float]:
         rollout, sampled = self.config.rollout, temperature > 0
-        sampling = Sampling(
+        sampling = SamplingParams(
             rollout.max_new_tokens,
             temperature,
             rollout.top_p if sampled else 1.0,
@@ -71,10 +81,14 @@ class Trial:
             rollout.min_p if sampled else 0.0,
             tuple(rollout.stop),
         )
-        groups = self.engine.generate(requests(prompts, samples, self.config.seed, "evaluate"), sampling, self.progress)
-        done = [completion for group in groups for completion in group]
-        asked = [prompt.problem for prompt, group in zip(prompts, groups, strict=True) for _ in group]
-        scored = self.scoring.score([(problem, one.text) for problem, one in zip(asked, done, strict=True)], self.progress)
+        groups = self.engine.generate(
+            make_requests(prompts, samples, self.config.seed, "evaluate"), sampling, self.progress
+        )
+        completions = [completion for group in groups for completion in group]
+        problems = [prompt.problem for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+        scored = self.scoring.score(
+            [(problem, one.text) for problem, one in zip(problems, completions, strict=True)], self.progress
+        )
         assert self.config.evaluate is not None
         right = [score.failure is None and score.value >= self.config.evaluate.pass_reward for score in scored]
         passed = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
@@ -82,7 +96,7 @@ class Trial:
         return {
             "reward": fmean(score.value for score in scored),
             **{f"pass@{k}": fmean(pass_at_k(samples, count, k) for count in passed) for k in ks},
-            "completion_tokens": fmean(len(one.tokens) for one in done),
-            "finished": fmean(one.finish == "stop" for one in done),
+            "completion_tokens": fmean(len(one.tokens) for one in completions),
+            "finished": fmean(one.finish == "stop" for one in completions),
             **{f"score_failures/{name}": float(number) for name, number in failures.items()},
         }

@@ -15,16 +15,16 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from typer import Exit
 
 from ebbtide.checkpoint.contents import CONFIG, RUN, random_name
-from ebbtide.checkpoint.export import pick, read_model
+from ebbtide.checkpoint.export import pick_checkpoint, read_model
 from ebbtide.checkpoint.index import METADATA, TENSORS, read_index
-from ebbtide.checkpoint.manifest import MANIFEST, Damaged, Listed
-from ebbtide.checkpoint.resume import find, going_on
+from ebbtide.checkpoint.manifest import MANIFEST, CheckpointFiles, DamagedCheckpoint
+from ebbtide.checkpoint.resume import find_checkpoint, with_saved_choices
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.store import listed, newest_sound
-from ebbtide.checkpoint.tensors import Tensors
+from ebbtide.checkpoint.store import list_checkpoints, newest_valid
+from ebbtide.checkpoint.tensors import TensorReader
 from ebbtide.cli import checkpoints
-from ebbtide.config.serve import Serve
-from ebbtide.config.tree import Checkpoint
+from ebbtide.config.checkpoint import CheckpointConfig
+from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 from ebbtide.rollout.serve import run as serve_run
 from killed import Numbers, saver
@@ -87,7 +87,7 @@ DAMAGE = {
     "flipped bit": (holds(PART, lambda path: (path / PART).read_bytes()[:-1] + b"!"), "has other contents"),
     "missing": (lambda path: (path / PART).unlink(), "__0_0.distcp is missing"),
     "a link out of the folder": (linked, "run.json is a link that leads out"),
-    "a pipe": (pipe, "run.json is no ordinary file"),
+    "a pipe": (pipe, "run.json is not a regular file"),
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (holds(MANIFEST, b'{"step": 2, "fil'), f"manifest.json {NOT_WRITTEN}: Invalid JSON"),
     "a manifest of bytes": (holds(MANIFEST, b"\xff\xfe"), f"manifest.json {NOT_WRITTEN}"),
@@ -104,7 +104,7 @@ DAMAGE = {
     "a config that is not listed": (files(lambda tree: tree.pop(CONFIG)), "does not list config.yaml"),
     "tensors that are not listed": (files(lambda tree: tree.pop(PART)), "which the manifest does not list"),
     "random states that are not listed": (files(lambda tree: tree.pop(random_name(0))), "does not list random-00000"),
-    "an empty config": (mended(CONFIG, b""), f"config.yaml {NOT_WRITTEN}: it holds no settings"),
+    "an empty config": (mended(CONFIG, b""), f"config.yaml {NOT_WRITTEN}: it has no settings"),
     "a config of aliases": (mended(CONFIG, BOMB), f"config.yaml {NOT_WRITTEN}: config.yaml is not"),
     "a config with an object": (mended(CONFIG, b"a: !!python/name:os.system"), f"config.yaml {NOT_WRITTEN}"),
     "a deep config": (mended(CONFIG, b"[\n" * 1000), f"config.yaml {NOT_WRITTEN}"),
@@ -113,7 +113,10 @@ DAMAGE = {
     "a place before the data": (within(RUN, lambda tree: tree["sampler"].update(position=-1)), "sampler.position"),
     "half a group": (within(RUN, lambda tree: tree.update(rollouts=[HALF])), "rollouts.0: Value error"),
     "a group of later": (within(RUN, lambda tree: tree.update(rollouts=[{**GROUP, "step": 3}])), "in a later step"),
-    "a seed below 0": (within(RUN, lambda tree: tree.update(rollouts=[{**GROUP, "seeds": [-1]}])), "rollouts.0.seeds.0"),
+    "a seed below 0": (
+        within(RUN, lambda tree: tree.update(rollouts=[{**GROUP, "seeds": [-1]}])),
+        "rollouts.0.seeds.0",
+    ),
     "a log-prob that is none": (
         within(RUN, lambda tree: tree.update(rollouts=[{**GROUP, "samples": [[[1], [float("inf")], [0.0], None]]}])),
         "rollouts.0.samples.0.1.0",
@@ -127,7 +130,7 @@ def test_damage_is_found_and_the_one_before_is_taken(two, kind, capsys) -> None:
     damage, words = DAMAGE[kind]
     damage(two / "step-000002")
     said: list[str] = []
-    assert newest_sound(lambda: listed(two), said.append).step == 1
+    assert newest_valid(lambda: list_checkpoints(two), said.append).step == 1
     assert "step-000002 is damaged (" in said[0]
     assert words in said[0]
     assert "going back to the one before" in said[0]
@@ -148,17 +151,21 @@ def test_a_damaged_one_is_no_hindrance_to_those_after_it(two) -> None:
     made._config = made._config.model_copy(update={"keep": 2, "keep_best": 1})
     for step in (3, 4):
         made.save(step, {"reward": float(step)})
-    assert [(saved.step, saved.problem() is None) for saved in listed(two)] == [(1, False), (3, True), (4, True)]
+    assert [(saved.step, saved.find_problem() is None) for saved in list_checkpoints(two)] == [
+        (1, False),
+        (3, True),
+        (4, True),
+    ]
 
 
 def test_export_takes_the_one_before_and_refuses_a_damaged_one_that_is_asked_for(two) -> None:
     two.rename(two.parent / "checkpoints")
     put(two.parent / "checkpoints" / "step-000002", RUN, b"{}")
     said: list[str] = []
-    assert pick(two.parent, None, said.append).step == 1
+    assert pick_checkpoint(two.parent, None, said.append).step == 1
     assert "step-000002 is damaged" in said[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged \(run.json.*choose another"):
-        pick(two.parent, 2, said.append)
+        pick_checkpoint(two.parent, 2, said.append)
 
 
 class Runs:
@@ -176,7 +183,7 @@ def run(tmp_path) -> Path:
     """A run with one checkpoint of a toy model."""
     state, *_ = made()
     (tmp_path / "run").mkdir()
-    Saver(Checkpoint(async_save=False), tmp_path / "run" / "checkpoints", state, print).save(1, {})
+    Saver(CheckpointConfig(async_save=False), tmp_path / "run" / "checkpoints", state, print).save(1, {})
     return tmp_path / "run"
 
 
@@ -189,21 +196,21 @@ def changed(path: Path, change) -> None:
 
 def test_a_foreign_checkpoint_runs_no_code(run, tiny) -> None:
     """Neither where it is chosen nor where it is read."""
-    marker, (saved,) = run / "it ran", listed(run / "checkpoints")
+    marker, (saved,) = run / "it ran", list_checkpoints(run / "checkpoints")
     changed(saved.path, lambda found: setattr(found, "storage_meta", Runs(marker)))
     said: list[str] = []
     with pytest.raises(UserError, match="no complete checkpoint"):
-        pick(run, None, said.append)
+        pick_checkpoint(run, None, said.append)
     with pytest.raises(UserError, match="no complete checkpoint"):
-        serve_run.load(str(run), Serve(device="cpu"), said.append)
-    with pytest.raises(UserError, match="no checkpoint there is whole"):
-        find(tiny({"resume": str(run)}), said.append)
+        serve_run.load_served(str(run), ServeConfig(device="cpu"), said.append)
+    with pytest.raises(UserError, match="every checkpoint there is damaged"):
+        find_checkpoint(tiny({"resume": str(run)}), said.append)
     assert len(said) == 3
     for words in said:
-        assert "it names posix.mkdir, and loading it would run that): there is none before it" in words
+        assert "it names posix.mkdir, and loading it would run that code): there is none before it" in words
     state, *_ = made()
     for read in (lambda: read_model(saved), lambda: state.load(saved.path, load_rng=True)):
-        with pytest.raises(Damaged, match=r"it names posix.mkdir"):
+        with pytest.raises(DamagedCheckpoint, match=r"it names posix.mkdir"):
             read()
     assert not marker.exists()
 
@@ -222,7 +229,7 @@ PICKLES = {
 @pytest.mark.parametrize("kind", PICKLES)
 def test_pickles_that_torch_does_not_write(two, kind) -> None:
     put(two / "step-000002", METADATA, PICKLES[kind])
-    assert "tensors/.metadata is not what a run writes: " in listed(two)[1].problem()
+    assert "tensors/.metadata is not what a run writes: " in list_checkpoints(two)[1].find_problem()
 
 
 def place(found):
@@ -246,9 +253,9 @@ LISTS = {
     "absolute": (of_place(relative_path="/etc/passwd"), "which the manifest does not list"),
     "past the end": (of_place(length=10**6), "ends after the end of"),
     "before the start": (of_place(offset=-1), "a size has the wrong type"),
-    "packed": (of_place(transform_descriptors=["stream.zstd"]), "packed in a way"),
-    "no part": (lambda found: tensor(found).chunks.clear(), "model.w3 is not there as a whole"),
-    "a part of nothing": (of_part(offsets=torch.Size([9, 9])), "a part of model.w3 is nowhere"),
+    "packed": (of_place(transform_descriptors=["stream.zstd"]), "which no run does"),
+    "no part": (lambda found: tensor(found).chunks.clear(), "model.w3 is incomplete"),
+    "a part of nothing": (of_part(offsets=torch.Size([9, 9])), "a part of model.w3 is in no file"),
     "too large": (of_part(sizes=torch.Size([9, 3])), "larger than the whole"),
     "no weights": (lambda found: found.state_dict_metadata.clear(), "it has no weights"),
     "no sizes": (lambda found: setattr(tensor(found), "size", "large"), "size has the wrong type"),
@@ -260,7 +267,7 @@ LISTS = {
 def test_lists_of_tensors_that_no_run_writes(two, kind) -> None:
     change, words = LISTS[kind]
     changed(two / "step-000002", change)
-    assert words in listed(two)[1].problem()
+    assert words in list_checkpoints(two)[1].find_problem()
 
 
 def test_whatever_bytes_are_there_it_is_read_or_damaged(two) -> None:
@@ -273,20 +280,20 @@ def test_whatever_bytes_are_there_it_is_read_or_damaged(two) -> None:
             data[draw.randrange(len(data))] = draw.randrange(256)
         put(path, METADATA, bytes(data))
         try:
-            read_index(Listed(path))
-        except Damaged:
+            read_index(CheckpointFiles(path))
+        except DamagedCheckpoint:
             damaged += 1
     assert damaged > 80
 
 
 def test_enums_are_read_as_every_python_writes_them(two, monkeypatch) -> None:
     path = two / "step-000002"
-    wanted = read_index(Listed(path))
+    wanted = read_index(CheckpointFiles(path))
     by_name = lambda one, _: (getattr, (type(one), one.name))  # noqa: E731
     monkeypatch.setattr(torch_metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     changed(path, lambda found: None)
     assert b"getattr" in (path / METADATA).read_bytes()
-    assert read_index(Listed(path)) == wanted
+    assert read_index(CheckpointFiles(path)) == wanted
 
 
 def payload(found: object) -> bytes:
@@ -306,8 +313,8 @@ def test_files_with_something_else_in_the_place_of_a_tensor(two, found) -> None:
             one.offset, one.length = 0, len(data)
 
     changed(path, change)
-    with pytest.raises(Damaged, match=r"__0_0.distcp has .*model.w3"):
-        Tensors(Listed(path)).read({"model.w3": torch.zeros(3, 3, dtype=torch.bfloat16)})
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0.distcp has .*model.w3"):
+        TensorReader(CheckpointFiles(path)).read({"model.w3": torch.zeros(3, 3, dtype=torch.bfloat16)})
     assert not marker.exists()
 
 
@@ -315,25 +322,25 @@ def test_files_with_something_else_in_the_place_of_a_tensor(two, found) -> None:
 def test_what_a_plan_had_chosen_is_checked(two, tiny, text) -> None:
     put(two / "step-000002", CONFIG, text.encode())
     with pytest.raises(UserError, match=r"step-000002 is damaged \(config.yaml is not valid: "):
-        going_on(tiny({"memory.plan": "auto"}), listed(two)[1])
+        with_saved_choices(tiny({"memory.plan": "auto"}), list_checkpoints(two)[1])
 
 
 def test_a_place_in_the_data_that_is_not_there(run) -> None:
-    (saved,) = listed(run / "checkpoints")
+    (saved,) = list_checkpoints(run / "checkpoints")
     edited(saved.path, RUN, lambda tree: tree["sampler"].update(position=4))
     state, *_ = made()
-    with pytest.raises(UserError, match="had taken 4 problems of an epoch, and this `task` has 3"):
+    with pytest.raises(UserError, match="is at problem 4 of an epoch, but this `task` has 3 problems"):
         state.load(saved.path, load_rng=True)
 
 
 def test_random_states_where_the_first_checkpoints_had_them(run) -> None:
-    (saved,) = listed(run / "checkpoints")
+    (saved,) = list_checkpoints(run / "checkpoints")
     states = json.loads((saved.path / random_name(0)).read_text())
     edited(saved.path, RUN, lambda tree: [tree.pop("world"), tree.pop("rollouts"), tree.update(random=states)])
     edited(saved.path, MANIFEST, lambda tree: tree["files"].pop(random_name(0)))
     wanted = random.random()
     state, *_ = made()
-    assert saved.problem() is None
+    assert saved.find_problem() is None
     assert state.load(saved.path, load_rng=True) == 1
     assert random.random() == wanted
 
@@ -341,7 +348,7 @@ def test_random_states_where_the_first_checkpoints_had_them(run) -> None:
 def test_one_that_a_run_removes_while_it_is_read_is_not_called_damaged(two) -> None:
     """A run that goes on removes the old ones: what is there then is looked at anew."""
     said: list[str] = []
-    first, second = listed(two)
+    first, second = list_checkpoints(two)
     looks = iter([[first, replace(second, path=two / "step-000009")], [first, second]])
-    assert newest_sound(lambda: next(looks), said.append) == second
+    assert newest_valid(lambda: next(looks), said.append) == second
     assert said == []

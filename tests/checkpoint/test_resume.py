@@ -1,4 +1,5 @@
-"""A run that stops and goes on is the run that never stopped, to the bit; what is damaged is found, named and passed over."""
+"""A run that stops and goes on is the run that never stopped, to the bit; what is damaged is found, named and passed
+over."""
 
 import json
 import multiprocessing
@@ -16,19 +17,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from disk import room_for
+from ebbtide.checkpoint.checkpointer import Checkpointer
 from ebbtide.checkpoint.export import export
-from ebbtide.checkpoint.keep import Keeper
-from ebbtide.checkpoint.manifest import Listed
-from ebbtide.checkpoint.resume import FOLDER, find
+from ebbtide.checkpoint.manifest import CheckpointFiles
+from ebbtide.checkpoint.resume import FOLDER, find_checkpoint
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.store import UNFINISHED, listed, prune
-from ebbtide.checkpoint.tensors import Tensors
+from ebbtide.checkpoint.store import UNFINISHED, list_checkpoints, prune
+from ebbtide.checkpoint.tensors import TensorReader
 from ebbtide.checkpoint.writer import Writer
-from ebbtide.config.serve import Serve
-from ebbtide.config.tree import Checkpoint
+from ebbtide.config.checkpoint import CheckpointConfig
+from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 from ebbtide.loop import train
-from ebbtide.policy.tokenizer import scratch_tokenizer
+from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.report.report import Report
 from ebbtide.rollout.serve import run as serve_run
 from killed import Numbers, save_until_killed, saver
@@ -38,7 +39,7 @@ MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_
 EVERYTHING = {
     "train.minibatches": 2,
     "loss.kl": {"coefficient": 0.1},
-    "rollout.samples": 8,
+    "rollout.group_size": 8,
     "optimizer.weight_decay": 0.1,
     "optimizer.schedule": "cosine",
     "evaluate": {"every": 2, "problems": 6},
@@ -70,7 +71,7 @@ def same(one, other) -> bool:
 
 def stop_after(folder: Path, step: int) -> None:
     """As if the run had been killed some time after a checkpoint: later ones are gone, its lines are not."""
-    for saved in listed(folder / "checkpoints"):
+    for saved in list_checkpoints(folder / "checkpoints"):
         if saved.step > step:
             shutil.rmtree(saved.path)
 
@@ -87,7 +88,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path, mode, dtype
     stop_after(tmp_path / "stopped", 4)
     (tmp_path / "stopped" / "metrics.jsonl").open("a").write('{"step": 5, "cut')  # killed in the middle of a line
     again = tiny({**changes, "run.folder": str(tmp_path / "stopped"), "resume": "auto"})
-    resumed = find(again, print)
+    resumed = find_checkpoint(again, print)
     assert resumed.step == 4
     assert same(run(again, resumed), straight)
 
@@ -98,7 +99,7 @@ def test_another_optimizer_mode_goes_on_from_the_same_state(tiny, tmp_path) -> N
     stop_after(tmp_path / "a", 4)
     said: list[str] = []
     again = tiny({**EVERYTHING, "run.folder": str(tmp_path / "a"), "resume": "auto", "optimizer.place": "streamed"})
-    resumed = find(again, said.append)
+    resumed = find_checkpoint(again, said.append)
     assert said == ["since the checkpoint, `optimizer.place` was 'device' and is 'streamed'"]
     assert same(run(again, resumed), straight)  # streamed is the device to the bit
 
@@ -107,44 +108,49 @@ def test_another_model_is_another_run(tiny, tmp_path) -> None:
     run(tiny({**EVERYTHING, "train.steps": 2, "run.folder": str(tmp_path / "a")}))
     for key, value in (("seed", 7), ("model.scratch.layers", 3), ("optimizer.state_dtype", "bfloat16")):
         with pytest.raises(UserError, match=f"`{key}` was"):
-            find(tiny({**EVERYTHING, key: value, "run.folder": str(tmp_path / "a"), "resume": "auto"}), print)
-    with pytest.raises(UserError, match="raise it to go on"):
-        find(tiny({**EVERYTHING, "train.steps": 1, "resume": str(tmp_path / "a")}), print)
+            find_checkpoint(
+                tiny({**EVERYTHING, key: value, "run.folder": str(tmp_path / "a"), "resume": "auto"}), print
+            )
+    with pytest.raises(UserError, match="raise it to continue"):
+        find_checkpoint(tiny({**EVERYTHING, "train.steps": 1, "resume": str(tmp_path / "a")}), print)
 
 
 def test_rounded_weights_are_not_taken_for_exact_ones(tiny, tmp_path, monkeypatch) -> None:
     """`model.dtype: auto` is bfloat16 on a GPU and float32 elsewhere."""
     config = tiny({**EVERYTHING, "train.steps": 2, "model.dtype": "auto", "run.folder": str(tmp_path / "a")})
     with monkeypatch.context() as gpu:
-        gpu.setattr("ebbtide.policy.model.pick_dtype", lambda *_: torch.bfloat16)
+        gpu.setattr("ebbtide.model.load.pick_dtype", lambda *_: torch.bfloat16)
         run(config)
     again = tiny({**EVERYTHING, "model.dtype": "auto", "run.folder": str(tmp_path / "a"), "resume": "auto"})
     with pytest.raises(UserError, match=r"are bfloat16, those of this run float32: set `model.dtype: bfloat16`"):
-        run(again, find(again, print))
+        run(again, find_checkpoint(again, print))
 
 
 def test_where_resume_looks(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     fresh = {**EVERYTHING, "train.steps": 2, "run.name": "mine"}
-    assert find(tiny({**fresh, "resume": "auto"}), print) is None
+    assert find_checkpoint(tiny({**fresh, "resume": "auto"}), print) is None
     run(tiny(fresh))
     longer = {**fresh, "train.steps": 3}
     place = Path("runs/mine-001/checkpoints/step-000002")
     for where in ("auto", "runs/mine-001", str(place)):
-        assert find(tiny({**longer, "resume": where}), print).path.absolute() == place.absolute()
+        assert find_checkpoint(tiny({**longer, "resume": where}), print).path.absolute() == place.absolute()
     monkeypatch.chdir(place.parent)
     for where in (".", place.name, "..", f"../{FOLDER}/{place.name}"):
-        assert find(tiny({**longer, "resume": where}), print).path == tmp_path / place  # whose grandparent is the run's folder
+        # whose grandparent is the run's folder
+        assert find_checkpoint(tiny({**longer, "resume": where}), print).path == tmp_path / place
     monkeypatch.chdir(tmp_path)
-    assert find(tiny(longer), print) is None
+    assert find_checkpoint(tiny(longer), print) is None
     with pytest.raises(UserError, match="no complete checkpoint"):
-        find(tiny({**longer, "resume": "runs/elsewhere"}), print)
+        find_checkpoint(tiny({**longer, "resume": "runs/elsewhere"}), print)
     for name in ("mine-2gpu-001", "mine-x-002", "other-003"):  # runs of other names
         shutil.copytree("runs/mine-001", f"runs/{name}")
-    assert find(tiny({**longer, "resume": "auto"}), print).path == place
+    assert find_checkpoint(tiny({**longer, "resume": "auto"}), print).path == place
     for number in ("1000", "999"):
         shutil.copytree("runs/mine-001", f"runs/mine-{number}")
-    assert find(tiny({**longer, "resume": "auto"}), print).path == Path("runs/mine-1000/checkpoints/step-000002")
+    assert find_checkpoint(tiny({**longer, "resume": "auto"}), print).path == Path(
+        "runs/mine-1000/checkpoints/step-000002"
+    )
 
 
 def test_a_checkpoint_outside_a_run_is_not_taken_for_one_in_it(tiny, tmp_path, monkeypatch) -> None:
@@ -155,19 +161,30 @@ def test_a_checkpoint_outside_a_run_is_not_taken_for_one_in_it(tiny, tmp_path, m
     longer = {**fresh, "train.steps": 3}
     for where in ("keep/step-000002", "keep"):
         with pytest.raises(UserError, match="not in a run's folder"):
-            find(tiny({**longer, "resume": where}), print)
+            find_checkpoint(tiny({**longer, "resume": where}), print)
     shutil.copytree("keep", "new/checkpoints")
-    assert find(tiny({**longer, "resume": "new"}), print).path == tmp_path / "new/checkpoints/step-000002"
+    assert find_checkpoint(tiny({**longer, "resume": "new"}), print).path == tmp_path / "new/checkpoints/step-000002"
 
 
 def test_later_checkpoints_are_kept_aside_when_a_run_goes_on_from_an_earlier_one(tiny, tmp_path) -> None:
-    config = {**EVERYTHING, "run.folder": str(tmp_path / "a"), "checkpoint.every": 1, "checkpoint.keep": 2, "train.steps": 4}
+    config = {
+        **EVERYTHING,
+        "run.folder": str(tmp_path / "a"),
+        "checkpoint.every": 1,
+        "checkpoint.keep": 2,
+        "train.steps": 4,
+    }
     straight = run(tiny(config))
     place = tmp_path / "a" / "checkpoints"
     for _ in range(2):
-        resumed = find(tiny({**config, "resume": str(place / "step-000003")}), print)
+        resumed = find_checkpoint(tiny({**config, "resume": str(place / "step-000003")}), print)
         assert same(run(tiny({**config, "resume": str(place)}), resumed), straight)
-    assert sorted(path.name for path in place.iterdir()) == ["aside-step-000004", "aside-step-000004.2", "step-000003", "step-000004"]
+    assert sorted(path.name for path in place.iterdir()) == [
+        "aside-step-000004",
+        "aside-step-000004.2",
+        "step-000003",
+        "step-000004",
+    ]
 
 
 @pytest.mark.parametrize("problem", [OSError("no space left on device"), RuntimeError("no space left, says torch")])
@@ -187,19 +204,22 @@ def test_a_write_that_fails_leaves_the_others_and_no_half(two, async_save, probl
 
     with pytest.raises(UserError, match=r"step 3 could not be written.*no space left.*Earlier ones are untouched"):
         save(3)
-    assert [saved.step for saved in listed(two)] == [1, 2]
-    assert all(saved.problem() is None for saved in listed(two))
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2]
+    assert all(saved.find_problem() is None for saved in list_checkpoints(two))
     assert not list(two.glob(f"{UNFINISHED}*"))  # which would keep the room that lacks
     full[0] = False
     save(3)
     made.close()
-    assert [saved.step for saved in listed(two)] == [1, 2, 3]
-    assert listed(two)[-1].problem() is None
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2, 3]
+    assert list_checkpoints(two)[-1].find_problem() is None
     assert not list(two.glob(f"{UNFINISHED}*"))
 
 
 def test_of_a_full_disk_is_said_what_the_system_says_and_not_what_torch_makes_of_it(two) -> None:
-    with room_for(2000), pytest.raises(UserError, match=r"step 3 could not be written to .*/c: \[Errno 27\] File too large\. Earlier"):
+    with (
+        room_for(2000),
+        pytest.raises(UserError, match=r"step 3 could not be written to .*/c: \[Errno 27\] File too large\. Earlier"),
+    ):
         saver(two, Numbers(rows=1000), async_save=False).save(3, {})
     assert sorted(path.name for path in two.iterdir()) == ["step-000001", "step-000002"]
 
@@ -229,18 +249,19 @@ def test_the_writing_process_killed_in_the_middle(two) -> None:
     made.save(4, {})
     made.wait()
     made.close()
-    assert [saved.step for saved in listed(two)] == [1, 2, 4]
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2, 4]
 
 
 def test_a_save_that_waits_copies_one_tensor_at_a_time(two, monkeypatch) -> None:
-    """torch copies what is a part of a larger storage, and keeps the copies until the file ends: a second checkpoint in memory."""
+    """torch copies what is a part of a larger storage, and keeps the copies until the file ends: a second checkpoint
+    in memory."""
 
     def refused(_) -> None:
         raise AssertionError("copied")
 
     monkeypatch.setattr(torch.Tensor, "clone", refused)
     saver(two, Numbers(), async_save=False).save(3, {})
-    assert [saved.step for saved in listed(two)] == [1, 2, 3]
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2, 3]
 
 
 def test_one_save_at_a_time_and_the_second_waits(two) -> None:
@@ -254,18 +275,18 @@ def test_one_save_at_a_time_and_the_second_waits(two) -> None:
 
     def say(text: str) -> None:
         said.append(text)
-        assert [saved.step for saved in listed(two)] == [1, 2]
+        assert [saved.step for saved in list_checkpoints(two)] == [1, 2]
         go.set()
 
-    made = Saver(Checkpoint(keep=9), two, Numbers(before), say)
+    made = Saver(CheckpointConfig(keep=9), two, Numbers(before), say)
     made.save(3, {})
     going.wait()
     made.save(4, {})
     made.wait()
     made.close()
     assert said == ["the checkpoint of step 3 is still being written: waiting for it"]
-    assert [saved.step for saved in listed(two)] == [1, 2, 3, 4]
-    assert all(saved.problem() is None for saved in listed(two))
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2, 3, 4]
+    assert all(saved.find_problem() is None for saved in list_checkpoints(two))
 
 
 def test_a_save_that_is_given_up_leaves_nothing(two) -> None:
@@ -281,17 +302,17 @@ def test_a_save_that_is_given_up_leaves_nothing(two) -> None:
     going.wait()
     threading.Timer(0, hold.set).start()
     made.close()
-    assert [saved.step for saved in listed(two)] in ([1, 2], [1, 2, 3])
-    assert all(saved.problem() is None for saved in listed(two))
+    assert [saved.step for saved in list_checkpoints(two)] in ([1, 2], [1, 2, 3])
+    assert all(saved.find_problem() is None for saved in list_checkpoints(two))
 
 
 def test_the_newest_and_the_best_are_kept(two) -> None:
     for step in (3, 4, 5):
         saver(two, Numbers(), async_save=False).save(step, {"reward": -float(step)})
     prune(two, last=2, best=1, metric="reward")
-    assert [saved.step for saved in listed(two)] == [1, 4, 5]
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 4, 5]
     prune(two, last=1, best=0, metric="reward")
-    assert [saved.step for saved in listed(two)] == [5]
+    assert [saved.step for saved in list_checkpoints(two)] == [5]
 
 
 def killed_at(folder: Path, moment: int, async_save: bool) -> None:
@@ -311,13 +332,13 @@ def killed_at(folder: Path, moment: int, async_save: bool) -> None:
     assert process.exitcode == -9
     with open(said.fileno(), "rb", closefd=False) as words:
         assert words.read() == b""  # until all that could speak have ended, the process that writes among them
-    found = listed(folder)
+    found = list_checkpoints(folder)
     assert found[-1].step >= finished[-1]
-    assert all(saved.problem() is None for saved in found)
+    assert all(saved.find_problem() is None for saved in found)
     assert len(found) >= min(2, len(finished))  # an old one is never lost before the new one is there
     for saved in found:
         weights = {"model.w2": torch.zeros(2, 3, dtype=torch.bfloat16)}
-        Tensors(Listed(saved.path)).read(weights)
+        TensorReader(CheckpointFiles(saved.path)).read(weights)
         assert (weights["model.w2"] == saved.step).all()
     again = saver(folder, Numbers(), async_save=False)
     again.save(found[-1].step + 1, {})
@@ -363,7 +384,8 @@ def test_export_is_an_ordinary_model(tiny, tmp_path) -> None:
 
 
 def model_with_buffers(folder: Path) -> None:
-    """A mixture of experts whose router has a bias that is no parameter, saved with one that is not what a new model has."""
+    """A mixture of experts whose router has a bias that is no parameter, saved with one that is not what a new model
+    has."""
     tokenizer = scratch_tokenizer("0123456789=")
     shape = {
         "vocab_size": len(tokenizer),
@@ -398,7 +420,7 @@ def test_buffers_are_exported_and_served_as_they_were_trained_with(tiny, tmp_pat
         trained = train(config, report).model
     export(tmp_path / "run", tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    served, _ = serve_run.load(str(tmp_path / "run"), Serve(device="cpu", dtype=dtype), print)
+    served, _ = serve_run.load_served(str(tmp_path / "run"), ServeConfig(device="cpu", dtype=dtype), print)
     assert trained.get_buffer(BIAS).tolist() == pytest.approx([1.01, -0.33, 0.52, -1.07], abs=1e-6)
     for found in (exported, served.model):
         for name, tensor in [*trained.state_dict().items(), *trained.named_buffers()]:
@@ -421,7 +443,7 @@ def keeper(tiny, tmp_path, **options):
     """(a keeper whose state writes nothing, its clock)."""
     clock = Clock()
     config = tiny({"checkpoint": {"every": None, "async_save": False, **options}, "train.steps": 100})
-    return Keeper(config, tmp_path, Numbers(), print, clock), clock
+    return Checkpointer(config, tmp_path, Numbers(), print, clock), clock
 
 
 def test_a_checkpoint_is_due_after_so_many_minutes(tiny, tmp_path) -> None:
@@ -450,7 +472,9 @@ def test_a_run_stops_before_its_deadline(tiny, tmp_path) -> None:
 def test_what_the_first_save_took_counts_for_the_deadline_at_once(tiny, tmp_path, monkeypatch) -> None:
     made, clock = keeper(tiny, tmp_path, every=3, deadline_minutes=10.0)
     save = Saver.save
-    monkeypatch.setattr(Saver, "save", lambda *args, **options: (setattr(clock, "now", clock.now + 240), save(*args, **options)))
+    monkeypatch.setattr(
+        Saver, "save", lambda *args, **options: (setattr(clock, "now", clock.now + 240), save(*args, **options))
+    )
     for step in range(1, 4):
         clock.now += 60
         due = made.step_done(step)
@@ -489,15 +513,15 @@ def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two, monkeypat
             if name == "_given_up" and value:
                 given_up.set()
 
-    monkeypatch.setattr("ebbtide.checkpoint.keep.Saver", Given)
+    monkeypatch.setattr("ebbtide.checkpoint.checkpointer.Saver", Given)
     config = tiny({"checkpoint": {"every": None, "keep": 9, "async_save": False}, "train.steps": 100})
-    made = Keeper(config, two.parent, Numbers(before), print)
+    made = Checkpointer(config, two.parent, Numbers(before), print)
     made._saver._folder = two
     with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         made.save(3, {})
     assert len(filled) == 1 < len(Numbers().snapshot(0, copy=False).entries)
-    assert [saved.step for saved in listed(two)] == [1, 2]
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2]
 
 
 def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -> None:
@@ -510,25 +534,41 @@ def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -
     kill = Writer.kill
     monkeypatch.setattr(Writer, "kill", lambda writer: (kill(writer), ended.set()))
     config = tiny({"checkpoint": {"every": None, "keep": 9}, "train.steps": 100})
-    made = Keeper(config, two.parent, Numbers(before), print)
+    made = Checkpointer(config, two.parent, Numbers(before), print)
     made._saver._folder = two
     with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
         made.save(3, {})
         going.wait()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-    assert made._saver._there.is_set()
+    assert made._saver._idle.is_set()
     assert made._saver._writer is None
-    assert [saved.step for saved in listed(two)] == [1, 2]
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2]
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:
     """kill -9 in the middle of a step or a save, then the same command again."""
-    options = ["train.steps=6", "checkpoint.every=1", "evaluate=null", "report.samples_every=0", "rollout.prompts=4"]
+    options = [
+        "train.steps=6",
+        "checkpoint.every=1",
+        "evaluate=null",
+        "report.samples_every=0",
+        "rollout.prompts_per_step=4",
+    ]
 
     def command(name: str) -> list[str]:
-        return [sys.executable, "-u", "-m", "ebbtide", "train", "quickstart", f"run.folder={tmp_path / name}", "resume=auto", *options]
+        return [
+            sys.executable,
+            "-u",
+            "-m",
+            "ebbtide",
+            "train",
+            "quickstart",
+            f"run.folder={tmp_path / name}",
+            "resume=auto",
+            *options,
+        ]
 
     process = subprocess.Popen(command("killed"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -537,7 +577,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:
             process.kill()
             break
     process.wait()
-    assert listed(tmp_path / "killed" / "checkpoints")[-1].step < 6
+    assert list_checkpoints(tmp_path / "killed" / "checkpoints")[-1].step < 6
     for name in ("killed", "straight"):
         subprocess.run(command(name), check=True, capture_output=True)
     ends = []
@@ -546,5 +586,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:
         ends.append([{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines])
         export(tmp_path / name, tmp_path / f"{name} out", 6)
     assert ends[0] == ends[1]
-    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} out").state_dict() for name in ("killed", "straight"))
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} out").state_dict() for name in ("killed", "straight")
+    )
     assert all(torch.equal(one[key], other[key]) for key in one)

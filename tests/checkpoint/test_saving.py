@@ -12,19 +12,20 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.store import listed
-from ebbtide.config.tree import Checkpoint, Memory
+from ebbtide.checkpoint.store import list_checkpoints
+from ebbtide.config.checkpoint import CheckpointConfig
+from ebbtide.config.memory import MemoryConfig
 from ebbtide.errors import UserError
 from saved import contents, equal, made, read
 from toy import one_step
 
 MODES = {
     "device": {},
-    "device, lean": {"memory": Memory(preset="lean")},
+    "device, lean": {"memory": MemoryConfig(preset="lean")},
     "streamed": {"place": "streamed"},
     "cpu": {"place": "cpu"},
     "split": {"cpu_fraction": 0.4},
-    "split, lean": {"cpu_fraction": 0.4, "memory": Memory(preset="lean")},
+    "split, lean": {"cpu_fraction": 0.4, "memory": MemoryConfig(preset="lean")},
 }
 
 
@@ -61,19 +62,19 @@ def test_where_memory_is_short_the_step_waits_for_the_disk(monkeypatch) -> None:
 
 
 def test_what_is_away_is_not_brought_back_for_a_save() -> None:
-    state, _, residency, _ = made(memory=Memory(preset="lean"))
+    state, _, residency, _ = made(memory=MemoryConfig(preset="lean"))
     with residency.phase("evaluate"):
         pass
-    residency.mover.take()
+    residency.mover.drain()
     with residency.phase("save"):
         read(state.snapshot(3, copy=True))
         assert residency.holdings()["moments"].device == 0
-    assert residency.mover.take().bytes_in == 0
+    assert residency.mover.drain().bytes_in == 0
 
 
 def test_random_states_come_back(tmp_path) -> None:
     state, *_ = made()
-    saver = Saver(Checkpoint(async_save=False), tmp_path, state, print)
+    saver = Saver(CheckpointConfig(async_save=False), tmp_path, state, print)
     random.seed(5)
     numpy.random.seed(6)
     torch.manual_seed(7)
@@ -84,16 +85,16 @@ def test_random_states_come_back(tmp_path) -> None:
 
     wanted = drawn()
     assert drawn() != wanted
-    state.load(listed(tmp_path)[0].path, load_rng=True)
+    state.load(list_checkpoints(tmp_path)[0].path, load_rng=True)
     assert drawn() == wanted
-    state.load(listed(tmp_path)[0].path, load_rng=False)
+    state.load(list_checkpoints(tmp_path)[0].path, load_rng=False)
     assert drawn() != wanted
 
 
 def test_a_save_that_fails_lets_go_of_what_it_held(tmp_path) -> None:
     state, model, residency, optimizer = made(place="cpu")
     (tmp_path / "file").write_text("in the way")
-    saver = Saver(Checkpoint(), tmp_path / "file", state, print)
+    saver = Saver(CheckpointConfig(), tmp_path / "file", state, print)
     saver.save(1, {})
     with pytest.raises(UserError, match="could not be written"):
         saver.wait()
@@ -104,21 +105,23 @@ def test_a_save_that_fails_lets_go_of_what_it_held(tmp_path) -> None:
 def ranks_save_and_load(rank: int, count: int, folder: str, parallel: bool, begin: bool) -> None:
     """What each of some ranks does: begins or takes up what is there, checks it, and saves the next step."""
     if count > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{count}-{begin}", rank=rank, world_size=count)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting-{count}-{begin}", rank=rank, world_size=count
+        )
     state, model, _, optimizer = made(place="cpu" if count > 1 else "device")
     if not begin:
         for parameter in model.parameters():
             parameter.data.zero_()
-        saved = listed(Path(folder))[-1]
-        assert saved.problem() is None
+        saved = list_checkpoints(Path(folder))[-1]
+        assert saved.find_problem() is None
         assert state.load(saved.path, load_rng=True, parallel=parallel) == saved.step
         wanted = torch.load(f"{folder}/wanted.pt")
         assert equal(contents(model, optimizer), wanted)
     elif rank == 0:
         torch.save(contents(model, optimizer), f"{folder}/wanted.pt")
     random.seed(100 + rank)
-    saver = Saver(Checkpoint(keep=9, fully_parallel_save=parallel), Path(folder), state, print)
-    saver.save(1 if begin else listed(Path(folder))[-1].step + 1, {})
+    saver = Saver(CheckpointConfig(keep=9, fully_parallel_save=parallel), Path(folder), state, print)
+    saver.save(1 if begin else list_checkpoints(Path(folder))[-1].step + 1, {})
     saver.wait()
     saver.close()
     if count > 1:
@@ -130,12 +133,14 @@ def ranks_save_and_load(rank: int, count: int, folder: str, parallel: bool, begi
 def test_two_ranks_then_one_then_two(tmp_path, parallel) -> None:
     for count, begin in ((2, True), (1, False), (2, False)):
         torch.multiprocessing.spawn(ranks_save_and_load, (count, str(tmp_path), parallel, begin), nprocs=count)
-    written = [sorted(path.name for path in (saved.path / "tensors").glob("*.distcp")) for saved in listed(tmp_path)]
+    written = [
+        sorted(path.name for path in (saved.path / "tensors").glob("*.distcp")) for saved in list_checkpoints(tmp_path)
+    ]
     both = {name.split("_")[2] for name in written[0]}
     assert both == ({"0", "1"} if parallel else {"0"})
     assert {name.split("_")[2] for name in written[1]} == {"0"}
-    assert len(listed(tmp_path)) == 3
-    first = listed(tmp_path)[0].path
+    assert len(list_checkpoints(tmp_path)) == 3
+    first = list_checkpoints(tmp_path)[0].path
     assert json.loads((first / "run.json").read_text())["world"] == 2
     states = [json.loads((first / f"random-{rank:05d}.json").read_text())["python"] for rank in range(2)]
     assert states[0] != states[1]

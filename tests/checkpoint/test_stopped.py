@@ -1,4 +1,5 @@
-"""A run that is stopped saves before anything that can be made up for, and the run that goes on from it does so first."""
+"""A run that is stopped saves before anything that can be made up for, and the run that goes on from it does so
+first."""
 
 import shutil
 import signal
@@ -10,19 +11,19 @@ from test_resume import keeper, run, same
 
 import ebbtide.loop
 from conftest import TINY, merged
-from ebbtide.checkpoint.resume import find
-from ebbtide.checkpoint.store import Saved, listed
-from ebbtide.cluster.leash import Job
-from ebbtide.config.tree import Config
-from ebbtide.evaluate import evaluate, owed
-from ebbtide.rank import run_rank
+from ebbtide.checkpoint.resume import find_checkpoint
+from ebbtide.checkpoint.store import Checkpoint, list_checkpoints
+from ebbtide.config.root import Config
+from ebbtide.evaluate import evaluate, is_eval_missing
+from ebbtide.launch.job import Job
+from ebbtide.launch.run_rank import run_rank
 
 LAST = 3
 CHANGES = {
     "train.steps": LAST,
     "evaluate": {"every": 2, "problems": 4},
     "checkpoint": {"every": None, "keep": 9, "async_save": False},
-    "advantage.drop_flat_groups": False,
+    "advantage.drop_zero_std_groups": False,
 }
 
 
@@ -83,13 +84,14 @@ def test_a_stop_saves_without_the_evaluation_that_is_due_and_the_resumed_run_mak
         with pytest.raises(KeyboardInterrupt):
             run(config(tmp_path / "run"))
     assert ended == [step for step in (0, 2) if step < at]
-    (saved,) = listed(tmp_path / "run" / "checkpoints")
+    (saved,) = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert saved.step == at
     assert "evaluate/reward" not in saved.metrics
-    assert "its evaluation is left to the run that goes on" in capsys.readouterr().out
+    assert "its evaluation is left to the run that resumes" in capsys.readouterr().out
     again = config(tmp_path / "run", resume="auto")
-    assert same(run(again, find(again, print)), straight[1])
-    assert "evaluate/reward" in listed(tmp_path / "run" / "checkpoints")[0].metrics  # `checkpoint.metric` may go by it
+    assert same(run(again, find_checkpoint(again, print)), straight[1])
+    # `checkpoint.metric` may go by it
+    assert "evaluate/reward" in list_checkpoints(tmp_path / "run" / "checkpoints")[0].metrics
 
 
 def test_a_stop_in_the_evaluation_before_the_first_step_stops_at_once(tmp_path, monkeypatch) -> None:
@@ -103,19 +105,21 @@ def test_an_evaluation_gives_way_to_the_deadline(tiny, tmp_path) -> None:
     made, clock = keeper(tiny, tmp_path, deadline_minutes=10.0)
     made._blocked_seconds = 60.0
     clock.now = 500
-    assert not made.in_haste
+    assert not made.must_stop
     clock.now = 520
-    assert made.in_haste  # a save of 60 s, half as long again, would end after 600 s
+    assert made.must_stop  # a save of 60 s, half as long again, would end after 600 s
 
 
 def test_what_was_due_because_the_run_was_to_end_is_not_owed_to_a_longer_one(tmp_path) -> None:
-    saved = Saved(tmp_path, LAST, {"reward": 0.5}, 0)
-    assert owed(config(tmp_path), saved)
-    assert not owed(config(tmp_path, **{"train.steps": LAST + 2}), saved)
-    assert not owed(config(tmp_path), replace(saved, metrics={"evaluate/reward": 0.5}))
+    saved = Checkpoint(tmp_path, LAST, {"reward": 0.5}, 0)
+    assert is_eval_missing(config(tmp_path), saved)
+    assert not is_eval_missing(config(tmp_path, **{"train.steps": LAST + 2}), saved)
+    assert not is_eval_missing(config(tmp_path), replace(saved, metrics={"evaluate/reward": 0.5}))
 
 
-def test_of_a_run_that_was_killed_after_its_last_checkpoint_what_is_missing_is_made(straight, tmp_path, monkeypatch) -> None:
+def test_of_a_run_that_was_killed_after_its_last_checkpoint_what_is_missing_is_made(
+    straight, tmp_path, monkeypatch
+) -> None:
     """Nothing is loaded for it."""
     folder = tmp_path / "run"
     shutil.copytree(straight[0], folder)
@@ -123,7 +127,7 @@ def test_of_a_run_that_was_killed_after_its_last_checkpoint_what_is_missing_is_m
     monkeypatch.setattr("ebbtide.loop.load_model", lambda *_: pytest.fail("loaded"))
     said: list[str] = []
     again = config(folder, resume="auto")
-    run_rank(Job("test", again, None, find(again, said.append)))
+    run_rank(Job("test", again, None, find_checkpoint(again, said.append)))
     assert "is of the last step" in said[0]
     assert (folder / "report.html").exists()
     assert (folder / "metrics.jsonl").read_bytes() == (straight[0] / "metrics.jsonl").read_bytes()

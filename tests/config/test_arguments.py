@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide.config.arguments import in_order
-from ebbtide.config.serve import Serve
-from ebbtide.config.tree import Config
+from ebbtide.config.arguments import settings_last
+from ebbtide.config.root import Config
+from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 
 FLAGS, VALUED = {"--json", "--help"}, {"--gpu", "--out"}
 
 
 def read(line: str, root: type = Config) -> list[str]:
-    return in_order(line.split(), FLAGS, VALUED, root)
+    return settings_last(line.split(), FLAGS, VALUED, root)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,8 @@ def test_settings_in_any_spelling_come_after_the_recipe(line: str, meant: str) -
 
 
 @pytest.mark.parametrize(
-    "line", ["quickstart --train.steps", "quickstart --train.steps --json", "quickstart --report.rollouts train.steps=3"]
+    "line",
+    ["quickstart --train.steps", "quickstart --train.steps --json", "quickstart --report.rollouts train.steps=3"],
 )
 def test_a_setting_without_a_value_is_told_how_it_is_written(line: str) -> None:
     with pytest.raises(UserError, match=r"is a setting and has no value: write `[a-z.]+=VALUE`"):
@@ -57,5 +58,5 @@ def test_a_file_with_such_a_name_is_a_file(tmp_path, monkeypatch) -> None:
 
 
 def test_the_server_has_settings_of_its_own() -> None:
-    assert read("model --port 8001 --max-model-len 4096", Serve) == ["model", "port=8001", "max_model_len=4096"]
-    assert read("model --learning_rate 1", Serve) == ["model", "--learning_rate", "1"]
+    assert read("model --port 8001 --max-model-len 4096", ServeConfig) == ["model", "port=8001", "max_model_len=4096"]
+    assert read("model --learning_rate 1", ServeConfig) == ["model", "--learning_rate", "1"]

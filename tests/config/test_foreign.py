@@ -11,8 +11,8 @@ import yaml
 from ebbtide.config import foreign, load, load_serve
 from ebbtide.config.document import reference
 from ebbtide.config.explain import all_keys
-from ebbtide.config.serve import Serve
-from ebbtide.config.tree import Config
+from ebbtide.config.root import Config
+from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 
 QUOTED = re.compile(r"`([^`]+)`")
@@ -25,10 +25,10 @@ def said(*overrides: str, source: str = "quickstart") -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("root", [Config, Serve])
+@pytest.mark.parametrize("root", [Config, ServeConfig])
 def test_every_key_that_an_answer_names_exists(root: type) -> None:
     keys = set(all_keys(root))
-    for name, text in foreign.names_known(root).items():
+    for name, text in foreign.foreign_names(root).items():
         assert name == name.lower().replace("-", "_")
         quoted = QUOTED.findall(text)
         named = {one.partition("=")[0] for one in quoted if "." in one or "=" in one}
@@ -40,7 +40,7 @@ def test_every_key_that_an_answer_names_exists(root: type) -> None:
 
 
 def test_settings_that_answers_write_out_can_be_set() -> None:
-    texts = list(foreign.names_known(Config).values())
+    texts = list(foreign.foreign_names(Config).values())
     written = {one for text in texts for one in QUOTED.findall(text) if re.fullmatch(r"[a-z_.]+=\S+", one)}
     assert len(written) > 10
     for one in written:
@@ -52,17 +52,20 @@ def test_values_are_of_keys_that_exist_and_are_not_taken_already() -> None:
         assert key in set(all_keys(Config))
         for value, text in values.items():
             message = said(f"{key}={value}")
-            assert f"Of {value}: {text}" in message, message
+            assert f"About {value}: {text}" in message, message
             for setting in re.findall(r"`([a-z_.]+=[^`]+)`", text):
                 load("quickstart", [setting])
             for option in re.findall(r"write `([a-z0-9_]+)`", text):
-                load("quickstart", [f"{key}={option}", *(["loss.kl.coefficient=1"] if key.startswith("loss.kl.") else [])])
+                load(
+                    "quickstart",
+                    [f"{key}={option}", *(["loss.kl.coefficient=1"] if key.startswith("loss.kl.") else [])],
+                )
 
 
 def test_no_name_is_one_of_ours() -> None:
     """Else a key of ours at the wrong place would be sent elsewhere."""
     leaves = {key.rsplit(".", 1)[-1] for key in all_keys(Config)}
-    both = leaves & set(foreign.names_known(Config))
+    both = leaves & set(foreign.foreign_names(Config))
     assert both <= {"dataset"}, both  # of `task.gym`, where it is known
 
 
@@ -70,20 +73,20 @@ def test_no_name_is_one_of_ours() -> None:
     ("override", "answer"),
     [
         ("gradient_checkpointing=true", "`memory.activations.preset`"),
-        ("num_generations=8", "Here it is `rollout.samples`."),
-        ("train.num_generations=8", "Here it is `rollout.samples`."),
+        ("num_generations=8", "Here it is `rollout.group_size`."),
+        ("train.num_generations=8", "Here it is `rollout.group_size`."),
         ("learning_rate=1e-6", "Here it is `optimizer.lr`."),
         ("optimizer.learning_rate=1e-6", "Here it is `optimizer.lr`."),
         ("Learning-Rate=1e-6", "Here it is `optimizer.lr`."),
         ("beta=0.04", "Here it is `loss.kl.coefficient`"),
         ("optimizer.beta=[0.9, 0.99]", "Did you mean `optimizer.betas`?"),
-        ("rollout.n=8", "Here it is `rollout.samples`."),
+        ("rollout.n=8", "Here it is `rollout.group_size`."),
         ("lora.rank=16", "Not here: there are no adapters"),
         ("model.lora.rank=16", "Not here: there are no adapters"),
         ("lora.anything=16", "Not here: all weights are trained"),
         ("gpu_memory_utilization=0.9", "`rollout.vllm.memory_share`"),
         ("data.train_files=x.parquet", "Here it is `task.file.train`"),
-        ("+trainer.n_gpus_per_node=8", "unknown key `trainer.n_gpus_per_node` (= 8). Here it is `cluster.gpus`"),
+        ("+trainer.n_gpus_per_node=8", "unknown key `trainer.n_gpus_per_node` (= 8). Here it is `parallel.gpus`"),
         ("actor_rollout_ref.model.path=x", "Did you mean `model.path`?"),
         ("actor_rollout_ref.rollout.temperature=1", "Did you mean `rollout.temperature`?"),
         ("steps=3", "Did you mean `train.steps`?"),
@@ -91,7 +94,7 @@ def test_no_name_is_one_of_ours() -> None:
         ("train.step=3", "Did you mean `train.steps`?"),
         ("report_to=wandb", "Here it is `report.wandb`"),
         ("checkpoint_dir=/tmp/x", "Here it is `run.folder`."),
-        ("samples=3", "Did you mean `rollout.samples` or `evaluate.samples` or"),
+        ("samples=3", "Did you mean `evaluate.samples` or `evaluate.final.samples`?"),
         ("model.dtype=fp16", "float16 overflows without loss scaling"),
     ],
 )
@@ -101,7 +104,10 @@ def test_a_foreign_name_is_answered(override: str, answer: str) -> None:
 
 VERL = {
     "data": {"train_files": "a.parquet", "max_prompt_length": 512, "unheard_of": 1},
-    "actor_rollout_ref": {"rollout": {"n": 8, "name": "vllm"}, "actor": {"optim": {"lr": 1e-6}, "fsdp_config": {"param_offload": True}}},
+    "actor_rollout_ref": {
+        "rollout": {"n": 8, "name": "vllm"},
+        "actor": {"optim": {"lr": 1e-6}, "fsdp_config": {"param_offload": True}},
+    },
 }
 
 
@@ -112,12 +118,15 @@ def test_a_whole_file_of_another_tool_is_answered_key_by_key(tmp_path: Path) -> 
     for key, ours in {
         "data.train_files": "task.file.train",
         "data.max_prompt_length": "rollout.max_prompt_tokens",
-        "actor_rollout_ref.rollout.n": "rollout.samples",
+        "actor_rollout_ref.rollout.n": "rollout.group_size",
         "actor_rollout_ref.rollout.name": "rollout.engine",
         "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
     }.items():
         assert re.search(rf"unknown key `{re.escape(key)}` \(= .*\)\. Here it is `{re.escape(ours)}`", text), text
-    assert "unknown key `actor_rollout_ref.actor.fsdp_config.param_offload` (= True). Not here: the policy's weights stay" in text
+    assert (
+        "unknown key `actor_rollout_ref.actor.fsdp_config.param_offload` (= True). Not here: the policy's weights stay"
+        in text
+    )
     assert "unknown keys `data.unheard_of`." in text
 
 
@@ -135,5 +144,5 @@ def test_the_server_answers_as_well() -> None:
 
 def test_the_table_is_documented() -> None:
     page = reference()
-    assert "| `num_generations` | `rollout.samples` |" in page
-    assert all(f"| `{name}` |" in page for name in foreign.names_known(Config))
+    assert "| `num_generations` | `rollout.group_size` |" in page
+    assert all(f"| `{name}` |" in page for name in foreign.foreign_names(Config))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.config import model_path
+from ebbtide.config.model import ModelConfig
 from ebbtide.config.model_path import check_paths, locate
-from ebbtide.config.tree import Model
 from ebbtide.errors import UserError
 
 
@@ -43,18 +43,20 @@ def asking_fails(endpoint: str) -> str | None:
         ("package:ebbtide/no.gguf", "`model.path: package:ebbtide/no.gguf` does not exist"),
     ],
 )
-def test_a_mistyped_path_is_never_asked_of_the_hub(path: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_path_is_never_asked_of_the_hub(
+    path: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_path, "_unreachable", asking_fails)
     with pytest.raises(UserError) as caught:
-        check_paths(Model(path=path))
+        check_paths(ModelConfig(path=path))
     assert says in str(caught.value)
 
 
 def test_a_tokenizer_is_looked_for_in_the_same_way(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_path, "_unreachable", asking_fails)
     with pytest.raises(UserError, match=r"`model.tokenizer: models/qwen` does not exist"):
-        check_paths(Model(path="models/qwen3", tokenizer="models/qwen"))
-    check_paths(Model(path="models/qwen3", tokenizer="models/qwen3"))
+        check_paths(ModelConfig(path="models/qwen3", tokenizer="models/qwen"))
+    check_paths(ModelConfig(path="models/qwen3", tokenizer="models/qwen3"))
 
 
 def test_what_is_there_is_found(here: Path) -> None:

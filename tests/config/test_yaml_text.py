@@ -14,21 +14,21 @@ CHAIN = "".join(f"v{number}: &v{number} [*v{number - 1}]\n" for number in range(
 @pytest.mark.parametrize(
     ("text", "needle"),
     [
-        ("a: &a [1]\n" + TENFOLD, "with its aliases written out it has more than 1,000,000 characters"),
-        ("a: &a {x: 1}\n" + MERGED, "with its aliases written out it has more than 1,000,000 characters"),
+        ("a: &a [1]\n" + TENFOLD, "with its aliases expanded it has more than 1,000,000 characters"),
+        ("a: &a {x: 1}\n" + MERGED, "with its aliases expanded it has more than 1,000,000 characters"),
         ("v0: &v0 [1]\n" + CHAIN, "more than 100 deep"),
-        ("a: &a [*a]", "an alias stands for a value that it is part of"),
+        ("a: &a [*a]", "an alias refers to a value that contains it"),
         ("a: " + "[" * 150 + "]" * 150, "more than 100 deep"),
-        ("a: !!timestamp x", "`!!timestamp` is no kind of value that a config has"),
-        ("a: !!binary x", "`!!binary` is no kind of value"),
-        ("a: !!set {x: null}", "`!!set` is no kind of value"),
-        ("a: !!python/object/apply:os.getcwd []", "`!!python/object/apply:os.getcwd` is no kind of value"),
-        ("a: !mine 3", "`!mine` is no kind of value"),
-        ("a: !!bool x", "'x' is not written as `!!bool` is"),
-        ('a: !!int ""', "'' is not written as `!!int` is"),
-        ("a: !!float x", "'x' is not written as `!!float` is"),
-        (r'a: "half \ud800"', "which neither files nor models take"),
-        (r'"\0": 1', "which neither files nor models take"),
+        ("a: !!timestamp x", "`!!timestamp` is not a type of value in a config"),
+        ("a: !!binary x", "`!!binary` is not a type of value"),
+        ("a: !!set {x: null}", "`!!set` is not a type of value"),
+        ("a: !!python/object/apply:os.getcwd []", "`!!python/object/apply:os.getcwd` is not a type of value"),
+        ("a: !mine 3", "`!mine` is not a type of value"),
+        ("a: !!bool x", "'x' is not a valid `!!bool`"),
+        ('a: !!int ""', "'' is not a valid `!!int`"),
+        ("a: !!float x", "'x' is not a valid `!!float`"),
+        (r'a: "half \ud800"', "which neither files nor models accept"),
+        (r'"\0": 1', "which neither files nor models accept"),
         ("a: " + "9" * 5000, "4300"),
         ("a: \x1b[31m", "special characters are not allowed"),
         ("a: 1\n---\nb: 2", "another document"),
@@ -50,7 +50,17 @@ def test_what_people_write_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("010", "010"), ("0", 0), ("-3", -3), ("1_000", 1000), ("0x1F", 31), ("1:30", "1:30"), ("1.", 1.0), (".5", 0.5), ("1e3", 1000.0)],
+    [
+        ("010", "010"),
+        ("0", 0),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("1:30", "1:30"),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("1e3", 1000.0),
+    ],
 )
 def test_numbers_are_what_people_mean_by_them(text, value) -> None:
     """YAML 1.1 has 8 for `010`, and 90 for `1:30`."""

@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from conftest import FAMILIES, family
+from ebbtide.model.load import load_model
 from ebbtide.policy.attention import packed_attention
-from ebbtide.policy.model import load_model
 from ebbtide.policy.policy import Policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -21,7 +21,15 @@ def test_equals_plain_attention_within_each_sequence(dtype, window, kv_heads) ->
     query = torch.randn(1, 8, 402, 64, device="cuda", dtype=dtype, requires_grad=True)
     key, value = (torch.randn(1, kv_heads, 402, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
     found, _ = packed_attention(
-        torch.nn.Identity(), query, key, value, None, scaling=0.1, sliding_window=window, cu_seq_lens_q=starts, max_length_q=300
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.1,
+        sliding_window=window,
+        cu_seq_lens_q=starts,
+        max_length_q=300,
     )
     parts = []
     for begin, length in zip(starts.tolist(), lengths, strict=False):

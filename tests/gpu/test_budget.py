@@ -1,4 +1,5 @@
-"""On a GPU: the budget is enforced, what a block saves is what was foretold, and memory that runs out leaves its history."""
+"""On a GPU: the budget is enforced, what a block saves is what was foretold, and memory that runs out leaves its
+history."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ import torch
 from conftest import FAMILIES, family
 from ebbtide.errors import UserError
 from ebbtide.loop import train
-from ebbtide.memory.limit import free_bytes, limited
+from ebbtide.memory.device_budget import enforce_budget, free_bytes
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.planner.saved import Choice, local_names, saved
-from ebbtide.planner.shape import find_shape
-from ebbtide.policy import activations
-from ebbtide.policy.activation_plan import measure
-from ebbtide.policy.model import blocks_of, load_model
+from ebbtide.model.load import blocks_of, load_model
+from ebbtide.model.shape import find_shape
+from ebbtide.policy import block_activations
+from ebbtide.policy.activation_costs import ActivationPolicy, locally_recomputable, saved_bytes
+from ebbtide.policy.activation_plan import measure_saved_bytes
 from ebbtide.policy.policy import Policy
 from ebbtide.report.report import Report
 
@@ -32,9 +33,13 @@ def test_bytes_are_those_that_autograd_saves(tiny, name, again) -> None:
     config = tiny(family(name) | LONG)
     policy, shape = Policy(load_model(config), config), find_shape(config.model)
     blocks = blocks_of(policy.model)
-    names = local_names(shape) if again else frozenset()
-    found = measure(blocks, activations.Choice(recompute=names, local=activations.local_names(blocks[0])), policy._probe)
-    foretold = saved(shape, 2, Choice(recompute=names))
+    names = locally_recomputable(shape) if again else frozenset()
+    found = measure_saved_bytes(
+        blocks,
+        block_activations.ActivationChoice(recompute=names, local=block_activations.locally_recomputable(blocks[0])),
+        policy._probe,
+    )
+    foretold = saved_bytes(shape, 2, ActivationPolicy(recompute=names))
     slack = 4 * (shape.heads + shape.kv_heads) + 1  # roots are counted with a norm or not at all
     assert sum(found.values()) == pytest.approx(sum(foretold.values()), rel=0.02, abs=3 * slack)
     for module in {*found, *foretold} - {"moe_act", "expert_fc1", "moe_router"}:
@@ -45,7 +50,7 @@ def test_a_run_keeps_to_its_budget_and_says_what_was_predicted(tiny, tmp_path, c
     config = tiny({"device": "cuda", "checkpoint": None, "memory.budget_gib": 1.0, "run.folder": str(tmp_path / "run")})
     with Report(config, "test") as report:
         train(config, report)
-        report.end("done")
+        report.summarize_run("done")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line["reserved_gib/train"] for line in lines) <= 1.0
     assert (tmp_path / "run" / "plan.json").exists()
@@ -55,10 +60,10 @@ def test_a_run_keeps_to_its_budget_and_says_what_was_predicted(tiny, tmp_path, c
 
 def test_memory_that_runs_out_leaves_the_plans_view_and_a_history(tiny, tmp_path) -> None:
     config, device = tiny(), torch.device("cuda", torch.cuda.current_device())
-    with limited(device, 2.0), Residency(build_plan(config.memory, config.optimizer), device) as residency:
+    with enforce_budget(device, 2.0), Residency(build_plan(config.memory, config.optimizer), device) as residency:
         assert free_bytes(device) <= 2 * GIB
-        residency.foresees(lambda phase: f"the plan foresaw {phase}")
-        residency.history_to(tmp_path / "history.pickle")
+        residency.on_oom(lambda phase: f"the plan foresaw {phase}")
+        residency.record_history(tmp_path / "history.pickle")
         with pytest.raises(UserError, match="the plan foresaw train"), residency.phase("train"):
             torch.empty(3 * GIB, dtype=torch.uint8, device=device)
     assert (tmp_path / "history.pickle").stat().st_size > 0
@@ -66,5 +71,5 @@ def test_memory_that_runs_out_leaves_the_plans_view_and_a_history(tiny, tmp_path
 
 def test_more_than_the_device_has_is_refused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    with pytest.raises(UserError, match="more than the"), limited(device, 1e6):
+    with pytest.raises(UserError, match="more than the"), enforce_budget(device, 1e6):
         pass

@@ -1,4 +1,5 @@
-"""Weights gathered layer by layer on a GPU, behind compute: one rank gathers from itself, over NCCL, and samples what the whole model samples."""
+"""Weights gathered layer by layer on a GPU, behind compute: one rank gathers from itself, over NCCL, and samples
+what the whole model samples."""
 
 import copy
 import os
@@ -12,19 +13,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from conftest import family
-from ebbtide.cluster.by_layer import Layers
-from ebbtide.cluster.world import World
-from ebbtide.policy.model import load_model
-from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.model.load import load_model
+from ebbtide.parallel.comm import Comm
+from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.rollout.weights.layerwise import LayerwiseGather
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 ASKED = [Request([3, 4, 5], list(range(40))), Request([6], [6]), Request([7, 8, 9, 10, 11, 3, 4], [7, 8])]
-BIG = {"model.scratch.hidden": 512, "model.scratch.mlp": 2048, "model.scratch.layers": 7}  # so that a gather takes as long as a layer
+# so that a gather takes as long as a layer
+BIG = {"model.scratch.hidden": 512, "model.scratch.mlp": 2048, "model.scratch.layers": 7}
 
 
-class OneRank(World):
+class OneRank(Comm):
     """Says once that another has a pass to make."""
 
     asked = 0
@@ -42,7 +44,8 @@ def mesh():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma"])  # fused blocks, which no hook of a module reaches, and the model's own
+# fused blocks, which no hook of a module reaches, and the model's own
+@pytest.mark.parametrize("name", ["qwen3", "gemma"])
 def test_layers_that_come_behind_compute_are_whole_when_they_are_used(tiny, mesh, name) -> None:
     loaded = load_model(tiny({"device": "cuda", "model.dtype": "bfloat16", **family(name), **BIG}))
     twin = copy.deepcopy(loaded.model)
@@ -52,19 +55,21 @@ def test_layers_that_come_behind_compute_are_whole_when_they_are_used(tiny, mesh
         (weight, distribute_tensor(source.detach(), mesh["shard"], [Shard(0)]))
         for weight, source in zip(twin.parameters(), loaded.model.parameters(), strict=True)
     ]
-    layers = Layers(twin, pairs, OneRank(), mesh, timedelta(minutes=1))
-    assert {id(weight) for weight, _ in layers.rest} == {id(weight) for key, weight in twin.named_parameters() if "layers" not in key}
+    layers = LayerwiseGather(twin, pairs, OneRank(), mesh, timedelta(minutes=1))
+    assert {id(weight) for weight, _ in layers.outside_layers} == {
+        id(weight) for key, weight in twin.named_parameters() if "layers" not in key
+    }
     wanted = PagedEngine(loaded, 16)
-    with layers.there():
+    with layers.materialized():
         engine = PagedEngine(replace(loaded, model=twin), 16)
-    assert engine._runner.fused == wanted._runner.fused == (name == "qwen3")
+    assert engine._runner.is_fused == wanted._runner.is_fused == (name == "qwen3")
     assert not engine._runner._captures
     assert wanted._runner._captures
     wanted._runner._captures = False  # the same kernels on both sides
-    for sampling in (Sampling(40, ignore_end=True), Sampling(30, 0.7, top_p=0.9)):
-        with layers.there():
+    for sampling in (SamplingParams(40, ignore_eos=True), SamplingParams(30, 0.7, top_p=0.9)):
+        with layers.materialized():
             found = engine.generate(ASKED, sampling, lambda *_: None)
-            layers.until_all_are_done()
+            layers.join_remaining_passes()
         assert found == wanted.generate(ASKED, sampling, lambda *_: None)
-    assert layers._world.asked == 3
+    assert layers._comm.asked == 3
     assert all(buffer.untyped_storage().nbytes() == 0 for buffer in layers._memory)

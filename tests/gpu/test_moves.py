@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from conftest import TINY, merged
-from ebbtide.config.tree import Config, Memory
+from ebbtide.config.memory import MemoryConfig
+from ebbtide.config.root import Config
 from ebbtide.loop import train
-from ebbtide.memory.limit import limited
+from ebbtide.memory.device_budget import enforce_budget
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.report.report import Report
@@ -17,14 +18,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def lean() -> Residency:
-    return Residency(build_plan(Memory(preset="lean")), torch.device("cuda", 0))
+    return Residency(build_plan(MemoryConfig(preset="lean")), torch.device("cuda", 0))
 
 
 def test_bytes_survive_many_moves_while_compute_runs() -> None:
     residency = lean()
     tensors = [torch.randn(3_000_000 + i, device="cuda") for i in range(6)]
     truth = [tensor.clone() for tensor in tensors]
-    residency.hold("moments", tensors)
+    residency.register("moments", tensors)
     residency.pin()
     noise = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
@@ -36,7 +37,7 @@ def test_bytes_survive_many_moves_while_compute_runs() -> None:
         del junk
         residency.enter("train")
         residency.enter("step")
-        with residency.changing("moments"):
+        with residency.writing("moments"):
             for tensor, true in zip(tensors, truth, strict=True):
                 tensor.mul_(1.001).add_(0.5)
                 true.mul_(1.001).add_(0.5)
@@ -48,8 +49,8 @@ def test_evicted_memory_is_given_back_and_other_addresses_stay() -> None:
     residency = lean()
     weights = [torch.randn(1000, 1000, device="cuda")]
     bucket = torch.randn(64 * 2**20, device="cuda")
-    residency.hold("weights", weights)
-    residency.hold("moments", [bucket])
+    residency.register("weights", weights)
+    residency.register("moments", [bucket])
     residency.pin()
     address, before = weights[0].data_ptr(), torch.cuda.memory_allocated()
     residency.enter("generate")
@@ -65,15 +66,15 @@ def test_evicted_memory_is_given_back_and_other_addresses_stay() -> None:
 
 def test_room_that_is_still_being_copied_away_is_waited_for_and_counted() -> None:
     residency = lean()
-    with limited(residency.device, 3.0):
-        residency.hold("moments", [torch.ones(2**31, dtype=torch.uint8, device="cuda")])
+    with enforce_budget(residency.device, 3.0):
+        residency.register("moments", [torch.ones(2**31, dtype=torch.uint8, device="cuda")])
         residency.pin()
         residency.enter("generate")
         residency.make_room(2**29)  # is there
-        assert residency.mover.take().exposed == 0
+        assert residency.mover.drain().exposed == 0
         before = torch.cuda.memory_stats()["num_alloc_retries"]
         residency.make_room(2**31)
-        assert residency.mover.take().exposed > 0
+        assert residency.mover.drain().exposed > 0
         taken = torch.empty(2**31, dtype=torch.uint8, device="cuda")
         assert torch.cuda.memory_stats()["num_alloc_retries"] == before
         del taken
@@ -83,7 +84,7 @@ def test_room_that_is_still_being_copied_away_is_waited_for_and_counted() -> Non
 def test_a_prefetch_that_nobody_waits_for_leaves_whole() -> None:
     residency = lean()
     bucket = torch.arange(32 * 2**20, device="cuda", dtype=torch.float32)
-    residency.hold("reference", [bucket], frozen=True)
+    residency.register("reference", [bucket], frozen=True)
     residency.pin()
     for _ in range(5):
         residency.enter("generate")
@@ -101,7 +102,7 @@ def test_a_prefetch_that_nobody_waits_for_leaves_whole() -> None:
     "away",
     [
         {"preset": "lean"},
-        {"away": {"generate": ["moments", "master"], "logprob": ["moments"]}},
+        {"offload": {"generate": ["moments", "master"], "logprob": ["moments"]}},
         {"activations": {"preset": "offload", "keep_last": 0, "minimum_kib": 0}},
         {
             "activations": {
@@ -109,7 +110,7 @@ def test_a_prefetch_that_nobody_waits_for_leaves_whole() -> None:
                 "offload": ["mlp_act"],
                 "keep_last": 0,
                 "minimum_kib": 0,
-                "gate": "ignore",
+                "on_slow_link": "ignore",
             }
         },
     ],
@@ -121,8 +122,8 @@ def test_a_grpo_run_is_the_same_to_the_bit_under_any_plan(tmp_path, away) -> Non
         "train.steps": 3,
         "train.minibatches": 2,
         "loss.kl": {"coefficient": 0.1},
-        "rollout.samples": 8,
-        "advantage.drop_flat_groups": False,
+        "rollout.group_size": 8,
+        "advantage.drop_zero_std_groups": False,
     }
     ends = []
     for name, memory in (("keep", {}), ("moved", away)):

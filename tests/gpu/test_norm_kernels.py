@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebbtide.policy.again import norm_again
+from ebbtide.policy.recompute import recompute_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -15,9 +15,11 @@ def test_the_kernel_equals_two_operations(shape: tuple[int, ...], dtype: torch.d
 
     x = (torch.randn(shape, device="cuda") * 10).to(dtype)
     roots = torch.rand(*shape[:-1], 1, device="cuda") * 3
-    for ours, wanted in zip(norm_kernels.again(x, roots), norm_again(x, roots), strict=True):
+    for ours, wanted in zip(norm_kernels.recompute_norm(x, roots), recompute_norm(x, roots), strict=True):
         assert ours.dtype == wanted.dtype
         assert torch.equal(ours, wanted)
     if len(shape) == 4:  # not contiguous
         turned, turned_roots = x.transpose(1, 2), roots.transpose(1, 2)
-        assert torch.equal(norm_kernels.again(turned, turned_roots)[1], norm_again(turned, turned_roots)[1])
+        assert torch.equal(
+            norm_kernels.recompute_norm(turned, turned_roots)[1], recompute_norm(turned, turned_roots)[1]
+        )

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from ebbtide.rollout.engine import Sampling
-from ebbtide.rollout.sampling import choose
+from ebbtide.rollout.engine import SamplingParams
+from ebbtide.rollout.sampling import sample_tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs them on a CPU
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -24,7 +24,9 @@ class Paged:
         self.block, self.count = block, 200
         shape = (self.count, kv_heads, block, channels)
         self.layers = [[torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2)] for _ in range(2)]
-        self.addresses = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in self.layers], device=DEVICE)
+        self.addresses = torch.tensor(
+            [[keys.data_ptr(), values.data_ptr()] for keys, values in self.layers], device=DEVICE
+        )
         self._free = random.Random(1).sample(range(self.count), self.count)
 
     def at(self, layer: int, which: int, slots: list[int]) -> torch.Tensor:
@@ -46,7 +48,9 @@ def integers(values: list) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, first: int, window: int | None) -> torch.Tensor:
+def reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, first: int, window: int | None
+) -> torch.Tensor:
     """Queries [T, heads, C] at positions from `first` on, of a context [L, kv heads, C]."""
     position, token = first + torch.arange(len(query), device=DEVICE)[:, None], torch.arange(len(keys), device=DEVICE)
     seen = (token <= position) & (position - token < (window or 10**6))
@@ -61,7 +65,7 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_attends_to_the_prompt_and_to_own_tokens(heads, kv_heads, channels, block, window, dtype) -> None:
-    from ebbtide.rollout.paged.attention_kernels import decode
+    from ebbtide.rollout.paged.decode_kernels import decode
 
     torch.manual_seed(0)
     cache = Paged(kv_heads, channels, block, dtype)
@@ -94,21 +98,26 @@ def test_decoding_attends_to_the_prompt_and_to_own_tokens(heads, kv_heads, chann
     group_of = [number for number, (_, many) in enumerate(groups) for _ in many]
     for row in range(rows):
         slots = cache.slots(prompts[group_of[row]], starts[row]) + cache.slots(own[row], lengths[row])
-        wanted = reference(query[row : row + 1], cache.at(1, 0, slots), cache.at(1, 1, slots), channels**-0.5, len(slots) - 1, window)
+        wanted = reference(
+            query[row : row + 1], cache.at(1, 0, slots), cache.at(1, 1, slots), channels**-0.5, len(slots) - 1, window
+        )
         torch.testing.assert_close(found[row : row + 1], wanted, **NEAR[dtype])
     assert not found[rows:].any()
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "channels", "block", "window"), [(4, 2, 32, 16, None), (16, 8, 128, 64, None), (6, 2, 48, 16, 70)]
+    ("heads", "kv_heads", "channels", "block", "window"),
+    [(4, 2, 32, 16, None), (16, 8, 128, 64, None), (6, 2, 48, 16, 70)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, channels, block, window, dtype) -> None:
-    from ebbtide.rollout.paged.attention_kernels import TILE, place, read
+    from ebbtide.rollout.paged.attention_kernels import write_cache
+    from ebbtide.rollout.paged.prefill_kernels import TILE, prefill
 
     torch.manual_seed(0)
     cache = Paged(kv_heads, channels, block, dtype)
-    chunks = [(0, 70, 70, 0), (100, 150, 250, 0), (7, 90, 30, 90), (0, 1, 1, 0)]  # first, last, prompt, own tokens before it
+    # first, last, prompt, own tokens before it
+    chunks = [(0, 70, 70, 0), (100, 150, 250, 0), (7, 90, 30, 90), (0, 1, 1, 0)]
     prompts = [cache.take(prompt) for _, _, prompt, _ in chunks]
     own = [cache.take(last) if start else [] for _, last, _, start in chunks]
     sequences, tiles, slots, total = [], [], [], 0
@@ -119,10 +128,10 @@ def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, ch
         total += last - first
     query = torch.randn(total, heads, channels, device=DEVICE).to(dtype)
     key, value = (torch.randn(kv_heads, total, channels, device=DEVICE).to(dtype).transpose(0, 1) for _ in range(2))
-    place(key, value, cache.addresses, 0, integers([*slots[:-1], -1]), block)
+    write_cache(key, value, cache.addresses, 0, integers([*slots[:-1], -1]), block)
     assert torch.equal(cache.at(0, 0, slots[:-1]), key[:-1])
     assert torch.equal(cache.at(0, 1, slots[:-1]), value[:-1])
-    found = read(
+    found = prefill(
         query,
         cache.addresses,
         0,
@@ -136,9 +145,18 @@ def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, ch
         window,
     )
     for number, (_, last, prompt, start) in enumerate(chunks):
-        context = cache.slots(prompts[number], prompt if start else last) + (cache.slots(own[number], last) if start else [])
+        context = cache.slots(prompts[number], prompt if start else last) + (
+            cache.slots(own[number], last) if start else []
+        )
         begin, count, position, _ = sequences[number]
-        wanted = reference(query[begin : begin + count], cache.at(0, 0, context), cache.at(0, 1, context), channels**-0.5, position, window)
+        wanted = reference(
+            query[begin : begin + count],
+            cache.at(0, 0, context),
+            cache.at(0, 1, context),
+            channels**-0.5,
+            position,
+            window,
+        )
         torch.testing.assert_close(found[begin : begin + count], wanted, **NEAR[dtype])
 
 
@@ -161,14 +179,14 @@ def test_what_lies_between_the_matrices(norms, dtype) -> None:
     assert torch.equal(added, x + more)
     torch.testing.assert_close(found, normed(x + more, weight), **NEAR[dtype])
     torch.testing.assert_close(block_kernels.add_norm(x, None, weight, 1e-6)[1], normed(x, weight), **NEAR[dtype])
-    torch.testing.assert_close(block_kernels.gate(x, more), silu(x) * more, **NEAR[dtype])
+    torch.testing.assert_close(block_kernels.silu_and_mul(x, more), silu(x) * more, **NEAR[dtype])
 
     cache = Paged(2, 24, 16, dtype)
     states = [torch.randn(5, width, device=DEVICE).to(dtype) for width in (4 * 24, 2 * 24, 2 * 24)]
     weights = [torch.randn(24, device=DEVICE).to(dtype) for _ in range(2)]
     cos, sin = (torch.randn(5, 24, device=DEVICE).to(dtype) for _ in range(2))
     slots = [3, 70, 71, 5, -1]
-    query = block_kernels.turn_and_place(
+    query = block_kernels.rope_and_write_cache(
         *states, tuple(weights) if norms else None, 1e-6, cos, sin, cache.addresses, 1, integers(slots), 16, 24
     )
     q, k, v = (state.view(5, -1, 24) for state in states)
@@ -182,10 +200,17 @@ def test_what_lies_between_the_matrices(norms, dtype) -> None:
 @pytest.mark.parametrize("vocabulary", [11, 9000])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1), Sampling(1, 0.7), Sampling(1, 0.0), Sampling(1, 1.3, top_k=4), Sampling(1, 0.8, top_p=0.7, min_p=0.02)]
+    "sampling",
+    [
+        SamplingParams(1),
+        SamplingParams(1, 0.7),
+        SamplingParams(1, 0.0),
+        SamplingParams(1, 1.3, top_k=4),
+        SamplingParams(1, 0.8, top_p=0.7, min_p=0.02),
+    ],
 )
 def test_drawing_is_that_of_plain_torch(vocabulary, softcap, sampling) -> None:
-    from ebbtide.rollout.paged.sample_kernels import bounds, pick
+    from ebbtide.rollout.paged import sample_kernels
 
     torch.manual_seed(0)
     rows = 64
@@ -198,10 +223,20 @@ def test_drawing_is_that_of_plain_torch(vocabulary, softcap, sampling) -> None:
     least = None
     if sampling.top_k or sampling.top_p < 1:
         cuts = (torch.full((rows,), value, device=DEVICE) for value in (sampling.top_k, sampling.top_p, sampling.min_p))
-        least = bounds(logits, temperatures, *cuts, 0.5, softcap)
-    pick(logits, temperatures, least, torch.stack([coarse, (uniform - coarse).float()]), places.int(), last, result, 0.5, softcap)
+        least = sample_kernels.logit_thresholds(logits, temperatures, *cuts, 0.5, softcap)
+    sample_kernels.sample_tokens(
+        logits,
+        temperatures,
+        least,
+        torch.stack([coarse, (uniform - coarse).float()]),
+        places.int(),
+        last,
+        result,
+        0.5,
+        softcap,
+    )
     shaped = (logits.float() if softcap is None else (logits.float() / softcap).tanh() * softcap) * 0.5
-    tokens, logprobs, plain = choose(shaped, uniform, sampling)
+    tokens, logprobs, plain = sample_tokens(shaped, uniform, sampling)
     found = result[0].view(torch.int32).long()
     same = found == tokens  # a number on the edge between two tokens may go to either
     assert same.float().mean() > 0.95

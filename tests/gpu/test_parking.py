@@ -1,4 +1,5 @@
-"""Activations on a real GPU: every module and any mix give the gradients of keeping everything, to the bit, in deterministic mode."""
+"""Activations on a real GPU: every module and any mix give the gradients of keeping everything, to the bit, in
+deterministic mode."""
 
 import random
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from blocks import DENSE, Setup
-from ebbtide.policy.activations import names_of
+from ebbtide.policy.block_activations import activation_names
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -21,7 +22,7 @@ def deterministic():
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_modules_alone_and_mixes(name) -> None:
     setup = Setup(name, "bfloat16", "cuda", size=8)
-    names = names_of(setup.blocks[0])
+    names = activation_names(setup.blocks[0])
     for one in names[1:]:
         setup.with_choice([one], room=2**28)
         setup.with_choice([], [one])

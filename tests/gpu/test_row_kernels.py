@@ -12,18 +12,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, None), (1.3, 5.0)])
 def test_kernels_equal_the_formulas(columns: int, dtype: torch.dtype, scale: float, softcap: float | None) -> None:
-    from ebbtide.policy import row_kernels
+    from ebbtide.policy import logprob_kernels
 
     logits = (torch.randn(33, columns, device="cuda") * 4).to(dtype)
     targets = torch.randint(columns, (33,), device="cuda")
-    found = row_kernels.reduce(logits, targets, scale, softcap)
+    found = logprob_kernels.reduce(logits, targets, scale, softcap)
     wanted = _in_double(logits, targets, scale, softcap)
     for ours, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=2e-5)
 
     weights = [torch.randn(33, device="cuda") for _ in range(2)]
     wanted_grad = _autograd(logits, targets, weights, scale, softcap)
-    found_grad = row_kernels.gradient(logits.clone(), targets, found[0], found[2], *weights, scale, softcap)
+    found_grad = logprob_kernels.gradient(logits.clone(), targets, found[0], found[2], *weights, scale, softcap)
     loose = 1e-5 if dtype == torch.float32 else 1e-2
     assert ((found_grad.double() - wanted_grad).norm() / wanted_grad.norm()).item() < loose
 

@@ -1,4 +1,5 @@
-"""Checkpoints on a real GPU: a snapshot stays while the run goes on, and a run that stops and goes on is the run that never stopped."""
+"""Checkpoints on a real GPU: a snapshot stays while the run goes on, and a run that stops and goes on is the run
+that never stopped."""
 
 import json
 import shutil
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 from conftest import TINY, merged
-from ebbtide.checkpoint.resume import find
-from ebbtide.checkpoint.store import listed
-from ebbtide.config.tree import Config, Memory
+from ebbtide.checkpoint.resume import find_checkpoint
+from ebbtide.checkpoint.store import list_checkpoints
+from ebbtide.config.memory import MemoryConfig
+from ebbtide.config.root import Config
 from ebbtide.loop import train
 from ebbtide.report.report import Report
 from saved import contents, equal, made, read
@@ -19,10 +21,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 MODES = {
     "device": {},
-    "device, lean": {"memory": Memory(preset="lean")},
+    "device, lean": {"memory": MemoryConfig(preset="lean")},
     "streamed": {"place": "streamed"},
     "cpu": {"place": "cpu"},
-    "split, lean": {"cpu_fraction": 0.4, "memory": Memory(preset="lean")},
+    "split, lean": {"cpu_fraction": 0.4, "memory": MemoryConfig(preset="lean")},
 }
 
 
@@ -45,7 +47,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, async_save) -> No
         "deterministic": True,
         "model.dtype": "bfloat16",
         "train.steps": 4,
-        "rollout.samples": 8,
+        "rollout.group_size": 8,
         "memory": {"preset": "lean"},
         "loss.kl": {"coefficient": 0.1},
         "checkpoint": {"every": 2, "keep": 2, "async_save": async_save},
@@ -53,14 +55,14 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, async_save) -> No
 
     def run(name: str, resume: str | None = None):
         config = Config.model_validate(merged(TINY, {**changes, "run.folder": str(tmp_path / name), "resume": resume}))
-        with Report(config, name, resumed=find(config, print)) as report:
+        with Report(config, name, resumed=find_checkpoint(config, print)) as report:
             weights = train(config, report).model.state_dict()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return weights, [(line["step"], line["loss"], line["grad_norm"], line["reward"]) for line in lines]
 
     straight = run("straight")
     run("stopped")
-    shutil.rmtree(listed(tmp_path / "stopped" / "checkpoints")[-1].path)
+    shutil.rmtree(list_checkpoints(tmp_path / "stopped" / "checkpoints")[-1].path)
     resumed = run("stopped", "auto")
     torch.use_deterministic_algorithms(False)
     assert resumed[1] == straight[1]

@@ -1,4 +1,5 @@
-"""The arena: blocks never overlap, gaps meet again, nothing is wasted, and too little memory is said before any is taken."""
+"""The arena: blocks never overlap, gaps meet again, nothing is wasted, and too little memory is said before any is
+taken."""
 
 import pytest
 import torch
@@ -6,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import UserError
-from ebbtide.memory.arena import ALIGNMENT, GIB, Arena, check_host_budget
-from ebbtide.memory.buckets import buckets
+from ebbtide.memory.arena import ALIGNMENT, Arena, check_host_budget
+from ebbtide.memory.buckets import allocate_buckets
 from ebbtide.memory.host import free_host_bytes
+from ebbtide.system.units import GIB
 
 
 def rounded(size: int) -> int:
@@ -24,17 +26,17 @@ def test_any_taking_and_giving_back(actions) -> None:
         if give_back and held:
             block, fill = held.pop(size % len(held))
             assert (block.data == fill).all()
-            arena.give_back(block)
+            arena.free(block)
         else:
-            block, fill = arena.take(size), size % 251
+            block, fill = arena.allocate(size), size % 251
             assert block.data.numel() == block.size == size
             block.data.fill_(fill)
             held.append((block, fill))
-    assert arena.taken == sum(rounded(block.size) for block, _ in held)
+    assert arena.used_bytes == sum(rounded(block.size) for block, _ in held)
     for block, fill in held:
         assert (block.data == fill).all()  # nobody wrote over it
-        arena.give_back(block)
-    assert arena.taken == 0
+        arena.free(block)
+    assert arena.used_bytes == 0
     assert all(gaps == [(0, slab.numel())] for gaps, slab in zip(arena._gaps, arena._slabs, strict=True))
 
 
@@ -45,13 +47,13 @@ def test_what_is_reserved_is_just_enough(sizes) -> None:
     wanted = sum(map(rounded, sizes))
     assert arena.bytes == wanted
     for size in sizes:
-        arena.take(size)
-    assert arena.bytes == arena.taken == wanted  # no power-of-two waste, no slab beside
+        arena.allocate(size)
+    assert arena.bytes == arena.used_bytes == wanted  # no power-of-two waste, no slab beside
 
 
 def test_no_bytes_take_none() -> None:
     arena = Arena(pin=False)
-    arena.give_back(arena.take(0))
+    arena.free(arena.allocate(0))
     assert arena.bytes == 0
 
 
@@ -71,7 +73,7 @@ def test_too_little_memory_is_an_error_with_the_numbers() -> None:
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=12), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_buckets_hold_every_tensor_once(shapes, dtype) -> None:
-    flats, views = buckets([torch.Size(shape) for shape in shapes], dtype, torch.device("cpu"), limit=2048)
+    flats, views = allocate_buckets([torch.Size(shape) for shape in shapes], dtype, torch.device("cpu"), limit=2048)
     assert [list(view.shape) for view in views] == shapes
     assert all(view.data_ptr() % 64 == flats[0].data_ptr() % 64 for view in views) or not views
     for number, view in enumerate(views):

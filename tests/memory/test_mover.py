@@ -28,4 +28,6 @@ def test_slices_are_all_bytes_once_and_in_order(sizes, most) -> None:
         torch.cat([*sources, torch.empty(0)]).byte(),
     )
     # Whatever fits together is together.
-    assert all(sum(source.numel() for _, source in group) + after[0][1].numel() > most for group, after in pairwise(groups))
+    assert all(
+        sum(source.numel() for _, source in group) + after[0][1].numel() > most for group, after in pairwise(groups)
+    )

@@ -1,9 +1,9 @@
-"""What is parked leaves as a group, comes back a group ahead, and is the same."""
+"""Offloaded activations leave as a group, come back a group ahead, and are the same."""
 
 import pytest
 import torch
 
-from ebbtide.memory.activations import Parking
+from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
 
 
@@ -15,13 +15,13 @@ class Watched(Mover):
         self.out: list[int] = []
         self.back: list[int] = []
 
-    def move_out(self, pairs, after, *, held=False):
+    def move_out(self, pairs, after, *, kept_by_caller=False):
         self.out.append(sum(host.numel() for _, host in pairs))
-        return super().move_out(pairs, after, held=held)
+        return super().move_out(pairs, after, kept_by_caller=kept_by_caller)
 
-    def move_in(self, pairs, after, *, held=False):
+    def move_in(self, pairs, after, *, kept_by_caller=False):
         self.back.append(sum(host.numel() for _, host in pairs))
-        return super().move_in(pairs, after, held=held)
+        return super().move_in(pairs, after, kept_by_caller=kept_by_caller)
 
 
 @pytest.fixture
@@ -29,14 +29,16 @@ def mover() -> Watched:
     return Watched()
 
 
-def parked(mover: Watched, groups: int = 5) -> tuple[Parking, list]:
+def parked(mover: Watched, groups: int = 5) -> tuple[ActivationOffloader, list]:
     """Group n holds two tensors of 100 * (n + 1) bytes, full of n and n + 100."""
-    parking = Parking(torch.zeros(2**16, dtype=torch.uint8), mover)
+    parking = ActivationOffloader(torch.zeros(2**16, dtype=torch.uint8), mover)
     views = []
     for number in range(groups):
         parking.enter(number)
         size = 100 * (number + 1)
-        views.append([parking.park(torch.full((size,), value, dtype=torch.uint8)) for value in (number, number + 100)])
+        views.append(
+            [parking.offload(torch.full((size,), value, dtype=torch.uint8)) for value in (number, number + 100)]
+        )
     return parking, views
 
 
@@ -47,7 +49,10 @@ def test_a_group_leaves_at_once_when_the_next_begins(mover) -> None:
 
 def test_a_group_comes_back_before_it_is_asked_for(mover) -> None:
     parking, views = parked(mover)
-    found = [(number, [parking.fetch(view) for view in reversed(views[number])], list(mover.back)) for number in reversed(range(5))]
+    found = [
+        (number, [parking.fetch(view) for view in reversed(views[number])], list(mover.back))
+        for number in reversed(range(5))
+    ]
     for number, (second, first), _ in found:
         assert first.tolist() == [number] * 100 * (number + 1)
         assert second.tolist() == [number + 100] * 100 * (number + 1)
@@ -56,10 +61,10 @@ def test_a_group_comes_back_before_it_is_asked_for(mover) -> None:
 
 
 def test_what_changes_before_it_has_left_is_an_error(mover) -> None:
-    parking = Parking(torch.zeros(2**16, dtype=torch.uint8), mover)
+    parking = ActivationOffloader(torch.zeros(2**16, dtype=torch.uint8), mover)
     parking.enter(0)
     tensor = torch.ones(100)
-    parking.park(tensor.detach())
+    parking.offload(tensor.detach())
     tensor += 1
     with pytest.raises(RuntimeError, match="changed in place"):
         parking.enter(1)
@@ -68,7 +73,7 @@ def test_what_changes_before_it_has_left_is_an_error(mover) -> None:
 def test_asking_twice_is_an_error(mover) -> None:
     parking, views = parked(mover)
     parking.fetch(views[4][0])
-    with pytest.raises(RuntimeError, match="asked for twice"):
+    with pytest.raises(RuntimeError, match="fetched twice"):
         parking.fetch(views[4][0])
     parking.enter(0)
     with pytest.raises(RuntimeError, match="another forward had begun"):

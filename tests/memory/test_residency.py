@@ -8,25 +8,28 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ebbtide.config.tree import Memory
-from ebbtide.memory.plan import MOVABLE, NEEDS, PHASES, build_plan
+from ebbtide.config.memory import MemoryConfig
+from ebbtide.memory.plan import MOVABLE, PHASE_NEEDS, PHASES, build_plan
 from ebbtide.memory.residency import Residency
 
 CPU = torch.device("cpu")
 
 
 rows = st.fixed_dictionaries(
-    {phase: st.none() | st.lists(st.sampled_from([h for h in MOVABLE if h not in NEEDS[phase]]), unique=True) for phase in PHASES}
+    {
+        phase: st.none() | st.lists(st.sampled_from([h for h in MOVABLE if h not in PHASE_NEEDS[phase]]), unique=True)
+        for phase in PHASES
+    }
 )
 
 
 class AnyRun(RuleBasedStateMachine):
     """A run that does in any order what a loop may do, beside copies of all tensors that never move."""
 
-    @initialize(away=rows, preset=st.sampled_from(["keep", "lean"]))
-    def start(self, away, preset) -> None:
+    @initialize(offload=rows, preset=st.sampled_from(["keep", "lean"]))
+    def start(self, offload, preset) -> None:
         torch.manual_seed(0)
-        self.residency = Residency(build_plan(Memory.model_validate({"preset": preset, "away": away})), CPU)
+        self.residency = Residency(build_plan(MemoryConfig.model_validate({"preset": preset, "offload": offload})), CPU)
         self.held = {
             "weights": [self.make_weight()],
             "master": [torch.randn(37), torch.randn(5)],
@@ -36,10 +39,10 @@ class AnyRun(RuleBasedStateMachine):
         self.truth = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.held.items()}
         self.gradient: torch.Tensor | None = None
         for name, tensors in self.held.items():
-            self.residency.hold(name, tensors, frozen=name == "reference")
-        self.residency.hold("grads", self.grads)
+            self.residency.register(name, tensors, frozen=name == "reference")
+        self.residency.register("grads", self.grads)
         self.held["kv_cache"], self.truth["kv_cache"] = [], []
-        self.residency.hold("kv_cache", lambda: self.held["kv_cache"])
+        self.residency.register("kv_cache", lambda: self.held["kv_cache"])
         self.residency.pin()
         self.addresses = [tensor.data_ptr() for tensor in self.held["weights"]]
         self.phase = None
@@ -85,7 +88,7 @@ class AnyRun(RuleBasedStateMachine):
             self.phase = "generate"
             self.residency.need("kv_cache")
             assert all(torch.equal(a, b) for a, b in zip(self.held["kv_cache"], self.truth["kv_cache"], strict=True))
-            self.residency.dropped("kv_cache")
+            self.residency.forget("kv_cache")
             self.held["kv_cache"] = [torch.randn(size) for size in sizes]
             self.truth["kv_cache"] = [tensor.clone() for tensor in self.held["kv_cache"]]
 
@@ -94,13 +97,13 @@ class AnyRun(RuleBasedStateMachine):
     def step(self) -> None:
         """An optimizer step: changes master and moments, drops the gradient."""
         for name in ("master", "moments"):
-            with self.residency.changing(name):
+            with self.residency.writing(name):
                 for tensor, true in zip(self.held[name], self.truth[name], strict=True):
                     change = torch.randn_like(true)
                     tensor += change
                     true += change
         self.weight.grad = self.gradient = None
-        self.residency.dropped("grads")
+        self.residency.forget("grads")
 
     @rule(name=st.sampled_from(["master", "moments", "reference"]))
     def read(self, name) -> None:
@@ -131,7 +134,10 @@ class AnyRun(RuleBasedStateMachine):
             assert not (device and host)
             if host:
                 blocks = self.residency._holdings[name].blocks
-                assert all(torch.equal(block.data, true.reshape(-1).view(torch.uint8)) for block, true in zip(blocks, whole, strict=True))
+                assert all(
+                    torch.equal(block.data, true.reshape(-1).view(torch.uint8))
+                    for block, true in zip(blocks, whole, strict=True)
+                )
             elif device:
                 assert all(torch.equal(a, b) for a, b in zip(tensors, whole, strict=True))
         assert [tensor.data_ptr() for tensor in self.held["weights"]] == self.addresses
@@ -146,9 +152,9 @@ class AnyRun(RuleBasedStateMachine):
         leased = {name for name, _, _ in self.leases}
         self.residency.enter(self.phase)
         held = self.residency.holdings()
-        for name in NEEDS[self.phase]:
+        for name in PHASE_NEEDS[self.phase]:
             assert held[name].host == 0
-        for name in self.residency.plan.away(self.phase):
+        for name in self.residency.plan.offloaded_in(self.phase):
             assert held[name].device == 0 or name in leased
 
     def teardown(self) -> None:
@@ -161,20 +167,20 @@ TestAnyRun.settings = settings(max_examples=150, stateful_step_count=30, deadlin
 
 
 def lean() -> Residency:
-    return Residency(build_plan(Memory(preset="lean")), CPU)
+    return Residency(build_plan(MemoryConfig(preset="lean")), CPU)
 
 
 def test_frozen_holdings_are_copied_out_once() -> None:
     residency = lean()
     tensor = torch.randn(1000)
-    residency.hold("reference", [tensor], frozen=True)
+    residency.register("reference", [tensor], frozen=True)
     residency.pin()
     for phase in ("generate", "logprob", "train", "generate", "logprob"):
         with residency.phase(phase):
             pass
-    figures = residency.meter.take()
+    figures = residency.meter.drain()
     assert figures["moved_gib"] * 2**30 == pytest.approx(tensor.nbytes * 3)  # out once, in twice
-    with pytest.raises(RuntimeError, match="frozen"), residency.changing("reference"):
+    with pytest.raises(RuntimeError, match="frozen"), residency.writing("reference"):
         pass
 
 
@@ -182,12 +188,12 @@ def test_views_of_a_bucket_come_back_with_it() -> None:
     residency = lean()
     bucket = torch.arange(10.0)
     left, right = bucket[:4].view(2, 2), bucket[4:]
-    residency.hold("moments", [bucket])
+    residency.register("moments", [bucket])
     residency.pin()
     residency.enter("generate")
     assert bucket.untyped_storage().nbytes() == 0
     residency.enter("step")
-    with residency.changing("moments"):
+    with residency.writing("moments"):
         assert left.tolist() == [[0, 1], [2, 3]]
         right[0] = 40
     assert bucket[4] == 40
@@ -196,7 +202,7 @@ def test_views_of_a_bucket_come_back_with_it() -> None:
 def test_gradients_between_steps_are_nowhere_and_inside_an_accumulation_are_kept() -> None:
     residency = lean()
     weight = torch.nn.Parameter(torch.ones(3))
-    residency.hold("grads", lambda: [weight.grad] if weight.grad is not None else [])
+    residency.register("grads", lambda: [weight.grad] if weight.grad is not None else [])
     residency.pin()
     residency.enter("generate")
     assert residency.holdings()["grads"] == (0, 0)
@@ -210,7 +216,7 @@ def test_gradients_between_steps_are_nowhere_and_inside_an_accumulation_are_kept
 def test_a_write_waits_for_a_reader_in_another_thread() -> None:
     residency = lean()
     tensor = torch.zeros(5)
-    residency.hold("moments", [tensor])
+    residency.register("moments", [tensor])
     residency.pin()
     taken, let_go, order = threading.Event(), threading.Event(), []
 
@@ -232,18 +238,18 @@ def test_a_write_waits_for_a_reader_in_another_thread() -> None:
         return wait_for(predicate)
 
     residency._released.wait_for = waits
-    with residency.changing("moments"):
+    with residency.writing("moments"):
         order.append("write")
     thread.join()
     assert order == ["read", "write"]
-    with residency.lease("moments"), pytest.raises(RuntimeError, match="wait for ever"), residency.changing("moments"):
+    with residency.lease("moments"), pytest.raises(RuntimeError, match="wait for ever"), residency.writing("moments"):
         pass
 
 
 def test_a_reader_waits_for_a_write_under_way() -> None:
     residency = lean()
     tensor = torch.zeros(5)
-    residency.hold("moments", [tensor])
+    residency.register("moments", [tensor])
     asked, seen = threading.Event(), []
 
     def reader() -> None:
@@ -257,7 +263,7 @@ def test_a_reader_waits_for_a_write_under_way() -> None:
         with residency.lease("moments"):
             seen.append(tensor.sum().item())
 
-    with residency.changing("moments"):
+    with residency.writing("moments"):
         thread = threading.Thread(target=reader)
         thread.start()
         asked.wait()
@@ -269,46 +275,46 @@ def test_a_reader_waits_for_a_write_under_way() -> None:
 
 def test_a_lease_on_what_is_not_there_leaves_no_trace() -> None:
     residency = lean()
-    residency.hold("moments", [torch.zeros(5)])
+    residency.register("moments", [torch.zeros(5)])
     with pytest.raises(KeyError), residency.lease("moments", "master"):
         pass
-    with residency.changing("moments"):
+    with residency.writing("moments"):
         pass
 
 
 def test_a_holding_is_held_once() -> None:
     residency = lean()
-    residency.hold("moments", [torch.zeros(1)])
-    with pytest.raises(ValueError, match="held already"):
-        residency.hold("moments", [torch.zeros(1)])
+    residency.register("moments", [torch.zeros(1)])
+    with pytest.raises(ValueError, match="has its tensors already"):
+        residency.register("moments", [torch.zeros(1)])
 
 
 def test_holdings_and_other_add_up_to_the_peak() -> None:
     residency = lean()
-    residency.hold("moments", [torch.zeros(1000)])
+    residency.register("moments", [torch.zeros(1000)])
     residency.pin()
     with residency.phase("step"):
         pass
     with residency.phase("generate"):
         pass
-    figures = residency.meter.take()
+    figures = residency.meter.drain()
     for phase, moments in (("step", 4000), ("generate", 0)):
         assert figures[f"device_gib/{phase}/moments"] == moments / 2**30
         parts = [value for key, value in figures.items() if key.startswith(f"device_gib/{phase}/")]
         assert sum(parts) == pytest.approx(figures[f"peak_gib/{phase}"], rel=1e-12)
     assert figures["host_gib"] > 0
-    assert residency.meter.take()["moved_gib"] == 0
-    heading, *body = residency.meter.table()
+    assert residency.meter.drain()["moved_gib"] == 0
+    heading, *body = residency.meter.table_rows()
     assert heading[:3] == ["phase", "seconds", "peak GiB"]
     assert [row[0] for row in body] == ["generate", "step"]
-    assert residency.table().splitlines()[1].split() == ["moments", "0.000", "0.000"]
+    assert residency.format_table().splitlines()[1].split() == ["moments", "0.000", "0.000"]
     assert residency.holdings()["moments"] == (0, 4000)
 
 
 def test_what_lives_on_the_host_is_in_the_table_and_never_moves() -> None:
     residency = lean()
-    (here,) = residency.host("moments", [100], pinned=True)
-    residency.hold("moments", [torch.zeros(5)])
+    (here,) = residency.allocate_host("moments", [100], pinned=True)
+    residency.register("moments", [torch.zeros(5)])
     residency.pin()
     here.fill_(7)
     assert residency.holdings()["moments"] == (20, 100)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.config.tree import Memory, Optimizer
+from ebbtide.config.memory import MemoryConfig
+from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
@@ -23,8 +24,8 @@ def parameters(dtype=torch.float32) -> dict[str, nn.Parameter]:
     }
 
 
-def optimizer_for(named, config: Optimizer) -> AdamW:
-    return AdamW(named, config, Residency(build_plan(Memory()), torch.device("cpu")))
+def optimizer_for(named, config: OptimizerConfig) -> AdamW:
+    return AdamW(named, config, Residency(build_plan(MemoryConfig()), torch.device("cpu")))
 
 
 def in_double(weights, gradients, config, lrs):
@@ -50,10 +51,13 @@ def in_double(weights, gradients, config, lrs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_twenty_steps_equal_the_formula(dtype, clip) -> None:
-    config = Optimizer(lr=1e-2, weight_decay=0.1, clip_norm=clip)
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_norm=clip)
     weights = parameters(dtype)
     generator = torch.Generator().manual_seed(1)
-    gradients = [{name: torch.randn(weights[name].shape, generator=generator).to(dtype) for name in ("matrix", "norm")} for _ in range(20)]
+    gradients = [
+        {name: torch.randn(weights[name].shape, generator=generator).to(dtype) for name in ("matrix", "norm")}
+        for _ in range(20)
+    ]
     lrs = [1e-2 * (0.9**step) for step in range(20)]
     wanted, norms = in_double(weights, gradients, config, lrs)
     before = {name: weights[name].detach().clone() for name in ("frozen", "unused")}
@@ -75,7 +79,7 @@ def test_twenty_steps_equal_the_formula(dtype, clip) -> None:
 
 def test_small_steps_are_not_lost_in_bfloat16() -> None:
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = optimizer_for([("w", weight)], Optimizer(lr=1e-4, clip_norm=None))
+    optimizer = optimizer_for([("w", weight)], OptimizerConfig(lr=1e-4, clip_norm=None))
     for _ in range(100):
         weight.grad = torch.ones_like(weight)
         optimizer.step(1e-4)
@@ -85,7 +89,7 @@ def test_small_steps_are_not_lost_in_bfloat16() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad) -> None:
     weights = parameters()
-    optimizer = optimizer_for(weights.items(), Optimizer())
+    optimizer = optimizer_for(weights.items(), OptimizerConfig())
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     weights["matrix"].grad = torch.full_like(weights["matrix"], bad)
     weights["norm"].grad = torch.ones_like(weights["norm"])
@@ -99,7 +103,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad) -> None:
 
 def test_schedules() -> None:
     def all_steps(**options):
-        return [learning_rate(Optimizer(lr=1.0, **options), step, 11) for step in range(11)]
+        return [learning_rate(OptimizerConfig(lr=1.0, **options), step, 11) for step in range(11)]
 
     assert all_steps() == [1.0] * 11
     assert all_steps(warmup_steps=3)[:4] == [0.25, 0.5, 0.75, 1.0]

@@ -3,17 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.optim.layout import ALIGNMENT, lay_out, shared_out
+from ebbtide.optim.layout import ALIGNMENT, pack_chunks, split_gpu_cpu
 
 sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=20)
 
 
 @given(sizes=sizes, fraction=st.floats(0, 1), limit=st.sampled_from([128, 256, 1024, 10**6]))
 def test_every_element_has_one_place(sizes, fraction, limit) -> None:
-    gpu_part, cpu_part = shared_out(sizes, fraction)
+    gpu_part, cpu_part = split_gpu_cpu(sizes, fraction)
     places = [set() for _ in sizes]
     for part in (gpu_part, cpu_part):
-        for chunk in lay_out(part, limit):
+        for chunk in pack_chunks(part, limit):
             assert 0 < chunk.size <= limit
             used = 0
             for segment in chunk.segments:
@@ -34,5 +34,5 @@ def test_every_element_has_one_place(sizes, fraction, limit) -> None:
 
 
 def test_none_and_all() -> None:
-    assert shared_out([5, 7], 0.0)[1] == []
-    assert shared_out([5, 7], 1.0)[0] == []
+    assert split_gpu_cpu([5, 7], 0.0)[1] == []
+    assert split_gpu_cpu([5, 7], 1.0)[0] == []

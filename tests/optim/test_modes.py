@@ -1,4 +1,5 @@
-"""The optimizer on the device, streamed, on the CPU and split: the same bits or the same accuracy, whatever the overlap, types and chunks."""
+"""The optimizer on the device, streamed, on the CPU and split: the same bits or the same accuracy, whatever the
+overlap, types and chunks."""
 
 import gc
 import math
@@ -12,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ebbtide.config.tree import Memory, Optimizer
+from ebbtide.config.memory import MemoryConfig
+from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.mover import Mover
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.optim import native, on_cpu, on_device, sizes, streamed
+from ebbtide.optim import costs, cpu_kernels, on_cpu, on_device, streamed
 from ebbtide.optim.adamw import AdamW
-from ebbtide.optim.rule import join
-from ebbtide.optim.sizes import state_bytes
-from ebbtide.optim.sums import Ring
+from ebbtide.optim.costs import state_bytes
+from ebbtide.optim.grad_accumulator import Ring
+from ebbtide.optim.rule import join_master
 from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, state_of, trained
 
 
@@ -63,7 +65,7 @@ def test_a_parameter_without_a_gradient_in_some_micro_batches_and_gradients_that
     for overlap in (True, False):
         model, _, optimizer, _ = trained(steps=0, place="cpu", overlap=overlap)
         model(torch.arange(8)).square().mean().backward()
-        optimizer.discard()
+        optimizer.discard_grads()
         for part in (model.last.weight, model.hidden.weight, model.last.weight):
             (part.square().sum() * 0.1).backward()
         figures = optimizer.step(1e-2)
@@ -78,14 +80,14 @@ def test_a_parameter_without_a_gradient_in_some_micro_batches_and_gradients_that
 
 
 def test_gradients_of_the_cpu_part_do_not_stay_on_the_device() -> None:
-    config = Optimizer(place="cpu")
-    residency = Residency(build_plan(Memory(), config), CPU)
+    config = OptimizerConfig(place="cpu")
+    residency = Residency(build_plan(MemoryConfig(), config), CPU)
     model = Toy(torch.bfloat16)
     optimizer = AdamW(model.named_parameters(), config, residency)
     for _ in range(2):
         model(torch.arange(8)).float().square().mean().backward()
         assert residency.holdings()["grads"].device == 0
-        assert not optimizer._parts[0]._sums.waiting  # nor does one wait there for the next backward
+        assert not optimizer._backends[0]._accumulator.waiting  # nor does one wait there for the next backward
     assert residency.holdings()["grads"].host > 0
     assert optimizer.step(1e-3)["grad_norm"] > 0
 
@@ -112,13 +114,17 @@ def test_bfloat16_moments_are_near_and_not_exact(mode, truth) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_narrow_weights_are_wide_ones_rounded(mode) -> None:
-    """The master of a bfloat16 weight, wherever it is and however it is stored, is what fp32 weights would be with the same gradients."""
-    config = Optimizer(weight_decay=0.1, clip_norm=0.5, lr=1e-2, **MODES[mode])
+    """The master of a bfloat16 weight, wherever it is and however it is stored, is what fp32 weights would be with
+    the same gradients."""
+    config = OptimizerConfig(weight_decay=0.1, clip_norm=0.5, lr=1e-2, **MODES[mode])
     ends = []
     for dtype in (torch.bfloat16, torch.float32):
-        residency = Residency(build_plan(Memory(), config), CPU)
+        residency = Residency(build_plan(MemoryConfig(), config), CPU)
         generator = torch.Generator().manual_seed(3)
-        named = {name: nn.Parameter(torch.randn(size, generator=generator).bfloat16().to(dtype)) for name, size in (("a", 301), ("b", 700))}
+        named = {
+            name: nn.Parameter(torch.randn(size, generator=generator).bfloat16().to(dtype))
+            for name, size in (("a", 301), ("b", 700))
+        }
         optimizer = AdamW(named.items(), config, residency)
         for _ in range(50):
             for weight in named.values():
@@ -133,14 +139,14 @@ def test_narrow_weights_are_wide_ones_rounded(mode) -> None:
 
 def test_the_low_half_with_the_weight_is_the_master_to_the_bit() -> None:
     _, residency, optimizer, _ = trained(torch.bfloat16)
-    (part,) = optimizer._parts
+    (part,) = optimizer._backends
     wide = trained(torch.float32, steps=0)[2]
-    assert wide._parts[0]._chunks[0][1].low is None
+    assert wide._backends[0]._chunks[0][1].low is None
     for chunk, state in part._chunks:
         for segment in chunk.segments:
             stretch = slice(segment.offset, segment.offset + segment.size)
             weight = optimizer._trained[segment.parameter].flat[segment.start : segment.stop]
-            master = join(weight, state.low[stretch], state.second[stretch])
+            master = join_master(weight, state.low[stretch], state.second[stretch])
             assert torch.equal(master.bfloat16(), weight)
     held = residency.holdings()
     assert held["moments"].device == 4 * held["master"].device  # 2 bytes of master beside 8 of moments
@@ -165,13 +171,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mode, bad) -> None:
     figures = optimizer.step(1e-3)
     assert figures["updates_skipped"] == 1
     assert not math.isfinite(figures["grad_norm"])
-    assert optimizer.skipped == "norm.bias"
+    assert optimizer.skipped_for == "norm.bias"
     after = state()
     assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
     assert before[1] == after[1]
     give("norm.bias", 1.0)  # and the next one is as if nothing had been
     assert optimizer.step(1e-3)["updates_skipped"] == 0
-    assert optimizer.skipped is None
+    assert optimizer.skipped_for is None
     clean = trained(steps=2, **MODES[mode])
     dict(clean[0].named_parameters())["norm.bias"].grad = torch.ones(17)
     clean[2].step(1e-3)
@@ -197,9 +203,11 @@ def test_stop_and_ignore() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_plan_changes_a_bit_in_any_mode(mode) -> None:
-    kept, moved = (trained(torch.bfloat16, memory=Memory(preset=preset), **MODES[mode]) for preset in ("keep", "lean"))
+    kept, moved = (
+        trained(torch.bfloat16, memory=MemoryConfig(preset=preset), **MODES[mode]) for preset in ("keep", "lean")
+    )
     assert same(kept, moved)
-    on_host = Optimizer(**MODES[mode]).state_on_host
+    on_host = OptimizerConfig(**MODES[mode]).is_state_on_host
     assert (moved[1].plan.place("generate", "moments") == "host") == on_host
 
 
@@ -209,10 +217,12 @@ def test_no_plan_changes_a_bit_in_any_mode(mode) -> None:
 def test_the_bytes_foretold_are_the_bytes_held(mode, dtype, state, monkeypatch) -> None:
     for module in (on_device, streamed, on_cpu):
         monkeypatch.setattr(module, "CHUNK", 2**16)
-    monkeypatch.setattr(sizes, "CPU_CHUNK", 2**16)
-    config = Optimizer(state_dtype=state, **MODES[mode])
-    residency = Residency(build_plan(Memory(), config), CPU)
-    optimizer = AdamW(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 300)).to(dtype).named_parameters(), config, residency)
+    monkeypatch.setattr(costs, "CPU_CHUNK", 2**16)
+    config = OptimizerConfig(state_dtype=state, **MODES[mode])
+    residency = Residency(build_plan(MemoryConfig(), config), CPU)
+    optimizer = AdamW(
+        nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 300)).to(dtype).named_parameters(), config, residency
+    )
     parameters = sum(one.weight.numel() for one in optimizer._trained)
     device, host = state_bytes(config, parameters, dtype.itemsize)
     for name in ("master", "moments", "grads"):
@@ -226,7 +236,7 @@ def test_the_bytes_foretold_are_the_bytes_held(mode, dtype, state, monkeypatch) 
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "bfloat16_stochastic"])
 def test_without_a_compiler_it_works_as_well(mode, state, monkeypatch, truth) -> None:
     with_one = trained(state_dtype=state, **MODES[mode])
-    monkeypatch.setattr(on_cpu, "arithmetic", lambda _: native.Torch())
+    monkeypatch.setattr(on_cpu, "cpu_math", lambda _: cpu_kernels.TorchMath())
     without = trained(state_dtype=state, **MODES[mode])
     if state == "float32":
         assert error(without[0], truth) < 2 * error(with_one[0], truth)
@@ -254,20 +264,20 @@ def test_landing_memory_is_not_handed_out_while_it_is_used(sizes) -> None:
             pending.append((start, start + size, done))
             return done
 
-        ring.take(size, settle)
+        ring.lend(size, settle)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_changes_under_a_lease(mode) -> None:
     model, residency, optimizer, _ = trained(steps=1, **MODES[mode])
-    residency.hold("weights", list(model.parameters()))
+    residency.register("weights", list(model.parameters()))
     for name in ("weights", "moments"):
         model.last.weight.grad = torch.ones_like(model.last.weight)
         taken = optimizer.steps
         with residency.lease(name), pytest.raises(RuntimeError, match=f"{name} would wait for ever"):
             optimizer.step(1e-3)
         assert optimizer.steps == taken
-        optimizer.discard()
+        optimizer.discard_grads()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -287,7 +297,7 @@ def test_an_optimizer_is_freed_with_its_last_user(mode) -> None:
 def test_discarded_gradients_are_gone(mode) -> None:
     start, _, optimizer, _ = trained(steps=0, **MODES[mode])
     start(torch.arange(8)).sum().backward()
-    optimizer.discard()
+    optimizer.discard_grads()
     assert optimizer.step(1e-3)["grad_norm"] == 0
     assert all(torch.equal(a, b) for a, b in zip(start.parameters(), Toy(torch.float32).parameters(), strict=True))
 
@@ -296,8 +306,8 @@ def test_discarded_gradients_are_gone(mode) -> None:
 def test_a_parameter_without_an_element_here(mode) -> None:
     """Of which other ranks have all. Its gradient may be a view of what others' are in."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(0, 3))])
-    config = Optimizer(**MODES[mode])
-    with Residency(build_plan(Memory(preset="lean"), config), CPU) as residency:
+    config = OptimizerConfig(**MODES[mode])
+    with Residency(build_plan(MemoryConfig(preset="lean"), config), CPU) as residency:
         optimizer = AdamW(model.named_parameters(), config, residency)
         residency.pin()
         for _ in range(2):
@@ -309,22 +319,23 @@ def test_a_parameter_without_an_element_here(mode) -> None:
             assert [parameter.grad for parameter in model] == [None, None]
             with residency.phase("generate"):
                 model[1].grad = torch.ones(0, 3)
-        optimizer.discard()
+        optimizer.discard_grads()
 
 
 def test_what_cannot_be_loaded_is_done_without(monkeypatch) -> None:
     def refused(_) -> None:
         raise OSError("failed to map segment from shared object")
 
-    monkeypatch.setattr(native.ctypes, "CDLL", refused)
-    assert isinstance(native.arithmetic(2), native.Torch)
+    monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", refused)
+    assert isinstance(cpu_kernels.cpu_math(2), cpu_kernels.TorchMath)
 
 
 def test_a_gradient_away_at_the_step_comes_back(monkeypatch) -> None:
-    """An accumulation that another phase interrupts: the gradients leave and return, and after the step there are none."""
+    """An accumulation that another phase interrupts: the gradients leave and return, and after the step there are
+    none."""
     ends = []
     for interrupted in (False, True):
-        model, residency, optimizer, _ = trained(steps=0, memory=Memory(preset="lean"))
+        model, residency, optimizer, _ = trained(steps=0, memory=MemoryConfig(preset="lean"))
         for _ in range(2):
             model(torch.arange(8)).square().mean().backward()
             if interrupted:
@@ -343,13 +354,13 @@ def test_a_gradient_away_at_the_step_comes_back(monkeypatch) -> None:
 @pytest.mark.parametrize("weight", [torch.ones(3, 4).half(), torch.ones(3, 4).T])
 def test_weights_that_cannot_be_trained_are_refused(weight) -> None:
     with pytest.raises(ValueError, match="w is torch"):
-        AdamW([("w", nn.Parameter(weight))], Optimizer(), Residency(build_plan(Memory()), CPU))
+        AdamW([("w", nn.Parameter(weight))], OptimizerConfig(), Residency(build_plan(MemoryConfig()), CPU))
 
 
 def test_the_cpu_part_uses_the_cores_there_are(monkeypatch) -> None:
     monkeypatch.setattr(on_cpu, "usable_cores", lambda: 7)
     _, _, optimizer, _ = trained(steps=1, place="cpu")
-    assert optimizer._parts[0]._math.threads == 7
+    assert optimizer._backends[0]._math.threads == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -360,7 +371,9 @@ def test_a_state_goes_into_any_mode_and_on_from_there_to_the_bit(mode, dtype) ->
     stopped = trained(dtype, steps=3, **MODES[mode])
     saved = state_of(stopped[2])
     for other in MODES:
-        _, _, optimizer, _ = began = trained(dtype, steps=0, state=saved, weights=stopped[0].state_dict(), **MODES[other])
+        _, _, optimizer, _ = began = trained(
+            dtype, steps=0, state=saved, weights=stopped[0].state_dict(), **MODES[other]
+        )
         again = state_of(optimizer)
         assert saved[1] == again[1]
         assert all(torch.equal(saved[0][key], again[0][key]) for key in saved[0])

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from ebbtide.config.tree import Optimizer
-from ebbtide.optim import native
-from ebbtide.optim.rule import Rule, State, divide, join, noise, rounded, update
+from ebbtide.config.optimizer import OptimizerConfig
+from ebbtide.optim import cpu_kernels
+from ebbtide.optim.rule import AdamWState, Rule, join_master, noise_bits, round_stochastic, split_master, update
 
 
 def test_two_halves_and_a_sign_are_the_master_for_every_pattern() -> None:
@@ -17,42 +17,45 @@ def test_two_halves_and_a_sign_are_the_master_for_every_pattern() -> None:
         master = ((upper << 16) | lower).view(torch.float32)
         second = torch.linspace(0, 1, len(master))
         weight, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
-        signed = divide(master, weight, low, second)
+        signed = split_master(master, weight, low, second)
         assert torch.equal(weight, master.bfloat16())
-        assert torch.equal(join(weight, low, signed).view(torch.int32), master.view(torch.int32))
+        assert torch.equal(join_master(weight, low, signed).view(torch.int32), master.view(torch.int32))
         assert torch.equal(signed.abs(), second)
 
 
 def test_the_middle_needs_the_sign() -> None:
-    masters = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)  # rounded down to 3F80, up to 3F82
+    # rounded down to 3F80, up to 3F82
+    masters = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
     weight, low = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16)
-    signed = divide(masters, weight, low, torch.zeros(2))
+    signed = split_master(masters, weight, low, torch.zeros(2))
     assert signed.signbit().tolist() == [False, True]  # minus zero as well
-    assert torch.equal(join(weight, low, signed), masters)
+    assert torch.equal(join_master(weight, low, signed), masters)
 
 
 def test_stochastic_rounding_is_right_on_average_and_depends_on_the_place_alone() -> None:
     value = torch.full((20_000,), 1.0 + 2**-9)  # a quarter of the way to the next bfloat16
-    bits = noise(len(value), 0, key=5)
-    found = rounded(value, bits & 0xFFFF).float()
+    bits = noise_bits(len(value), 0, key=5)
+    found = round_stochastic(value, bits & 0xFFFF).float()
     assert set(found.tolist()) == {1.0, 1.0 + 2**-7}
     assert found.mean().item() == pytest.approx(1.0 + 2**-9, abs=2e-4)
-    other = rounded(value, bits >> 16).float()
+    other = round_stochastic(value, bits >> 16).float()
     assert not torch.equal(found, other)
-    assert torch.equal(noise(100, 50, 5), bits[50:150])
-    assert not torch.equal(noise(100, 50, 6), bits[50:150])
+    assert torch.equal(noise_bits(100, 50, 5), bits[50:150])
+    assert not torch.equal(noise_bits(100, 50, 6), bits[50:150])
     exact = torch.tensor([1.0, -2.0, 0.0]).repeat(100)
-    assert torch.equal(rounded(exact, noise(300, 0, 1) & 0xFFFF).float(), exact)
+    assert torch.equal(round_stochastic(exact, noise_bits(300, 0, 1) & 0xFFFF).float(), exact)
 
 
 def test_every_step_and_parameter_has_noise_of_its_own() -> None:
     def key(**changed) -> int:
-        return Rule(Optimizer(), **{"lr": 1e-3, "decay": 0.0, "step": 5, "scale": 1.0, "parameter": 2, **changed}).key
+        return Rule(
+            OptimizerConfig(), **{"lr": 1e-3, "decay": 0.0, "step": 5, "scale": 1.0, "parameter": 2, **changed}
+        ).key
 
     keys = {key(step=step, parameter=parameter) for step in range(50) for parameter in range(50)}
     assert len(keys) == 2500
-    assert not torch.equal(noise(100, 1, key()), noise(100, 0, key(parameter=3)))
-    assert not torch.equal(noise(100, 1, key()), noise(100, 0, key(step=6)))
+    assert not torch.equal(noise_bits(100, 1, key()), noise_bits(100, 0, key(parameter=3)))
+    assert not torch.equal(noise_bits(100, 1, key()), noise_bits(100, 0, key(step=6)))
 
 
 def tensors(size: int, state: torch.dtype, grads: torch.dtype):
@@ -64,11 +67,11 @@ def tensors(size: int, state: torch.dtype, grads: torch.dtype):
     return random(torch.float32), random(grads), random(state), random(state).abs()
 
 
-compiled = native.arithmetic(2)
+compiled = cpu_kernels.cpu_math(2)
 
 
 def added(math, total, part=None, *, first=False) -> float:
-    (squares,) = math.add([native.Added(total, part, first)])()
+    (squares,) = math.add([cpu_kernels.CpuAddArgs(total, part, first)])()
     return squares
 
 
@@ -76,13 +79,13 @@ def added(math, total, part=None, *, first=False) -> float:
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "bfloat16_stochastic"])
 def test_compiled_and_torch_steps_agree(grads, state) -> None:
-    rule = Rule(Optimizer(state_dtype=state), 1e-2, decay=0.1, step=3, scale=0.5, parameter=2)
+    rule = Rule(OptimizerConfig(state_dtype=state), 1e-2, decay=0.1, step=3, scale=0.5, parameter=2)
     kind = torch.float32 if state == "float32" else torch.bfloat16
     ends = []
-    for math in (compiled, native.Torch()):
+    for math in (compiled, cpu_kernels.TorchMath()):
         master, grad, first, second = tensors(1003, kind, grads)
         weight = torch.empty(1003, dtype=grads)
-        math.step([native.Stepped(master, grad, first, second, weight, rule, 17)])()
+        math.step([cpu_kernels.CpuStepArgs(master, grad, first, second, weight, rule, 17)])()
         assert torch.equal(weight, master.to(grads))
         ends.append((master, first, second))
     for mine, theirs in zip(*ends, strict=True):
@@ -92,14 +95,18 @@ def test_compiled_and_torch_steps_agree(grads, state) -> None:
 
 @pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
 @pytest.mark.parametrize(
-    ("total", "part"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+    ("total", "part"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
 )
 def test_compiled_sums_are_torchs_to_the_bit(total, part) -> None:
     for first in (True, False):
         sums = []
-        for math in (compiled, native.Torch()):
+        for math in (compiled, cpu_kernels.TorchMath()):
             generator = torch.Generator().manual_seed(2)
-            into, more = torch.randn(5001, generator=generator).to(total), torch.randn(5001, generator=generator).to(part)
+            into, more = (
+                torch.randn(5001, generator=generator).to(total),
+                torch.randn(5001, generator=generator).to(part),
+            )
             more[7], more[8] = torch.inf, torch.nan
             added(math, into, more, first=first)
             sums.append(into)
@@ -107,29 +114,33 @@ def test_compiled_sums_are_torchs_to_the_bit(total, part) -> None:
     into, clean = torch.zeros(9001).to(total), torch.randn(9001).to(part)
     for first in (True, False):
         assert added(compiled, into, clean, first=first) == added(compiled, into)
-        assert added(native.Torch(), into, clean, first=first) == pytest.approx(into.double().square().sum().item(), rel=1e-6)
+        assert added(cpu_kernels.TorchMath(), into, clean, first=first) == pytest.approx(
+            into.double().square().sum().item(), rel=1e-6
+        )
     wanted = clean.double().square().sum().item()
     assert added(compiled, clean) == pytest.approx(wanted, rel=1e-6)
-    assert added(native.Torch(), clean) == pytest.approx(wanted, rel=1e-6)
+    assert added(cpu_kernels.TorchMath(), clean) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
 def test_many_threads_give_the_bits_of_one() -> None:
-    rule = Rule(Optimizer(state_dtype="bfloat16_stochastic"), 1e-2, decay=0.1, step=3, scale=0.5, parameter=2)
+    rule = Rule(OptimizerConfig(state_dtype="bfloat16_stochastic"), 1e-2, decay=0.1, step=3, scale=0.5, parameter=2)
     ends = []
     for threads in (1, 5):
-        math = native.arithmetic(threads)
+        math = cpu_kernels.cpu_math(threads)
         found = []
         stretches = []
         for size in (0, 1, 65_536, 0, 65_537, 300_001, 70_000, 1_000_003):
             master, grad, first, second = tensors(size, torch.bfloat16, torch.bfloat16)
             found.append(torch.tensor([added(math, grad, first), added(math, grad)]))
-            stretches.append(native.Stepped(master, grad, first, second, torch.empty(size, dtype=torch.bfloat16), rule, 17))
+            stretches.append(
+                cpu_kernels.CpuStepArgs(master, grad, first, second, torch.empty(size, dtype=torch.bfloat16), rule, 17)
+            )
             if threads == 1:
                 math.step(stretches[-1:])()
         if threads > 1:
             math.step(stretches)()
-        found.append(torch.tensor(math.add([native.Added(stretch.grad, None) for stretch in stretches])()))
+        found.append(torch.tensor(math.add([cpu_kernels.CpuAddArgs(stretch.grad, None) for stretch in stretches])()))
         ends.append(found + [tensor for stretch in stretches for tensor in stretch[:5]])
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
@@ -147,17 +158,19 @@ def test_no_compiler_is_no_error(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._compiled.__wrapped__() is None
-    monkeypatch.setattr(native, "_compiled", native._compiled.__wrapped__)
-    assert isinstance(native.arithmetic(2), native.Torch)
+    assert cpu_kernels._compile.__wrapped__() is None
+    monkeypatch.setattr(cpu_kernels, "_compile", cpu_kernels._compile.__wrapped__)
+    assert isinstance(cpu_kernels.cpu_math(2), cpu_kernels.TorchMath)
 
 
 @pytest.mark.skipif(not compiled.compiled, reason="no C compiler")
 def test_a_cache_folder_that_cannot_be_written_to_is_no_error(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     access = os.access
-    monkeypatch.setattr(native.os, "access", lambda path, mode, **more: mode != os.W_OK and access(path, mode, **more))
-    library = native._compiled.__wrapped__()
+    monkeypatch.setattr(
+        cpu_kernels.os, "access", lambda path, mode, **more: mode != os.W_OK and access(path, mode, **more)
+    )
+    library = cpu_kernels._compile.__wrapped__()
     assert library is not None
     assert tmp_path not in library.parents
 
@@ -168,16 +181,19 @@ def test_a_broken_compiler_is_no_error(monkeypatch, tmp_path) -> None:
     false.chmod(0o755)
     monkeypatch.setenv("CC", str(false))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._compiled.__wrapped__() is None
+    assert cpu_kernels._compile.__wrapped__() is None
 
 
 def test_an_update_in_stretches_is_the_update_of_the_whole() -> None:
-    rule = Rule(Optimizer(state_dtype="bfloat16_stochastic"), 1e-2, decay=0.1, step=3, scale=0.5)
+    rule = Rule(OptimizerConfig(state_dtype="bfloat16_stochastic"), 1e-2, decay=0.1, step=3, scale=0.5)
     ends = []
     for cuts in ([0, 1000], [0, 128, 640, 1000]):
         _, grad, first, second = tensors(1000, torch.bfloat16, torch.bfloat16)
-        weight, low = torch.randn(1000, generator=torch.Generator().manual_seed(9)).bfloat16(), torch.zeros(1000, dtype=torch.int16)
-        state = State(low, first, second)
+        weight, low = (
+            torch.randn(1000, generator=torch.Generator().manual_seed(9)).bfloat16(),
+            torch.zeros(1000, dtype=torch.int16),
+        )
+        state = AdamWState(low, first, second)
         for start, stop in itertools.pairwise(cuts):
             update(weight[start:stop], grad[start:stop], state.part(start, stop), rule, start)
         ends.append((weight, low, first, second))

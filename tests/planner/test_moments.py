@@ -1,4 +1,4 @@
-"""The most that is alive in a forward and backward, foretold from the shape, against what is alive in one."""
+"""The most that is alive in a forward and backward, predicted from the shape, against what is alive in one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conftest import TINY, merged
-from ebbtide.config.tree import Config
+from ebbtide.config.root import Config
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.planner.machine import machine_for
+from ebbtide.model.load import load_model
+from ebbtide.model.shape import find_shape
 from ebbtide.planner.predict import Predictor
-from ebbtide.planner.shape import find_shape
-from ebbtide.planner.work import most_work
-from ebbtide.policy.model import load_model
-from ebbtide.policy.pack import Trajectory
+from ebbtide.planner.workload import max_workload
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
+from ebbtide.system.machine import machine_for
 
 
 class Alive(TorchDispatchMode):
@@ -33,7 +33,9 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in given:
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -43,7 +45,7 @@ class Alive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_later_micro_batch_takes_what_was_foretold(tied: bool) -> None:
+def test_a_later_micro_batch_takes_what_was_predicted(tied: bool) -> None:
     scratch = {"hidden": 128, "heads": 1, "kv_heads": 1, "mlp": 384, "layers": 2, "vocabulary": 1000, "tied": tied}
     settings = {
         "model.dtype": "bfloat16",
@@ -52,7 +54,9 @@ def test_a_later_micro_batch_takes_what_was_foretold(tied: bool) -> None:
         "train.head_chunk_tokens": 8,
         "memory.activations.preset": "recompute",
     }
-    config = Config.model_validate(merged(TINY, {f"model.scratch.{key}": value for key, value in scratch.items()} | settings))
+    config = Config.model_validate(
+        merged(TINY, {f"model.scratch.{key}": value for key, value in scratch.items()} | settings)
+    )
     policy = Policy(load_model(config), config)
     sequences = [Trajectory([1] * 8, [2] * 56, [-1.0] * 56, advantage=1.0, weight=1e-3) for _ in range(4)]
     with Residency(build_plan(config.memory, config.optimizer), torch.device("cpu")) as residency:
@@ -61,5 +65,5 @@ def test_a_later_micro_batch_takes_what_was_foretold(tied: bool) -> None:
         with Alive() as alive:
             policy.accumulate(sequences, lambda *_: None)
     predictor = Predictor(find_shape(config.model), machine_for("h200", None, 125, None))
-    device = predictor.of(config, most_work(config), 2**40).phases["train"].device
+    device = predictor.predict(config, max_workload(config), 2**40).phases["train"].device
     assert alive.most == pytest.approx(sum(device[name] for name in ("grads", "activations", "logits")), rel=0.06)

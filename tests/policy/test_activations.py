@@ -1,4 +1,5 @@
-"""Activations kept, offloaded or made again: the same gradients to the bit, for every module and any mix; sense and nonsense in the config."""
+"""Activations kept, offloaded or recomputed: the same gradients to the bit, for every module and any mix; sense and
+nonsense in the config."""
 
 import gc
 import random
@@ -9,15 +10,16 @@ import torch
 
 from blocks import CPU, DENSE, SPARSE, Setup
 from conftest import FAMILIES
-from ebbtide.config.tree import Activations as ActivationsConfig
+from ebbtide.config.memory import ActivationsConfig
 from ebbtide.errors import UserError
-from ebbtide.memory.activations import Parking
+from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
-from ebbtide.policy.activation_plan import Figures, capacity, choose, measure
-from ebbtide.policy.activations import Activations, Choice, local_names, names_of
-from ebbtide.policy.again import NormCall
-from ebbtide.policy.attention import PACKED, attention
-from ebbtide.policy.pack import pack
+from ebbtide.policy.activation_plan import ActivationFigures, choose_activations, measure_saved_bytes, offload_capacity
+from ebbtide.policy.activations import ActivationHooks
+from ebbtide.policy.attention import PACKED, use_attention
+from ebbtide.policy.block_activations import ActivationChoice, activation_names, locally_recomputable
+from ebbtide.policy.packing import pack
+from ebbtide.policy.recompute import NormCall
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,9 @@ def sparse() -> Setup:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_names_that_a_model_has(name) -> None:
     block = Setup(name).blocks[0]
-    assert names_of(block) == (SPARSE if name == "qwen3_moe" else DENSE)
+    assert activation_names(block) == (SPARSE if name == "qwen3_moe" else DENSE)
     normed = {"attn_norm", "mlp_norm"} | ({"qkv_linear"} if name.startswith("qwen3") else set())
-    assert local_names(block) == normed | (set() if name == "qwen3_moe" else {"mlp_fc2"})
+    assert locally_recomputable(block) == normed | (set() if name == "qwen3_moe" else {"mlp_fc2"})
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -43,18 +45,27 @@ def test_the_names_that_a_model_has(name) -> None:
 @pytest.mark.parametrize("number", range(9))
 def test_each_module_alone(kind, place, number, request) -> None:
     setup = request.getfixturevalue(kind)
-    name = names_of(setup.blocks[0])[number]
+    name = activation_names(setup.blocks[0])[number]
     if name == "block_input":
-        recompute = ["attn_norm"] if place == "offload" else [other for other in names_of(setup.blocks[0]) if other != name]
+        recompute = (
+            ["attn_norm"]
+            if place == "offload"
+            else [other for other in activation_names(setup.blocks[0]) if other != name]
+        )
         setup.with_choice([name], recompute)
         return
-    parked = setup.with_choice(**{place: [name]}).take()[0]
+    parked = setup.with_choice(**{place: [name]}).drain()[0]
     assert (parked > 0) == (place == "offload")
 
 
 @pytest.mark.parametrize(
     ("offload", "recompute"),
-    [(["mlp_act"], []), (["core_attn"], ["attn_norm", "mlp_fc2"]), (["block_input"], DENSE[1:]), (["mlp_act"], ["core_attn"])],
+    [
+        (["mlp_act"], []),
+        (["core_attn"], ["attn_norm", "mlp_fc2"]),
+        (["block_input"], DENSE[1:]),
+        (["mlp_act"], ["core_attn"]),
+    ],
 )
 def test_nothing_is_left_for_the_garbage_collector(dense, offload, recompute) -> None:
     """On a GPU what waits for it is memory: a step's tensors go with the step."""
@@ -76,9 +87,11 @@ def test_nothing_is_left_for_the_garbage_collector(dense, offload, recompute) ->
 def test_a_forward_without_its_backward_is_freed() -> None:
     """An exception may come between the two."""
     setup = Setup("llama", "bfloat16")
-    choice = Choice(recompute=frozenset({"attn_norm", "mlp_norm", "mlp_fc2"}), local=local_names(setup.blocks[0]))
+    choice = ActivationChoice(
+        recompute=frozenset({"attn_norm", "mlp_norm", "mlp_fc2"}), local=locally_recomputable(setup.blocks[0])
+    )
     (batch,) = pack(setup.sequences[:2], 64, CPU)
-    with Activations(setup.blocks, choice, None), attention(setup.model, PACKED):
+    with ActivationHooks(setup.blocks, choice, None), use_attention(setup.model, PACKED):
         logprobs = setup.policy._logprobs(batch, 1.0)[0]
     alive = weakref.ref(logprobs.grad_fn)
     made = [weakref.ref(call) for call in gc.get_objects() if type(call) is NormCall]
@@ -92,7 +105,7 @@ def test_a_forward_without_its_backward_is_freed() -> None:
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_any_mix(kind, request) -> None:
     setup = request.getfixturevalue(kind)
-    names = names_of(setup.blocks[0])
+    names = activation_names(setup.blocks[0])
     chance = random.Random(0)
     for _ in range(40):
         places = {name: chance.choice(["keep", "offload", "recompute"]) for name in names}
@@ -111,13 +124,14 @@ def test_in_bfloat16(name) -> None:
 
 
 def test_small_tensors_stay(dense) -> None:
-    assert dense.with_choice(["mlp_act"], minimum=2**20).take() == (0, 0)
+    assert dense.with_choice(["mlp_act"], minimum=2**20).drain() == (0, 0)
 
 
 def test_norms_of_queries_and_keys_are_made_again_by_themselves(dense) -> None:
-    local = local_names(dense.blocks[0])
+    local = locally_recomputable(dense.blocks[0])
     kept, again = (
-        measure(dense.blocks, Choice(recompute=frozenset(some), local=local), dense.policy._probe) for some in ([], ["qkv_linear"])
+        measure_saved_bytes(dense.blocks, ActivationChoice(recompute=frozenset(some), local=local), dense.policy._probe)
+        for some in ([], ["qkv_linear"])
     )
     assert again["qkv_linear"] < kept["qkv_linear"]
     assert {name: size for name, size in again.items() if name != "qkv_linear"} == {
@@ -126,14 +140,16 @@ def test_norms_of_queries_and_keys_are_made_again_by_themselves(dense) -> None:
 
 
 def test_a_block_that_runs_again_keeps_the_products_that_it_should(dense) -> None:
-    local = local_names(dense.blocks[0])
-    stored = measure(dense.blocks, Choice(recompute=frozenset(DENSE[1:]) - {"mlp_act"}, local=local), dense.policy._probe)
+    local = locally_recomputable(dense.blocks[0])
+    stored = measure_saved_bytes(
+        dense.blocks, ActivationChoice(recompute=frozenset(DENSE[1:]) - {"mlp_act"}, local=local), dense.policy._probe
+    )
     assert stored["mlp_act"] == 2 * 48 * 4  # gate and up
     assert stored.keys() == {"block_input", "mlp_act"}
 
 
 def test_what_finds_no_room_stays_and_is_counted(dense) -> None:
-    parked, refused = dense.with_choice(["mlp_act"], room=20_000).take()
+    parked, refused = dense.with_choice(["mlp_act"], room=20_000).drain()
     assert parked > 0
     assert refused > parked
 
@@ -162,8 +178,8 @@ def test_norms_beside_frozen_ones(name) -> None:
 
 
 def test_a_backward_that_fails_leaves_nothing_behind(dense) -> None:
-    parking = Parking(torch.zeros(2**22, dtype=torch.uint8), Mover(CPU))
-    activations = Activations(dense.blocks, Choice(frozenset({"mlp_act"})), parking, minimum=1)
+    parking = ActivationOffloader(torch.zeros(2**22, dtype=torch.uint8), Mover(CPU))
+    activations = ActivationHooks(dense.blocks, ActivationChoice(frozenset({"mlp_act"})), parking, minimum=1)
     forward = dense.blocks[0].forward
     with pytest.raises(KeyError), activations:  # noqa: PT012
         dense.policy._probe(16)
@@ -175,31 +191,40 @@ def test_a_backward_that_fails_leaves_nothing_behind(dense) -> None:
 
 
 def test_forwards_without_gradient_are_left_alone(dense) -> None:
-    parking = Parking(torch.zeros(2**22, dtype=torch.uint8), Mover(CPU))
-    with Activations(dense.blocks, Choice(frozenset({"mlp_act"})), parking, minimum=1):
-        dense.policy.fill("old_logprobs", dense.sequences, lambda *_: None)
+    parking = ActivationOffloader(torch.zeros(2**22, dtype=torch.uint8), Mover(CPU))
+    with ActivationHooks(dense.blocks, ActivationChoice(frozenset({"mlp_act"})), parking, minimum=1):
+        dense.policy.compute_logprobs("old_logprobs", dense.sequences, lambda *_: None)
         for sequence in dense.sequences:
             sequence.old_logprobs = None
-    assert parking.take() == (0, 0)
+    assert parking.drain() == (0, 0)
 
 
-def test_the_host_memory_foretold_is_what_is_used(dense) -> None:
+def test_the_host_memory_predicted_is_what_is_used(dense) -> None:
     config = ActivationsConfig(offload=["mlp_act", "core_attn"], keep_last=1)
-    foretold = capacity(config, dense.blocks, Choice(frozenset(config.offload)), dense.policy._probe, tokens=640) - 2**20
-    parking = Parking(torch.zeros(2**24, dtype=torch.uint8), Mover(CPU))
-    with Activations(dense.blocks, Choice(frozenset(config.offload)), parking, keep_last=1, minimum=1):
+    predicted = (
+        offload_capacity(
+            config, dense.blocks, ActivationChoice(frozenset(config.offload)), dense.policy._probe, tokens=640
+        )
+        - 2**20
+    )
+    parking = ActivationOffloader(torch.zeros(2**24, dtype=torch.uint8), Mover(CPU))
+    with ActivationHooks(dense.blocks, ActivationChoice(frozenset(config.offload)), parking, keep_last=1, minimum=1):
         tokens = dense.policy._probe(640)
-    parked, refused = parking.take()
+    parked, refused = parking.drain()
     assert refused == 0
-    assert foretold == pytest.approx(1.02 * parked * 640 / tokens, rel=0.01)
+    assert predicted == pytest.approx(1.02 * parked * 640 / tokens, rel=0.01)
 
 
 SAVED = {"attn_norm": 10, "qkv_linear": 20, "core_attn": 12, "mlp_norm": 10, "mlp_fc1": 4, "mlp_act": 36, "mlp_fc2": 12}
 
 
 def chosen(settings, block, carried=10**9):
-    figures = Figures({name: 1024 * size for name, size in SAVED.items()}, forward=1.0, link=carried * 1024 / 0.9, blocks=1)
-    return choose(ActivationsConfig.model_validate(settings), block, figures, lambda _: figures.saved)
+    figures = ActivationFigures(
+        {name: 1024 * size for name, size in SAVED.items()}, forward=1.0, link=carried * 1024 / 0.9, blocks=1
+    )
+    notes: list[str] = []
+    config = ActivationsConfig.model_validate(settings)
+    return choose_activations(config, block, figures, lambda _: figures.saved, notes.append), notes
 
 
 def test_presets(dense) -> None:
@@ -223,7 +248,7 @@ def test_balanced_takes_what_the_link_carries_and_says_so(dense) -> None:
         choice, notes = chosen({"preset": "balanced"}, dense.blocks[0], carried)
         assert choice.offload == offload
         assert choice.recompute == {"attn_norm", "qkv_linear", "mlp_norm", "mlp_fc2"}
-        assert f"the link carries {carried} " in notes[0]
+        assert f"the host link carries {carried} KiB " in notes[0]
     choice, _ = chosen({"preset": "balanced", "offload": ["mlp_fc1"], "keep": ["mlp_act"]}, dense.blocks[0], 45)
     assert choice.offload == {"mlp_fc1", "core_attn"}
 
@@ -231,25 +256,28 @@ def test_balanced_takes_what_the_link_carries_and_says_so(dense) -> None:
 def test_the_gate(dense) -> None:
     wanted = {"offload": ["mlp_act", "core_attn"]}
     assert chosen(wanted, dense.blocks[0], 48) == (
-        Choice(frozenset(wanted["offload"]), local=local_names(dense.blocks[0])),
+        ActivationChoice(frozenset(wanted["offload"]), local=locally_recomputable(dense.blocks[0])),
         [],
     )
     choice, (note,) = chosen(wanted, dense.blocks[0], 20)
     assert (choice.offload, choice.recompute) == ({"core_attn"}, {"mlp_act"})
-    assert "48 KiB a token" in note
-    assert "made again instead: mlp_act" in note
-    with pytest.raises(UserError, match=r"48 KiB a token.*carries 20.*`memory.activations.gate`"):
-        chosen({**wanted, "gate": "refuse"}, dense.blocks[0], 20)
-    assert chosen({**wanted, "gate": "ignore"}, dense.blocks[0], 20)[0].offload == set(wanted["offload"])
+    assert "48 KiB per token" in note
+    assert "recomputed instead: mlp_act" in note
+    with pytest.raises(UserError, match=r"48 KiB per token.*carries only 20 KiB.*`memory.activations.on_slow_link`"):
+        chosen({**wanted, "on_slow_link": "refuse"}, dense.blocks[0], 20)
+    assert chosen({**wanted, "on_slow_link": "ignore"}, dense.blocks[0], 20)[0].offload == set(wanted["offload"])
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"offload": ["moe_act"]}, ["`memory.activations.offload` names `moe_act`", "it has block_input, attn_norm"]),
-        ({"recompute": ["block_input"]}, ["`block_input`", "keep or offload it"]),
+        (
+            {"offload": ["moe_act"]},
+            ["`memory.activations.offload` lists `moe_act`", "choose from block_input, attn_norm"],
+        ),
+        ({"recompute": ["block_input"]}, ["`block_input`", "move `block_input` to `keep` or `offload`"]),
         ({"offload": ["block_input"]}, ["`block_input`", "recompute: [attn_norm]"]),
-        ({"offload": ["mlp_fc1"], "recompute": ["core_attn"]}, ["`mlp_fc1`", "`core_attn`", "spare nothing"]),
+        ({"offload": ["mlp_fc1"], "recompute": ["core_attn"]}, ["`mlp_fc1`", "`core_attn`", "save nothing"]),
         ({"offload": ["attn_proj"]}, ["`attn_proj` without `core_attn`", "both"]),
     ],
 )
@@ -260,12 +288,16 @@ def test_nonsense_is_named(dense, settings, words) -> None:
 
 
 def test_measured_bytes_are_what_a_norm_and_a_product_save(dense) -> None:
-    saved = measure(dense.blocks, Choice(), dense.policy._probe)
+    saved = measure_saved_bytes(dense.blocks, ActivationChoice(), dense.policy._probe)
     hidden, mlp = 32 * 4, 48 * 4
     assert saved["mlp_fc2"] == mlp
     assert saved["mlp_act"] == 3 * mlp
     assert saved["mlp_fc1"] == hidden
-    local = local_names(dense.blocks[0])
-    assert "mlp_fc2" not in measure(dense.blocks, Choice(recompute=frozenset({"mlp_fc2"}), local=local), dense.policy._probe)
-    whole = measure(dense.blocks, Choice(recompute=frozenset(DENSE[1:]), local=local), dense.policy._probe)
+    local = locally_recomputable(dense.blocks[0])
+    assert "mlp_fc2" not in measure_saved_bytes(
+        dense.blocks, ActivationChoice(recompute=frozenset({"mlp_fc2"}), local=local), dense.policy._probe
+    )
+    whole = measure_saved_bytes(
+        dense.blocks, ActivationChoice(recompute=frozenset(DENSE[1:]), local=local), dense.policy._probe
+    )
     assert whole == {"block_input": hidden}

@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from ebbtide.policy.advantages import advantages
+from ebbtide.policy.advantages import compute_advantages
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.2, 0.4, 0.9, 0.1]], dtype=torch.float64)
 FLAT = torch.full((2, 3), 0.1, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3 in floating point
@@ -31,14 +31,14 @@ def by_hand(kind: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", ["group_mean", "group_std", "rloo", "reinforce_pp"])
 def test_by_hand(kind) -> None:
-    torch.testing.assert_close(advantages(REWARDS, kind), torch.tensor(by_hand(kind), dtype=torch.float64))
+    torch.testing.assert_close(compute_advantages(REWARDS, kind), torch.tensor(by_hand(kind), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "group_std", "rloo", "reinforce_pp"])
 def test_a_flat_group_has_no_advantage_at_all(kind) -> None:
-    assert (advantages(FLAT, kind) == 0).all()
+    assert (compute_advantages(FLAT, kind) == 0).all()
 
 
 def test_one_sample_a_group_has_a_batch_baseline() -> None:
-    found = advantages(torch.tensor([[1.0], [0.0]]), "reinforce_pp")
+    found = compute_advantages(torch.tensor([[1.0], [0.0]]), "reinforce_pp")
     torch.testing.assert_close(found, torch.tensor([[1.0], [-1.0]]), rtol=1e-5, atol=1e-5)

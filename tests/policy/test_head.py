@@ -45,7 +45,9 @@ def test_gradients_pass_gradcheck_where_only_one_output_is_used() -> None:
     hidden, weight, _, targets, _ = inputs()
     for pick in (0, 1):
         wanted = torch.autograd.grad(full(hidden, weight, None, targets, 1.0, None)[pick].sum(), [hidden, weight])
-        found = torch.autograd.grad(token_logprobs(hidden, weight, None, targets, chunk=8)[pick].sum(), [hidden, weight])
+        found = torch.autograd.grad(
+            token_logprobs(hidden, weight, None, targets, chunk=8)[pick].sum(), [hidden, weight]
+        )
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 

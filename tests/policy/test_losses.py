@@ -1,7 +1,8 @@
-"""The whole train step against the losses written down again: one padded sequence at a time, full logits, plain autograd.
+"""The whole train step against the losses written down again: one padded sequence at a time, full logits, plain
+autograd.
 
-The reference below shares no code with the product. It would catch a wrong mask, a wrong normaliser, a leaked prompt token, a sequence cut by a
-micro-batch, and a metric that is not what its name says.
+The reference below shares no code with the product. It would catch a wrong mask, a wrong normaliser, a leaked prompt
+token, a sequence cut by a micro-batch, and a metric that is not what its name says.
 """
 
 import math
@@ -10,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ebbtide.model.load import load_model
+from ebbtide.parallel.comm import Comm
 from ebbtide.policy import policy as policy_module
 from ebbtide.policy.losses.normalise import token_weights
-from ebbtide.policy.model import load_model
-from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
-from ebbtide.policy.together import Alone
 
 CASES = {
     "grpo, against the sampler": {"loss.old_logprobs": "rollout"},
@@ -29,13 +30,13 @@ CASES = {
     "k1": {"loss.kl": {"coefficient": 0.5, "estimator": "k1"}},
     "k2": {"loss.kl": {"coefficient": 0.5, "estimator": "k2"}},
     "k3": {"loss.kl": {"coefficient": 0.5, "estimator": "k3"}},
-    "correction": {"loss.correction": {"cap": 1.05}},
+    "correction": {"loss.importance_sampling": {"cap": 1.05}},
     "temperature": {"rollout.temperature": 0.7},
     "all": {
         "loss.normalise": "sequence",
         "loss.entropy": 0.1,
         "loss.kl": {"coefficient": 0.2, "estimator": "k3"},
-        "loss.correction": {"cap": 1.1},
+        "loss.importance_sampling": {"cap": 1.1},
         "rollout.temperature": 1.3,
     },
 }
@@ -89,8 +90,10 @@ def reference_loss(model, config, items: list[Trajectory], on_policy: bool) -> t
                 value = -min(max(ratio.item(), 1 - low), 1 + high) * advantage * logprob
             else:
                 value = -torch.min(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
-            if loss_config.correction is not None:
-                value = value * min(math.exp(old[t].item() - item.rollout_logprobs[t]), loss_config.correction.cap)
+            if loss_config.importance_sampling is not None:
+                value = value * min(
+                    math.exp(old[t].item() - item.rollout_logprobs[t]), loss_config.importance_sampling.cap
+                )
             value = value - loss_config.entropy * entropy
             if loss_config.kl is not None:
                 d = logprob - item.reference_logprobs[t]
@@ -111,7 +114,7 @@ def reference_loss(model, config, items: list[Trajectory], on_policy: bool) -> t
 def spread_model():
     """A tiny model whose distributions are not flat, and a copy of it for the reference."""
     from conftest import TINY
-    from ebbtide.config.tree import Config
+    from ebbtide.config.root import Config
 
     loaded = load_model(Config.model_validate(TINY))
     torch.manual_seed(5)
@@ -141,7 +144,9 @@ def test_loss_and_gradients_equal_the_formula(tiny, spread_model, case, on_polic
     figures = policy.accumulate(items, lambda done, of: None)
     assert figures["loss"] == pytest.approx(wanted.item(), abs=2e-6)
     for name, parameter in policy.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted_grads[name], rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            parameter.grad, wanted_grads[name], rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
     policy.model.zero_grad()
 
 
@@ -156,7 +161,7 @@ def test_cases_are_clipped_and_differ(tiny, spread_model) -> None:
             for item in items:
                 item.reference_logprobs = None
         figures = Policy(spread_model, config).accumulate(items, lambda done, of: None)
-        assert figures["clipped"] > 0
+        assert figures["clip_fraction"] > 0
         values[case] = round(figures["loss"], 7)
     spread_model.model.zero_grad()
     assert len(set(values.values())) == len(values), values
@@ -166,17 +171,21 @@ def test_prompt_tokens_do_not_count(tiny, spread_model) -> None:
     """Log-probs are asked for completion tokens alone: the micro-batch predicts exactly those."""
     items = rollouts(len(spread_model.tokenizer))
     policy = Policy(spread_model, tiny())
-    policy.fill("old_logprobs", items, lambda done, of: None)
+    policy.compute_logprobs("old_logprobs", items, lambda done, of: None)
     assert [len(item.old_logprobs) for item in items] == [len(item.completion) for item in items]
 
 
 def test_figures_are_means_over_completion_tokens(tiny, spread_model) -> None:
     items = rollouts(len(spread_model.tokenizer))
     policy = Policy(spread_model, tiny({"train.microbatch_tokens": 16}))
-    policy.fill("old_logprobs", items, lambda done, of: None)
+    policy.compute_logprobs("old_logprobs", items, lambda done, of: None)
     figures = policy.accumulate(items, lambda done, of: None)
     spread_model.model.zero_grad()
-    differences = [ours.item() - theirs for item in items for ours, theirs in zip(item.old_logprobs, item.rollout_logprobs, strict=True)]
+    differences = [
+        ours.item() - theirs
+        for item in items
+        for ours, theirs in zip(item.old_logprobs, item.rollout_logprobs, strict=True)
+    ]
     assert figures["mismatch"] == pytest.approx(sum(map(abs, differences)) / len(differences), rel=1e-5)
     assert figures["mismatch_max"] == pytest.approx(max(map(abs, differences)), rel=1e-5)
     kl = sum(math.exp(d) - 1 - d for d in differences) / len(differences)
@@ -184,21 +193,24 @@ def test_figures_are_means_over_completion_tokens(tiny, spread_model) -> None:
     assert 0 < figures["entropy"] < math.log(len(spread_model.tokenizer))
 
 
-class WithAnIdleRound(Alone):
-    def rounds(self, mine: int) -> int:
+class WithAnIdleRound(Comm):
+    def max_rounds(self, mine: int) -> int:
         return mine + 1
 
 
 def test_a_micro_batch_without_work_adds_nothing_even_where_its_kl_overflows(tiny, spread_model, monkeypatch) -> None:
-    unlikely = replace(policy_module.IDLE, reference_logprobs=torch.full((1,), 100.0))  # as far above the policy's as makes exp() infinite
+    # as far above the policy's as makes exp() infinite
+    unlikely = replace(policy_module.IDLE, reference_logprobs=torch.full((1,), 100.0))
     monkeypatch.setattr(policy_module, "IDLE", unlikely)
     config = tiny({"loss.kl": {"coefficient": 0.5, "estimator": "k3"}})
     found = []
-    for ranks in (Alone(), WithAnIdleRound()):
+    for ranks in (Comm(), WithAnIdleRound()):
         items = rollouts(len(spread_model.tokenizer))
         weigh(items, config)
         figures = Policy(spread_model, config, ranks).accumulate(items, lambda done, of: None)
-        found.append((figures, {name: parameter.grad.clone() for name, parameter in spread_model.model.named_parameters()}))
+        found.append(
+            (figures, {name: parameter.grad.clone() for name, parameter in spread_model.model.named_parameters()})
+        )
         spread_model.model.zero_grad()
     (alone, wanted), (idle, gradients) = found
     assert idle == alone

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.policy.pack import Trajectory, pack, plan_packing
+from ebbtide.policy.packing import Trajectory, pack, plan_packing
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from ebbtide.errors import UserError
-from ebbtide.policy.pack import Trajectory
+from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
 from families import family_model, own_logprobs
 
@@ -16,7 +16,7 @@ def filled(policy: Policy, *lengths: int) -> list[Trajectory]:
     """Sequences of so many tokens, with log-probs of all but their first three."""
     tokens = [[2 + 5 * place % 9 for place in range(length)] for length in lengths]
     items = [Trajectory(each[:3], each[3:], [0.0] * (len(each) - 3)) for each in tokens]
-    policy.fill("old_logprobs", items, lambda done, of: None)
+    policy.compute_logprobs("old_logprobs", items, lambda done, of: None)
     return items
 
 
@@ -26,7 +26,7 @@ def check(item: Trajectory, loaded) -> None:
 
 
 def test_a_window_that_only_the_layer_knows_is_kept_to(tiny) -> None:
-    """Qwen2-MoE hands attention a mask, not its window."""
+    """Qwen2-MoE passes attention a mask, not its window."""
     loaded = family_model("qwen2_moe")
     policy = Policy(loaded, tiny(LONGER))
     policy.verify()
@@ -37,12 +37,15 @@ def test_a_window_that_only_the_layer_knows_is_kept_to(tiny) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("phimoe", "`phimoe`.*PhimoeAttention of layer 0 wants a mask other than the causal one"),
-        ("minimax_m3_vl_text", "`minimax_m3_vl_text`.*MiniMaxM3VLAttention of layer 1 hands attention `block_indices`"),
-        ("doge", "`doge`.*DogeAttention of layer 0 hands attention a mask of its own"),
-        ("gemma2", "`gemma2`.*Gemma2Attention of layer 0 hands attention `softcap`"),
+        ("phimoe", "`phimoe`.*PhimoeAttention of layer 0 needs a mask other than the causal one"),
+        (
+            "minimax_m3_vl_text",
+            "`minimax_m3_vl_text`.*MiniMaxM3VLAttention of layer 1 passes attention `block_indices`",
+        ),
+        ("doge", "`doge`.*DogeAttention of layer 0 passes attention a mask of its own"),
+        ("gemma2", "`gemma2`.*Gemma2Attention of layer 0 passes attention `softcap`"),
         ("llama4_text", "`llama4_text`.*does not say which of its parts is the decoder"),
-        ("bloom", "`bloom`.*do not take their attention from transformers' registry"),
+        ("bloom", "`bloom`.*do not use transformers' attention registry"),
     ],
 )
 def test_what_attention_does_not_compute_is_refused(tiny, name, said) -> None:
@@ -73,7 +76,9 @@ def test_layers_in_which_packed_sequences_would_mix_are_refused(tiny, name) -> N
 @pytest.mark.parametrize("name", ["phi3", "llama"])
 def test_a_rope_that_follows_the_longest_sequence_is_refused_where_one_may_be_too_long(tiny, name) -> None:
     loaded = family_model(name)  # it changes past 16 tokens
-    said = rf"rope of `{name}` changes .* more than 16 tokens, and 17 may come: lower `rollout.max_prompt_tokens`"
+    said = (
+        rf"rope of `{name}` changes .* more than 16 tokens, and this run allows 17: lower `rollout.max_prompt_tokens`"
+    )
     with pytest.raises(UserError, match=said):
         Policy(loaded, tiny({"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 9})).verify()
     policy = Policy(loaded, tiny({"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 8}))
@@ -108,7 +113,7 @@ def test_a_window_too_far_away_for_a_probe_is_still_noticed(tiny, monkeypatch) -
     monkeypatch.setattr("ebbtide.policy.probe.MOST", 8)
     config = tiny({"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 32})
     Policy(family_model("qwen2_moe", sliding_window=30), config).verify()
-    with pytest.raises(UserError, match="PhimoeAttention of layer 0 wants a mask other than the causal one"):
+    with pytest.raises(UserError, match="PhimoeAttention of layer 0 needs a mask other than the causal one"):
         Policy(family_model("phimoe", sliding_window=30), config).verify()
 
 

@@ -11,27 +11,44 @@ import pytest
 from rich.console import Console
 
 from disk import room_for
-from ebbtide.checkpoint.resume import find
+from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.config import load
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.printable import printable
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.log import LogFile
+from ebbtide.report.report import Report
 from ebbtide.report.sinks import Sinks
-from ebbtide.report.terminal import Lasting, Terminal
+from ebbtide.report.terminal import FailsafeStdout, Terminal
+from ebbtide.system.printable import printable
 
 
 def folder(tmp_path, *overrides: str) -> RunFolder:
     return RunFolder(load("quickstart", [f"run.folder={tmp_path / 'run'}", *overrides]))
 
 
+def begun(config: Config) -> RunFolder:
+    """The folder of a run that has decided everything, and so has written its config."""
+    run = RunFolder(config)
+    run.write_config(config)
+    return run
+
+
 def test_lines_are_whole_and_config_reads_back(tmp_path) -> None:
-    run = folder(tmp_path)
+    run = begun(load("quickstart", [f"run.folder={tmp_path / 'run'}"]))
     run.write_metrics({"step": 1, "reward": 0.5})
-    run.write_rollouts([{"completion": "é\n\x1b"}, {"completion": "", "answer": {1, 2}.__class__}])  # an answer may be any object
-    assert [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [{"step": 1, "reward": 0.5}]
+    # an answer may be any object
+    run.write_rollouts([{"completion": "é\n\x1b"}, {"completion": "", "answer": {1, 2}.__class__}])
+    assert [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 1, "reward": 0.5}
+    ]
     assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
-    run.write_rollouts([{"step": 1, "answer": "half an emoji: \ud83d"}, {"step": 1, "answer": {(1, 2): "a key of its own"}, "reward": 1.0}])
+    run.write_rollouts(
+        [
+            {"step": 1, "answer": "half an emoji: \ud83d"},
+            {"step": 1, "answer": {(1, 2): "a key of its own"}, "reward": 1.0},
+        ]
+    )
     *_, half, odd = (json.loads(line) for line in (run.path / "rollouts.jsonl").read_text().splitlines())
     assert half["answer"] == "half an emoji: \ud83d"
     assert odd == {"step": 1, "answer": {"(1, 2)": "a key of its own"}, "reward": 1.0}
@@ -82,18 +99,23 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_in_place(
     resume = ("resume=auto", f"rollout.save_to={save_to}")
     said: list[str] = []
     for step in (3, 2):
-        assert find(load("quickstart", [f"run.folder={tmp_path / 'run'}", *resume]), said.append) is None
-        run = folder(tmp_path, *resume)
+        config = load("quickstart", [f"run.folder={tmp_path / 'run'}", *resume])
+        assert find_checkpoint(config, said.append) is None
+        run = begun(config)
         assert (run.path / "metrics.jsonl").read_text() == ""
         run.write_metrics({"step": step})
         save_to.write_text('{"step": 1}\n')
         (run.path / "checkpoints" / ".unfinished-step-000050").mkdir(parents=True)
         run._lock.close()  # as a kill does: the file stays
     assert said == [
-        f"`resume: auto` finds no run in {run.path}: a new one begins",
-        f"the run in {run.path} has no checkpoint yet: it begins anew, in place",
+        f"`resume: auto` found no run in {run.path}: starting a new one",
+        f"the run in {run.path} has no checkpoint yet: starting it again in the same folder",
     ]
-    with pytest.raises(UserError, match=r"cannot go on from the run in .*`seed` was 0 and is 1"):
+    with pytest.raises(UserError, match=r"cannot continue the run in .*`seed` was 0 and is 1"):
+        folder(tmp_path, *resume, "seed=1")
+    RunFolder(config)._lock.close()  # a start that was killed before it wrote its config
+    assert not (run.path / "config.yaml").exists()
+    with pytest.raises(UserError, match=r"cannot continue the run in .*`seed` was 0 and is 1"):
         folder(tmp_path, *resume, "seed=1")
     with pytest.raises(UserError, match="not empty"):
         folder(tmp_path)
@@ -104,17 +126,17 @@ def test_of_numbered_runs_the_newest_is_the_one_to_resume(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "quickstart-001" / "checkpoints" / "step-000100").mkdir(parents=True)
     (tmp_path / "runs" / "quickstart-002").mkdir()
-    killed = RunFolder(load("quickstart"))
+    killed = begun(load("quickstart"))
     killed.write_metrics({"step": 7})
     killed.close()
     config = load("quickstart", ["resume=auto"])
-    assert find(config, print) is None
-    run = RunFolder(config)
+    assert find_checkpoint(config, print) is None
+    run = begun(config)
     assert run.path == killed.path
     run.write_metrics({"step": 100})
     run.close()
     with pytest.raises(UserError, match="has done its 100 steps and kept no checkpoint"):
-        find(config, print)
+        find_checkpoint(config, print)
 
 
 def test_a_new_run_has_the_highest_number(tmp_path, monkeypatch) -> None:
@@ -140,7 +162,7 @@ def test_what_a_run_replaces_comes_back_where_it_never_began(tmp_path) -> None:
     killed._lock.close()  # as a kill does
     folder(tmp_path, "run.overwrite=true").close(discard=True)
     assert '"step": 7' in (old.path / "metrics.jsonl").read_text()
-    new = folder(tmp_path, "run.overwrite=true")
+    new = begun(load("quickstart", [f"run.folder={tmp_path / 'run'}", "run.overwrite=true"]))
     new.write_metrics({"step": 1})
     new.close()
     assert sorted(path.name for path in new.path.iterdir()) == ["config.yaml", "metrics.jsonl", "rollouts.jsonl"]
@@ -150,7 +172,7 @@ def test_what_is_no_checkpoint_is_not_replaced_with_a_run(tmp_path) -> None:
     folder(tmp_path).close()
     (tmp_path / "run" / "checkpoints").mkdir()
     (tmp_path / "run" / "checkpoints" / "thesis.txt").touch()
-    with pytest.raises(UserError, match=r"holds other things as well \(checkpoints/thesis.txt\)"):
+    with pytest.raises(UserError, match=r"has others as well \(checkpoints/thesis.txt\)"):
         folder(tmp_path, "run.overwrite=true")
 
 
@@ -159,8 +181,10 @@ def test_no_checkpoint_is_removed_by_a_run_that_is_to_resume(tmp_path, overwrite
     folder(tmp_path).close()
     (tmp_path / "run" / "checkpoints" / "step-000050").mkdir(parents=True)  # whose manifest is gone
     options = ("resume=auto", f"run.overwrite={overwrite}")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole, and what is there \(step-000050\) is not removed"):
-        find(load("quickstart", [f"run.folder={tmp_path / 'run'}", *options]), print)
+    with pytest.raises(
+        UserError, match=r"no checkpoint in .* is valid, and what is there \(step-000050\) is not removed"
+    ):
+        find_checkpoint(load("quickstart", [f"run.folder={tmp_path / 'run'}", *options]), print)
     with pytest.raises(UserError, match=r"is not removed|is not empty"):
         folder(tmp_path, *options)
     assert (tmp_path / "run" / "checkpoints" / "step-000050").exists()
@@ -186,8 +210,10 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path) -> None:
 
 
 def test_a_disk_without_room_for_a_run_is_left_as_it_was(tmp_path) -> None:
-    with room_for(100), pytest.raises(UserError, match=r"config\.yaml cannot be written: File too large"):
-        folder(tmp_path)
+    config = load("quickstart", [f"run.folder={tmp_path / 'run'}"])
+    expected = pytest.raises(UserError, match=r"config\.yaml cannot be written: File too large")
+    with room_for(100), expected, Report(config, "test") as report:
+        report.set_plan(config, None)
     assert not (tmp_path / "run").exists()
 
 
@@ -212,23 +238,26 @@ def test_what_shows_a_run_never_ends_it(tmp_path, capfd) -> None:
             log.handle(record)
             full.handle(logging.makeLogRecord({"msg": "a" * 200}))
             shown.log(1, {f"figure {number}": 0.5 for number in range(100)})
-            Terminal(1, Console(file=Lasting(nowhere))).say("hello")
+            Terminal(1, Console(file=FailsafeStdout(nowhere))).say("hello")
         full.close()
     assert [text.split(" (")[0] for text in said] == [
         "log.txt cannot be written",
         "log.txt cannot be written",
         "TensorBoard cannot be written",
     ]
-    assert capfd.readouterr().err == "the output cannot be written (No space left on device): the run goes on without it\n"
+    assert (
+        capfd.readouterr().err
+        == "the output cannot be written (No space left on device): the run continues without it\n"
+    )
 
 
 def test_a_place_that_cannot_be_written(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be made.*run.folder"):
+    with pytest.raises(UserError, match=r"cannot be created.*run.folder"):
         RunFolder(load("quickstart", [f"run.folder={tmp_path / 'file' / 'run'}"]))
 
 
-@pytest.mark.parametrize(("place", "what"), [("taken", "is a folder"), (os.devnull, "is no ordinary file")])
+@pytest.mark.parametrize(("place", "what"), [("taken", "is a folder"), (os.devnull, "is not an ordinary file")])
 def test_completions_are_saved_to_files_only(tmp_path, place, what) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(UserError, match=rf"`rollout.save_to: .*` {what}: name a file"):
@@ -280,7 +309,16 @@ def test_markup_in_model_text_is_text() -> None:
 
 
 def test_a_narrow_terminal_gets_the_figures_that_fit() -> None:
-    metrics = {"seconds": 1.0, "reward": 0.5, "loss": 0.1, "entropy": 2.0, "mismatch": 1e-7, "grad_norm": 1.0, "lr": 1e-3, "peak_gib": 1.0}
+    metrics = {
+        "seconds": 1.0,
+        "reward": 0.5,
+        "loss": 0.1,
+        "entropy": 2.0,
+        "mismatch": 1e-7,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "peak_gib": 1.0,
+    }
     wide, narrow, piped = (io.StringIO() for _ in range(3))
     Terminal(10, Console(file=wide, width=200, force_terminal=True, no_color=True)).step_line(3, metrics)
     Terminal(10, Console(file=narrow, width=60, force_terminal=True, no_color=True)).step_line(3, metrics)
@@ -294,7 +332,9 @@ def test_a_narrow_terminal_gets_the_figures_that_fit() -> None:
 def test_step_line_leaves_out_what_there_is_not() -> None:
     out = io.StringIO()
     terminal = Terminal(10, Console(file=out, width=200))
-    terminal.step_line(3, {"seconds": 1.234, "reward": 0.5, "samples_trained": 0, "score_failures/timeout": 2, "updates_skipped": 1})
+    terminal.step_line(
+        3, {"seconds": 1.234, "reward": 0.5, "samples_trained": 0, "score_failures/timeout": 2, "updates_skipped": 1}
+    )
     line = out.getvalue()
     assert "step  3/10  1.23 s  reward 0.500" in line
     assert "2 samples could not be scored" in line

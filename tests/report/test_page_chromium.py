@@ -1,6 +1,8 @@
-"""The page in a real Chromium: it draws, it filters, it goes on while the run does, and nothing that a model wrote is ever more than text.
+"""The page in a real Chromium: it draws, it filters, it goes on while the run does, and nothing that a model wrote
+is ever more than text.
 
-Opening a page takes seconds, so tests share two of them, one of a run and one of two, each as if nobody had touched it.
+Opening a page takes seconds, so tests share two of them, one of a run and one of two, each as if nobody had touched
+it.
 """
 
 import json
@@ -10,14 +12,17 @@ from typing import Any
 
 import pytest
 
-from ebbtide.report.page.build import write
+from ebbtide.report.page.build import write_page
 from looked import PATIENCE, Looked
 from made_run import CHROMIUM, PHASES, append, made_run, metrics_line, plan, sample_line, serving, start_line
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 
-HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 <b>bold</b> &lt; %{x}"
+HOSTILE = (
+    "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!-- \u2028 <b>bold</b> &lt;"
+    " %{x}"
+)
 NAME = "<b>bold<img src=x onerror='window.hacked = 1'> &lt;"  # of a phase or a holding, which has no slash
 FORMULA = '=HYPERLINK("https://example.com?"&A1)'
 
@@ -36,11 +41,18 @@ def opened(chromium, tmp_path_factory) -> dict[str, Looked]:
     place = tmp_path_factory.mktemp("shared")
     run = made_run(place / "run", planned=True)
     append(run / "versions.jsonl", start_line(3, torch="2.12.0"))
-    odd = {"reward": -2, "finish": "length", "failure": "timeout", "failure_message": "10 s", "prompt": "odd one", "completion": FORMULA}
+    odd = {
+        "reward": -2,
+        "finish": "length",
+        "failure": "timeout",
+        "failure_message": "10 s",
+        "prompt": "odd one",
+        "completion": FORMULA,
+    }
     append(run / "rollouts.jsonl", sample_line(5, 9, **odd, token_chars=None))
     two = [made_run(place / "first", 3, planned=True), made_run(place / "second", 5, "optimizer.lr=0.01")]
-    write([run], place / "one.html")
-    write(two, place / "two.html")
+    write_page([run], place / "one.html")
+    write_page(two, place / "two.html")
     return {name: Looked(chromium, (place / f"{name}.html").as_uri()) for name in ("one", "two")}
 
 
@@ -65,7 +77,7 @@ def look(chromium, tmp_path):
 
     def open_page(*folders: Path, view: str = "", **context: Any) -> Looked:
         out = tmp_path / "page.html"
-        write(folders, out)
+        write_page(folders, out)
         pages.append(Looked(chromium, f"{out.as_uri()}#{view}", **context))
         return pages[-1]
 
@@ -76,7 +88,9 @@ def look(chromium, tmp_path):
 
 def test_a_run_is_told_without_a_request(one) -> None:
     assert [address for address in one.asked if not address.startswith("data:")] == [one.page.url.partition("#")[0]]
-    told = dict(zip(one.page.locator("#runs dt").all_inner_texts(), one.page.locator("#runs dd").all_inner_texts(), strict=True))
+    told = dict(
+        zip(one.page.locator("#runs dt").all_inner_texts(), one.page.locator("#runs dd").all_inner_texts(), strict=True)
+    )
     assert told == {
         "steps done": "5 of 5",
         "time taken, without loading": "13 s",
@@ -138,9 +152,18 @@ def test_curves_over_time_smoothed_and_a_part_of_them_with_their_csv(one) -> Non
     assert chart.evaluate("one => [one.layout.yaxis.type, one.layout.xaxis.title.text]") == ["log", "time in s"]
     assert one.first("reward", "x") == [5.43, 8.06]
     assert one.first("reward") == reward[1:3]
-    assert chart.evaluate("one => one.data[1].y[0]") == pytest.approx(smooth[1])  # of the whole run, as the first step counts in it
+    # of the whole run, as the first step counts in it
+    assert chart.evaluate("one => one.data[1].y[0]") == pytest.approx(smooth[1])
     heading, *rows = one.csv("#curves-csv")
-    assert heading == ["run", "step", "seconds", "reward", "reward smoothed 0.5", "seconds/train", "seconds/train smoothed 0.5"]
+    assert heading == [
+        "run",
+        "step",
+        "seconds",
+        "reward",
+        "reward smoothed 0.5",
+        "seconds/train",
+        "seconds/train smoothed 0.5",
+    ]
     assert [row[:4] for row in rows] == [["run", "2", "5.43", "0.19"], ["run", "3", "8.06", "0.271"]]
     one.page.click("#whole-run")
     one.page.select_option("[data-view=x]", "step")
@@ -165,7 +188,8 @@ def test_a_step_phase_by_phase_beside_its_plan(one) -> None:
     assert bars.items() <= one.traces(memory).items()
     assert one.traces(seconds)["compute"] == pytest.approx([0.85, 0.15, 0.35, 1.25, 0.2])
     assert one.traces(seconds)["waiting for memory moves (exposed)"] == pytest.approx([0, 0, 0, 0, 0.05])
-    assert [value for value in one.traces(memory)["predicted peak"] if value is not None] == [12.7] * 6  # the ends of three phases' lines
+    # the ends of three phases' lines
+    assert [value for value in one.traces(memory)["predicted peak"] if value is not None] == [12.7] * 6
     assert [value for value in one.traces(seconds)["predicted seconds"] if value is not None] == [0.7] * 6
     assert memory.locator(".barlayer .point path").count() >= 20
     assert memory.locator(".xtick").all_text_contents() == list(PHASES)
@@ -192,7 +216,15 @@ def test_a_step_phase_by_phase_beside_its_plan(one) -> None:
         ["run", "5", "generate", "13", "12.7", "0.85", "0.7", "0", "0"],
     ]
     page.click(".compared summary")
-    assert page.locator(".compared tbody tr").first.inner_text().split() == ["generate", "13", "12.7", "0.85", "0.7", "0", "0"]
+    assert page.locator(".compared tbody tr").first.inner_text().split() == [
+        "generate",
+        "13",
+        "12.7",
+        "0.85",
+        "0.7",
+        "0",
+        "0",
+    ]
 
 
 def test_rollouts_are_grouped_by_prompt(one) -> None:
@@ -212,11 +244,20 @@ def test_rollouts_are_grouped_by_prompt(one) -> None:
         "mean log-prob",
         "ended",
     ]
-    assert inside.locator(".sample").nth(1).locator("dd").all_inner_texts() == ["0.25", "0.25", "-0.5", "4", "-0.978", "by itself"]
+    assert inside.locator(".sample").nth(1).locator("dd").all_inner_texts() == [
+        "0.25",
+        "0.25",
+        "-0.5",
+        "4",
+        "-0.978",
+        "by itself",
+    ]
     tokens = inside.locator(".sample").first.locator(".token")
     assert tokens.all_text_contents() == ["n", "é", " 5", ""]
     assert "log-prob -3.0000, probability 0.050" in str(tokens.nth(1).get_attribute("title"))
-    colours = tokens.evaluate_all("all => all.map(one => Number(getComputedStyle(one).backgroundColor.split(',')[3].replace(')', '')))")
+    colours = tokens.evaluate_all(
+        "all => all.map(one => Number(getComputedStyle(one).backgroundColor.split(',')[3].replace(')', '')))"
+    )
     assert colours[0] < colours[3] < colours[2] < colours[1]
     page.uncheck("#colour-tokens")
     assert tokens.first.evaluate("one => getComputedStyle(one).backgroundColor") == "rgba(0, 0, 0, 0)"
@@ -252,7 +293,10 @@ def test_rollouts_are_filtered_ordered_and_downloaded_as_text(one) -> None:
 
 def test_two_runs_are_overlaid_and_compared(two) -> None:
     page = two.page
-    assert [name.strip() for name in page.locator("#runs tbody td:first-child").all_inner_texts()] == ["first", "second"]
+    assert [name.strip() for name in page.locator("#runs tbody td:first-child").all_inner_texts()] == [
+        "first",
+        "second",
+    ]
     assert {name: len(y) for name, y in two.traces(two.chart("loss")).items()} == {"first": 3, "second": 5}
     colours = two.chart("loss").evaluate("one => one.data.map(trace => trace.line.color)")
     assert len(set(colours)) == 2
@@ -282,7 +326,8 @@ def test_the_policy_refuses_what_would_slip_through(opened) -> None:
     looked = opened["two"]
     looked.page.evaluate("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror='window.hacked = 1'>`)")
     looked.page.evaluate(
-        "() => { const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s); }"
+        "() => { const s = document.createElement('script'); s.textContent = 'window.hacked = 1';"
+        " document.body.append(s); }"
     )
     assert looked.page.evaluate("fetch('https://example.com').then(() => 'asked', () => 'refused')") == "refused"
     assert looked.page.evaluate("window.hacked") is None
@@ -293,12 +338,17 @@ def test_the_policy_refuses_what_would_slip_through(opened) -> None:
 def test_nothing_that_a_model_or_a_task_wrote_is_executed(look, tmp_path) -> None:
     run = made_run(tmp_path / "<img src=x onerror='window.hacked=1'>", 2, planned=True)
     other = made_run(tmp_path / "<b>two", 2)
-    lines = [metrics_line(step) | {f"reward/{HOSTILE}": 0.5, f"device_gib/train/{NAME}": 1.0, f"seconds/{NAME}": 1.0} for step in (3, 4)]
+    lines = [
+        metrics_line(step) | {f"reward/{HOSTILE}": 0.5, f"device_gib/train/{NAME}": 1.0, f"seconds/{NAME}": 1.0}
+        for step in (3, 4)
+    ]
     append(run / "metrics.jsonl", *lines)
     texts = dict.fromkeys(("prompt", "answer", "completion", "failure", "failure_message"), HOSTILE)
     append(run / "rollouts.jsonl", sample_line(4, 0, **texts, parts={HOSTILE: 1.0}, token_chars=None))
     append(run / "rollouts.jsonl", sample_line(4, 1, **texts, token_chars=[5, 5, 5, len(HOSTILE) - 15]))
-    (run / "plan.json").write_text((run / "plan.json").read_text().replace("NVIDIA H200", "<img src=x onerror='window.hacked=1'>"))
+    (run / "plan.json").write_text(
+        (run / "plan.json").read_text().replace("NVIDIA H200", "<img src=x onerror='window.hacked=1'>")
+    )
     (run / "config.yaml").write_text(json.dumps({HOSTILE: {HOSTILE: HOSTILE}, "model": {"path": HOSTILE}}))
     append(run / "versions.jsonl", start_line(1, torch=HOSTILE, commit=HOSTILE, device=HOSTILE))
     looked = look(run, other, view="metric=reward%2F%3C%2Fscript%3E%3Cimg%20src%3Dx%3E&log=%3Cimg%20src%3Dx%3E")
@@ -308,15 +358,23 @@ def test_nothing_that_a_model_or_a_task_wrote_is_executed(look, tmp_path) -> Non
     page.click("#metrics-found")
     titles = page.locator("#curves .metric b").all_text_contents()
     assert f"reward/{HOSTILE}" in titles
-    looked.page.wait_for_function("n => document.querySelectorAll('#curves .js-plotly-plot').length === n", arg=len(titles))
+    looked.page.wait_for_function(
+        "n => document.querySelectorAll('#curves .js-plotly-plot').length === n", arg=len(titles)
+    )
     page.locator("#curves .chart").first.hover()
     page.locator("#memory-0").hover()
     page.click(".compared summary")
-    assert NAME in page.locator("#memory-0 .legendtext").all_text_contents()  # Plotly draws tags as such, unless it is kept from it
+    # Plotly draws tags as such, unless it is kept from it
+    assert NAME in page.locator("#memory-0 .legendtext").all_text_contents()
     assert NAME in page.locator("#memory-0 .xtick").all_text_contents()
     assert f"{HOSTILE}.{HOSTILE}" in page.locator("#settings td").all_text_contents()
     assert any(HOSTILE in row for row in looked.csv("#settings-csv"))
-    assert page.locator("img, iframe, object, #samples b:not(.figure b), a, h1 b, #runs b, h3 b, #plans b, #settings b").count() == 0
+    assert (
+        page.locator(
+            "img, iframe, object, #samples b:not(.figure b), a, h1 b, #runs b, h3 b, #plans b, #settings b"
+        ).count()
+        == 0
+    )
     assert page.locator("script").count() == 3
     assert page.evaluate("window.hacked") is None
     assert looked.said == []  # the policy had nothing to refuse either
@@ -365,11 +423,15 @@ def test_it_fits_the_screen_in_light_and_dark(look, tmp_path) -> None:
         page.set_viewport_size({"width": width, "height": 800})
         page.emulate_media(color_scheme=scheme)
         page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)  # charts follow
-        ink, paper = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+        ink, paper = page.evaluate(
+            "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        )
         bright = [sum(map(int, rgb[4:-1].split(","))) for rgb in (ink, paper)]
         assert (bright[0] > bright[1]) == (scheme == "dark")
         looked.chart("reward").scroll_into_view_if_needed()
-        page.wait_for_function("colour => document.querySelector('#curves .chart').data[0].line.color === colour", arg=colour)
+        page.wait_for_function(
+            "colour => document.querySelector('#curves .chart').data[0].line.color === colour", arg=colour
+        )
     assert looked.said == []
 
 
@@ -395,6 +457,9 @@ def test_a_served_page_goes_on_with_its_run(chromium, tmp_path) -> None:
         expect(page.locator("#found")).to_contain_text("There are new samples", timeout=PATIENCE)
         assert page.locator("#samples details[open]").count() == 1  # what somebody reads stays
         assert looked.said == []
-        assert {address.removeprefix(f"http://127.0.0.1:{port}") for address in looked.asked} - {"data:,"} == {"/", "/data.json"}
+        assert {address.removeprefix(f"http://127.0.0.1:{port}") for address in looked.asked} - {"data:,"} == {
+            "/",
+            "/data.json",
+        }
     expect(page.locator("#state")).to_contain_text("not live", timeout=PATIENCE)
     page.close()

@@ -29,7 +29,8 @@ def luminance(colour: str) -> float:
 def seen(colour: str, eye: str) -> tuple[float, float, float]:
     """L*, a* and b*."""
     red, green, blue = (
-        min(1.0, max(0.0, sum(weight * share for weight, share in zip(row, linear(colour), strict=True)))) for row in EYES[eye]
+        min(1.0, max(0.0, sum(weight * share for weight, share in zip(row, linear(colour), strict=True))))
+        for row in EYES[eye]
     )
     x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
     y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -40,7 +41,9 @@ def seen(colour: str, eye: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_runs_are_told_apart_by_every_eye(scheme) -> None:
-    light, _, rest = files("ebbtide.report.page").joinpath("page.css").read_text().partition("@media (prefers-color-scheme: dark)")
+    light, _, rest = (
+        files("ebbtide.report.page").joinpath("page.css").read_text().partition("@media (prefers-color-scheme: dark)")
+    )
     style = light if scheme == "light" else rest.partition("* {")[0]
     colours = re.findall(r"--run-\d: (#[0-9a-f]{6});", style)
     (card,) = re.findall(r"--card: (#[0-9a-f]{6});", style)

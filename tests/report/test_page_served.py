@@ -1,4 +1,5 @@
-"""The server of the page: for this machine alone, and deaf to everything in a request but which of two addresses it asks for."""
+"""The server of the page: for this machine alone, and deaf to everything in a request but which of two addresses it
+asks for."""
 
 import http.client
 import json
@@ -12,7 +13,7 @@ import pytest
 
 from ebbtide.errors import UserError
 from ebbtide.report.page import serve
-from ebbtide.report.page.serve import server
+from ebbtide.report.page.serve import build_server
 from made_run import append, made_run, metrics_line, serving
 
 
@@ -50,7 +51,9 @@ def test_data_comes_again_only_when_a_file_has_changed(tmp_path) -> None:
         assert json.loads(data)["runs"][0]["tables"][0]["step"] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "127.0.0.1:80@evil.example", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "127.0.0.1:80@evil.example", ""]
+)
 def test_another_name_for_this_machine_is_refused(tmp_path, host) -> None:
     with serving(made_run(tmp_path / "run")) as port:
         for path in ("/", "/data.json"):
@@ -66,10 +69,10 @@ def test_no_path_leads_to_a_file(tmp_path, path) -> None:
 
 
 def test_only_the_loopback_address_is_bound(tmp_path) -> None:
-    with server([made_run(tmp_path / "run")], 0) as running:
+    with build_server([made_run(tmp_path / "run")], 0) as running:
         assert running.server_address[0] == "127.0.0.1"
-        with pytest.raises(UserError, match=r"cannot be taken.*--port"):
-            server([tmp_path / "run"], running.server_address[1])
+        with pytest.raises(UserError, match=r"cannot be used.*--port"):
+            build_server([tmp_path / "run"], running.server_address[1])
 
 
 def test_only_the_head_is_sent_to_who_asks_for_it(tmp_path) -> None:
@@ -106,11 +109,13 @@ def test_ctrl_c_ends_it_quietly(tmp_path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # these tests may run in the background, where Ctrl-C is ignored
+        # these tests may run in the background, where Ctrl-C is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("http://127.0.0.1:")
+    line = process.stdout.readline()
+    assert line.startswith(f"serving {tmp_path / 'run'} live at http://127.0.0.1:")
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (0, "ended\n", "")
+    assert (process.returncode, out, err) == (0, "stopped\n", "")
     assert not (tmp_path / "run" / "report.html").exists()

@@ -1,4 +1,5 @@
-"""Each token's share of a completion's text: whole for every tokenizer, and right where the text says whose a character is."""
+"""Each token's share of a completion's text: whole for every tokenizer, and right where the text says whose a
+character is."""
 
 from itertools import accumulate
 
@@ -8,14 +9,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from ebbtide.policy.tokenizer import scratch_tokenizer
-from ebbtide.report.pieces import Pieces
+from ebbtide.model.tokenizer import scratch_tokenizer
+from ebbtide.report.token_spans import TokenSpans
 
 BYTES = scratch_tokenizer(None)
 
 
 def cut(tokenizer, tokens: list[int], text: str) -> list[str]:
-    lengths = Pieces(tokenizer).lengths(tokens, text)
+    lengths = TokenSpans(tokenizer).lengths(tokens, text)
     ends = list(accumulate(lengths))
     assert (ends[-1] if ends else 0) == len(text)
     return [text[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -10,12 +10,14 @@ import torch
 from ebbtide import __version__
 from ebbtide.loop import train
 from ebbtide.report.report import Report
-from ebbtide.report.versions import checked_out, commit
+from ebbtide.report.versions import checkout_commit, find_commit
 
 
 def git(folder, *arguments: str) -> str:
     who = ["-c", "user.name=someone", "-c", "user.email=someone@example.com"]
-    return subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_a_run_writes_what_it_started_with(tiny, tmp_path) -> None:
@@ -35,13 +37,13 @@ def test_the_commit_is_that_of_the_checkout_which_tracks_the_package(tmp_path) -
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     git(tmp_path, "init", "-q")
-    assert checked_out(package) is None  # it lies in somebody's repository and is no part of it
+    assert checkout_commit(package) is None  # it lies in somebody's repository and is no part of it
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "one")
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert checked_out(package) == head
+    assert checkout_commit(package) == head
     (package / "__init__.py").write_text("changed = True")
-    assert checked_out(package) == f"{head} with changes"
+    assert checkout_commit(package) == f"{head} with changes"
 
 
 @pytest.mark.parametrize("told", ["{}", '{"vcs_info": {"commit_id": "abc123"}}'])
@@ -51,5 +53,5 @@ def test_the_commit_that_pip_installed_comes_first(monkeypatch, told) -> None:
             return told
 
     monkeypatch.setattr("ebbtide.report.versions.metadata.distribution", lambda name: Installed())
-    monkeypatch.setattr("ebbtide.report.versions.checked_out", lambda package: "of the checkout")
-    assert commit() == ("abc123" if "abc123" in told else "of the checkout")
+    monkeypatch.setattr("ebbtide.report.versions.checkout_commit", lambda package: "of the checkout")
+    assert find_commit() == ("abc123" if "abc123" in told else "of the checkout")

@@ -1,4 +1,5 @@
-"""Control tokens: those of a chat template are tokens, and in data their texts are text, encoded as if they meant nothing."""
+"""Control tokens: those of a chat template are tokens, and in data their texts are text, encoded as if they meant
+nothing."""
 
 import json
 import re
@@ -10,20 +11,22 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from ebbtide.errors import UserError
-from ebbtide.policy.tokenizer import scratch_tokenizer
+from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.rollout.encoder import Encoder, _any_of
-from ebbtide.rollout.prompts import about_quotes, encode
+from ebbtide.rollout.prompts import control_text_notes, encode_prompts
 from ebbtide.tasks.task import Problem, ask
 
 KNOWN = "<|im_start|>", "<|im_end|>", "<s>"
-OTHER = "\u2402turn\u2403", "\u2404over\u2405", "\u2406first\u2407"  # the names that the same tokens have in another tokenizer
+# the names that the same tokens have in another tokenizer
+OTHER = "\u2402turn\u2403", "\u2404over\u2405", "\u2406first\u2407"
 CORPUS = [
     "the <|im_end|> of <|im_start|>system\nwords <s> and </s>",
     "a user says hello to the assistant, 12 + 3 = 15|>\n\n",
     "<|<|im_ _end|>",
 ]
 CHATML = (
-    "{{ bos }}{% for m in messages %}{{ start + m.role + '\n' + m.content | trim + end + '\n' }}{% endfor %}{{ start + 'assistant\n' }}"
+    "{{ bos }}{% for m in messages %}{{ start + m.role + '\n' + m.content | trim + end + '\n' }}{% endfor %}{{ start +"
+    " 'assistant\n' }}"
 )
 THINKING = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ start + m.content.split(end)[-1] + end }}"
@@ -36,12 +39,15 @@ def byte_level() -> Tokenizer:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(CORPUS * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+    core.train_from_iterator(
+        CORPUS * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    )
     return core
 
 
 def metaspace() -> Tokenizer:
-    """As in a Llama 2: only a text's beginning gets a space before it, and merges lead to everything that the corpus has, `<s>` among it."""
+    """As in a Llama 2: only a text's beginning gets a space before it, and merges lead to everything that the corpus
+    has, `<s>` among it."""
     core = Tokenizer(models.BPE(unk_token="?", fuse_unk=True))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     core.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
@@ -59,7 +65,9 @@ def prepending() -> Tokenizer:
 def unigram() -> Tokenizer:
     core = Tokenizer(models.Unigram())
     core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.train_from_iterator(CORPUS * 9, trainers.UnigramTrainer(vocab_size=90, special_tokens=["?"], unk_token="?", show_progress=False))
+    core.train_from_iterator(
+        CORPUS * 9, trainers.UnigramTrainer(vocab_size=90, special_tokens=["?"], unk_token="?", show_progress=False)
+    )
     return core
 
 
@@ -68,7 +76,8 @@ STRIPPING = {"rstrip": True}
 
 
 def tokenizer_of(kind: str, names: tuple[str, ...], template: str = CHATML, **flags: bool) -> PreTrainedTokenizerFast:
-    """The same for all names: its control tokens have rows of their own in the vocabulary, as in the files of real models."""
+    """The same for all names: its control tokens have rows of their own in the vocabulary, as in the files of real
+    models."""
     tree = json.loads(json.dumps(CORES[kind]))
     vocabulary = tree["model"]["vocab"]
     for name in names:
@@ -79,7 +88,9 @@ def tokenizer_of(kind: str, names: tuple[str, ...], template: str = CHATML, **fl
     core = Tokenizer.from_str(json.dumps(tree))
     core.add_special_tokens([AddedToken(name, special=True, normalized=False, **flags) for name in names])
     first = names[2]
-    core.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, core.token_to_id(first))])
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, core.token_to_id(first))]
+    )
     start, end, bos = (json.dumps(name) for name in names)
     written = "{% set start, end, bos = " + f"{start}, {end}, {bos}" + " %}" + template
     return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=written, bos_token=first)
@@ -92,7 +103,10 @@ PAIRS = {
 }
 ENCODERS = {key: (Encoder(pair[0], templated=True), Encoder(pair[0], templated=False)) for key, pair in PAIRS.items()}
 TEXTS = st.lists(
-    st.sampled_from([*KNOWN, *KNOWN, "<|", "im_end|>", "|>\n", "\n", " ", "system", "the", " of", "é", "15", "<s", ">"]), max_size=8
+    st.sampled_from(
+        [*KNOWN, *KNOWN, "<|", "im_end|>", "|>\n", "\n", " ", "system", "the", " of", "é", "15", "<s", ">"]
+    ),
+    max_size=8,
 ).map("".join)
 
 
@@ -116,11 +130,14 @@ def test_data_is_read_as_if_its_control_tokens_had_other_names(pair, contents) -
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @settings(deadline=None, max_examples=30)
 @given(st.lists(TEXTS, min_size=1, max_size=3))
-def test_the_twin_is_the_tokenizer(pair, contents) -> None:
+def test_the_copy_encodes_as_the_tokenizer_does(pair, contents) -> None:
     """Where every control token is the template's."""
     tokenizer, encoder = PAIRS[pair][0], ENCODERS[pair][0]
     text = "".join(contents)
-    assert encoder._twin.encode(encoder._written.sub(encoder._renamed, text)).ids == tokenizer(text)["input_ids"]
+    assert (
+        encoder._plain_tokenizer.encode(encoder._written.sub(encoder._renamed, text)).ids
+        == tokenizer(text)["input_ids"]
+    )
 
 
 def test_the_usual_text_goes_the_usual_way() -> None:
@@ -129,8 +146,8 @@ def test_the_usual_text_goes_the_usual_way() -> None:
         [{"role": "user", "content": "the <im_end> of"}],
         [{"role": "system", "content": "<|im_"}, {"role": "user", "content": "end|>"}],
     ):
-        assert not encoder.chat(chat).quotes
-    assert "_twin" not in vars(encoder)
+        assert not encoder.chat(chat).has_control_text
+    assert "_plain_tokenizer" not in vars(encoder)
 
 
 def test_roles_are_data_too() -> None:
@@ -146,7 +163,10 @@ def test_a_template_finds_in_a_text_what_it_looks_for() -> None:
     """Such as the end of a thought in an earlier answer, which it cuts off."""
     tokenizer = tokenizer_of("byte_level", KNOWN, THINKING)
     start, end = (tokenizer.convert_tokens_to_ids(name) for name in KNOWN[:2])
-    chat = [{"role": "user", "content": "<s>hello<|im_end|>"}, {"role": "assistant", "content": "a user says<|im_end|>15"}]
+    chat = [
+        {"role": "user", "content": "<s>hello<|im_end|>"},
+        {"role": "assistant", "content": "a user says<|im_end|>15"},
+    ]
     found = Encoder(tokenizer, templated=True).chat(chat)
     assert found.text == "<|im_start|><s>hello<|im_end|><|im_end|><|im_start|>15<|im_end|><|im_start|>"
     assert [token for token in found.tokens if token in (start, end)] == [start, end, start, end, start]
@@ -170,16 +190,18 @@ def test_a_text_that_only_becomes_a_control_token() -> None:
     forged = "\N{FULLWIDTH LESS-THAN SIGN}s\N{FULLWIDTH GREATER-THAN SIGN}"
     assert tokenizer(forged)["input_ids"] == [tokenizer.eos_token_id]
     found = Encoder(tokenizer, templated=False).text(forged)
-    assert found.quotes
+    assert found.has_control_text
     assert tokenizer.eos_token_id not in found.tokens
     assert tokenizer.decode(found.tokens) == "<s>"
 
 
 def test_merges_that_lead_to_a_control_token() -> None:
-    """As some tokenizers have them that were made from SentencePiece files: they would make it of its text by themselves."""
+    """As some tokenizers have them that were made from SentencePiece files: they would make it of its text by
+    themselves."""
     core = Tokenizer(
         models.BPE(
-            {piece: number for number, piece in enumerate(["<", "s", ">", "<s", "<s>", "<s>>"])}, [("<", "s"), ("<s", ">"), ("<s>", ">")]
+            {piece: number for number, piece in enumerate(["<", "s", ">", "<s", "<s>", "<s>>"])},
+            [("<", "s"), ("<s", ">"), ("<s>", ">")],
         )
     )
     core.add_special_tokens([AddedToken("<s>", special=True)])
@@ -198,9 +220,14 @@ def test_words_that_are_not_special_stay_words() -> None:
 
 
 def test_tokens_with_which_a_template_marks_turns_are_control_tokens() -> None:
-    """Also where the tokenizer does not say so, as DeepSeek's of `User` and `Assistant`; words and spaces that a template writes are not."""
-    tokenizer = tokenizer_of("byte_level", KNOWN, "{% for m in messages %}{{ '<User>' + m.role + '\n' + m.content }}{% endfor %}")
-    tokenizer.add_tokens([AddedToken(name, special=False, normalized=True) for name in ("<User>", "user", "\n", "<tool>")])
+    """Also where the tokenizer does not say so, as DeepSeek's of `User` and `Assistant`; words and spaces that a
+    template writes are not."""
+    tokenizer = tokenizer_of(
+        "byte_level", KNOWN, "{% for m in messages %}{{ '<User>' + m.role + '\n' + m.content }}{% endfor %}"
+    )
+    tokenizer.add_tokens(
+        [AddedToken(name, special=False, normalized=True) for name in ("<User>", "user", "\n", "<tool>")]
+    )
     turn, role, line, tool = tokenizer.convert_tokens_to_ids(["<User>", "user", "\n", "<tool>"])
     for templated, written in ((True, [turn, role, line]), (False, [])):
         found = Encoder(tokenizer, templated=templated).chat([{"role": "user", "content": "<User>user\n<tool>"}]).tokens
@@ -214,12 +241,14 @@ def test_the_longest_name_wins() -> None:
     assert re.fullmatch(_any_of(["<" + "a" * 5000, "<b"]), "<" + "a" * 5000)
 
 
-def test_a_tokenizer_without_a_twin_refuses() -> None:
+def test_a_tokenizer_that_cannot_be_copied_refuses() -> None:
     tokenizer = tokenizer_of("byte_level", KNOWN)
     encoder = Encoder(tokenizer, templated=False)
     encoder._backend = None
     assert encoder.text("the").tokens == tokenizer("the")["input_ids"]
-    with pytest.raises(UserError, match=r"text of a control token, and TokenizersBackend cannot read it as text"):
+    with pytest.raises(
+        UserError, match=r"text of a control token, and TokenizersBackend cannot encode it as plain text"
+    ):
         encoder.text("<s>")
 
 
@@ -229,8 +258,10 @@ def test_problems_and_system_prompts(tiny) -> None:
     problems = [Problem([{"role": "system", "content": "<end>"}, *ask("1<end>")]), Problem(ask("2"))]
     config = {"model.scratch.alphabet": None, "rollout.max_prompt_tokens": 50}
     for template, ends in ((True, 2), (False, 0)):
-        prompts = encode(problems, tokenizer, len(tokenizer), tiny({**config, "model.chat_template": template}), lambda *_: None)
+        prompts = encode_prompts(
+            problems, tokenizer, len(tokenizer), tiny({**config, "model.chat_template": template}), lambda *_: None
+        )
         assert [prompt.tokens.count(tokenizer.eos_token_id) for prompt in prompts] == [ends, ends // 2]
         assert prompts[0].text == tokenizer.decode(prompts[0].tokens)
-        assert "1 of 2 prompts hold the text of control tokens" in about_quotes(prompts)[0]
-    assert about_quotes(prompts[1:]) == []
+        assert "1 of 2 prompts contain the text of control tokens" in control_text_notes(prompts)[0]
+    assert control_text_notes(prompts[1:]) == []

@@ -1,4 +1,5 @@
-"""The paged engine's schedule: blocks are never lost or shared by mistake, whatever runs out; and samples give way without changing."""
+"""The paged engine's schedule: blocks are never lost or shared by mistake, whatever runs out; and samples give way
+without changing."""
 
 from itertools import chain
 
@@ -8,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import UserError
-from ebbtide.policy.model import load_model
-from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.model.load import load_model
+from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.huggingface import HuggingFaceEngine
 from ebbtide.rollout.paged.engine import PagedEngine
-from ebbtide.rollout.paged.schedule import Blocks, Chunk, Group, Sample, Schedule
+from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, PromptGroup, ScheduledSample, Scheduler
 
 SIZE = 3
 
@@ -21,18 +22,22 @@ def needed(tokens: int) -> int:
     return -(-tokens // SIZE)
 
 
-def check(schedule: Schedule, groups: list[Group]) -> None:
+def check(schedule: Scheduler, groups: list[PromptGroup]) -> None:
     """Every block is free, or belongs to one prompt or one sample; and so does every row."""
     samples = [sample for group in groups for sample in group.samples]
-    held = [block for group in groups for block in group.read.blocks] + [block for sample in samples for block in sample.own.blocks]
+    held = [block for group in groups for block in group.block_table.blocks] + [
+        block for sample in samples for block in sample.block_table.blocks
+    ]
     assert len(set(held)) == len(held)
-    assert schedule.blocks.free + len(held) == schedule.blocks.count
-    rows = [sample.row for sample in samples if sample.runs]
-    assert len(set(rows)) == len(rows) == schedule.running
+    assert schedule.allocator.num_free + len(held) == schedule.allocator.num_blocks
+    rows = [sample.row for sample in samples if sample.is_running]
+    assert len(set(rows)) == len(rows) == schedule.num_running
     for group in groups:
-        assert group.read.computed <= SIZE * len(group.read.blocks)
-        assert bool(group.read.blocks) == any(sample.runs for sample in group.samples)
-    assert set(schedule.groups.values()) == {group for group in groups if not all(sample.done for sample in group.samples)}
+        assert group.block_table.computed <= SIZE * len(group.block_table.blocks)
+        assert bool(group.block_table.blocks) == any(sample.is_running for sample in group.samples)
+    assert set(schedule.groups.values()) == {
+        group for group in groups if not all(sample.done for sample in group.samples)
+    }
 
 
 @settings(deadline=None, max_examples=300)
@@ -48,55 +53,56 @@ def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ah
     """Prompts come in over time, are cancelled at any moment, and tokens are known at once or a step later."""
     most = 8
     count = needed(max(length for length, *_ in prompts)) + needed(most) + spare
-    schedule = Schedule(Blocks(count), SIZE, batch=batch, chunk=chunk)
-    groups: list[Group] = []
-    lengths: dict[Sample, int] = {}
-    cancelled: set[Sample] = set()
-    under_way: list[Sample] = []
-    ran_when_asked: dict[Sample, int] = {}
+    schedule = Scheduler(BlockAllocator(count), SIZE, batch=batch, chunk=chunk)
+    groups: list[PromptGroup] = []
+    lengths: dict[ScheduledSample, int] = {}
+    cancelled: set[ScheduledSample] = set()
+    under_way: list[ScheduledSample] = []
+    ran_when_asked: dict[ScheduledSample, int] = {}
     for number in range(5000):
         for length, samples, when in prompts:
             if when == number:
                 added = schedule.add(range(length), [chance.randint(1, most) for _ in range(samples)])
                 groups.append(added[0].group)
-                lengths |= {sample: chance.randint(1, sample.limit) for sample in added}
+                lengths |= {sample: chance.randint(1, sample.max_tokens) for sample in added}
                 cancelled |= {sample for sample in added if chance.random() < 0.1}
         if number > 5 and schedule.finished:
             break
-        work = schedule.next()
+        work = schedule.schedule()
         check(schedule, groups)
         assert work or under_way or schedule.finished
-        assert schedule.running <= batch
-        assert sum(item.last - item.first for item in work if isinstance(item, Chunk)) <= chunk
-        asked: list[Sample] = []
+        assert schedule.num_running <= batch
+        assert sum(item.last - item.first for item in work if isinstance(item, PrefillChunk)) <= chunk
+        asked: list[ScheduledSample] = []
         for item in work:
-            if isinstance(item, Sample):
-                assert item.group.is_read
-                assert item.own.computed == item.asked - 1
+            if isinstance(item, ScheduledSample):
+                assert item.group.is_prefilled
+                assert item.block_table.computed == item.num_scheduled - 1
                 assert (
-                    len(item.tokens) == item.own.computed or ran_when_asked[item] == item.admission
+                    len(item.tokens) == item.block_table.computed or ran_when_asked[item] == item.admission
                 )  # its last token is known, or in its row
-                assert len(item.own.slots(0, item.own.computed, SIZE)) == item.own.computed  # its last token has a place
+                # its last token has a place
+                assert len(item.block_table.slots(0, item.block_table.computed, SIZE)) == item.block_table.computed
                 asked.append(item)
             else:
                 assert len(item.tokens) == item.last - item.first  # all of them are known
-                asked += schedule.ask_first(item)
-        ran_when_asked |= {sample: sample.admission if sample.runs else -1 for sample in asked}
+                asked += schedule.schedule_first_tokens(item)
+        ran_when_asked |= {sample: sample.admission if sample.is_running else -1 for sample in asked}
         known, under_way = (under_way, asked) if ahead else (asked, [])
         for sample in known:
             if not sample.done:
-                schedule.sampled(sample, len(sample.tokens), done=len(sample.tokens) + 1 == lengths[sample])
+                schedule.append_token(sample, len(sample.tokens), done=len(sample.tokens) + 1 == lengths[sample])
         for sample in sorted(cancelled, key=lambda sample: sample.number):
             if chance.random() < 0.2:
                 schedule.cancel(sample)
         if not under_way and chance.random() < 0.1:  # the phase ends: the cache goes, or what is used of it moves
             if chance.random() < 0.5:
-                schedule.rest()
-            used = schedule.move_to(Blocks(count))
-            assert len(set(used)) == len(used) == count - schedule.blocks.free
+                schedule.preempt_all()
+            used = schedule.move_to(BlockAllocator(count))
+            assert len(set(used)) == len(used) == count - schedule.allocator.num_free
         check(schedule, groups)
     assert schedule.finished
-    assert schedule.blocks.free == count
+    assert schedule.allocator.num_free == count
     for sample, length in lengths.items():
         assert sample.done
         assert sample.tokens == list(range(length)) or sample in cancelled
@@ -104,7 +110,7 @@ def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ah
 
 def test_samples_that_give_way_end_the_same(tiny) -> None:
     loaded = load_model(tiny())
-    sampling = Sampling(20, temperature=1.0)
+    sampling = SamplingParams(20, temperature=1.0)
     asked = [Request([3, 4, 5, 6, 7], [1, 2, 3, 4]), Request([8, 9], [5, 6, 7])]
     wanted = HuggingFaceEngine(loaded, 100).generate(asked, sampling, lambda *_: None)
     tight = PagedEngine(loaded, 100, block=2, chunk=4, blocks=24)
@@ -118,11 +124,17 @@ def test_samples_that_give_way_end_the_same(tiny) -> None:
 def test_a_thousand_requests(tiny) -> None:
     loaded = load_model(tiny())
     engine = PagedEngine(loaded, batch=64, block=4, blocks=150)
-    found = engine.generate([Request([3 + i % 7] * (1 + i % 5), [i]) for i in range(1000)], Sampling(2), lambda *_: None)
+    found = engine.generate(
+        [Request([3 + i % 7] * (1 + i % 5), [i]) for i in range(1000)], SamplingParams(2), lambda *_: None
+    )
     assert all(len(group) == 1 and 1 <= len(group[0].tokens) <= 2 for group in found)
 
 
 def test_a_cache_that_cannot_hold_one_sample_is_an_error(tiny) -> None:
     loaded = load_model(tiny())
-    with pytest.raises(UserError, match=r"room for 8 tokens.*may need 12.*`rollout.max_new_tokens`.*`batch` of `ebbtide serve`: now 4"):
-        PagedEngine(loaded, 4, block=4, blocks=2).generate([Request([3, 4, 5], [1])], Sampling(8), lambda *_: None)
+    with pytest.raises(
+        UserError, match=r"room for 8 tokens.*may need 12.*`rollout.max_new_tokens`.*`batch` of `ebbtide serve`: now 4"
+    ):
+        PagedEngine(loaded, 4, block=4, blocks=2).generate(
+            [Request([3, 4, 5], [1])], SamplingParams(8), lambda *_: None
+        )

@@ -7,17 +7,17 @@ import torch
 from ebbtide.errors import UserError
 from ebbtide.policy.policy import Policy
 from ebbtide.rollout.build import build_engine
-from ebbtide.rollout.engine import Request, Sampling
-from ebbtide.rollout.paged.plain import _Pass
+from ebbtide.rollout.engine import Request, SamplingParams
+from ebbtide.rollout.paged.cpu_runner import _Pass
 from families import family_model, own_logprobs
 
-LONGER = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 16, "rollout.batch": 8}
+LONGER = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 16, "rollout.max_num_seqs": 8}
 PROMPT = [3, 4, 5, 6, 7, 8, 9]
 
 
 def sampled(engine, loaded) -> float:
     """How far the log-probs of a sample are from the model's own."""
-    (group,) = engine.generate([Request(PROMPT, [1, 2])], Sampling(12, ignore_end=True), lambda *_: None)
+    (group,) = engine.generate([Request(PROMPT, [1, 2])], SamplingParams(12, ignore_eos=True), lambda *_: None)
     own = [own_logprobs(loaded, PROMPT, one.tokens) for one in group]
     return max((torch.tensor(one.logprobs) - wanted).abs().max().item() for one, wanted in zip(group, own, strict=True))
 
@@ -25,7 +25,7 @@ def sampled(engine, loaded) -> float:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("diffllama", "its 2 layers do not attend once each"),
+        ("diffllama", "its 2 layers do not call attention once each"),
         ("jetmoe", "keys and values of 4 heads with 8 and 8 channels"),
         ("deepseek_v3", "with 16 and 8 channels"),
         ("gemma4_text", "its layers are of different sizes|with 16 and 16 channels"),

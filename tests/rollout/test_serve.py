@@ -1,4 +1,5 @@
-"""The server as its clients meet it, over real HTTP: answers are the engine's own, and whatever a client does, nothing is left behind."""
+"""The server as its clients meet it, over real HTTP: answers are the engine's own, and whatever a client does,
+nothing is left behind."""
 
 import asyncio
 import json
@@ -23,26 +24,29 @@ from hypothesis import strategies as st
 
 from ebbtide.config import load_serve
 from ebbtide.errors import UserError
-from ebbtide.policy.model import load_model
-from ebbtide.policy.tokenizer import scratch_tokenizer
-from ebbtide.rollout.ending import Ending
-from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.model.load import load_model
+from ebbtide.model.tokenizer import scratch_tokenizer
+from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
-from ebbtide.rollout.serve import beside
-from ebbtide.rollout.serve.ask import Limits, serve_as
-from ebbtide.rollout.serve.beside import served
-from ebbtide.rollout.serve.checks import api_key, check_installed
-from ebbtide.rollout.serve.desk import Desk
-from ebbtide.rollout.serve.http import answering, listen, url
+from ebbtide.rollout.serve import train_server
+from ebbtide.rollout.serve.detokenize import Detokenizer
+from ebbtide.rollout.serve.engine_loop import run_engine_loop
+from ebbtide.rollout.serve.http import listen, run_http_server, server_url
+from ebbtide.rollout.serve.preflight import check_installed, read_api_key
+from ebbtide.rollout.serve.queue import RequestQueue
 from ebbtide.rollout.serve.run import serve
-from ebbtide.rollout.serve.shift import work
-from ebbtide.rollout.serve.text import Text
+from ebbtide.rollout.serve.to_request import RequestLimits, describe_served_model
+from ebbtide.rollout.serve.train_server import serve_during_training
+from ebbtide.rollout.stopping import StopCondition
 
 LONGEST = 48
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{%"
+    " endif %}"
+)
 
 
-class WatchedDesk(Desk):
+class WatchedQueue(RequestQueue):
     """Tells when jobs come and go."""
 
     def __init__(self, room: int, stop_seconds: float = 0.0) -> None:
@@ -52,26 +56,30 @@ class WatchedDesk(Desk):
 
     def submit(self, job) -> None:
         super().submit(job)
-        self.came.put(self.samples)
+        self.came.put(self.pending_samples)
 
     def withdraw(self, job) -> None:
         super().withdraw(job)
-        self.went.put(self.samples)
+        self.went.put(self.pending_samples)
 
 
 class Server:
     """A server whose steps can be counted and held up."""
 
-    def __init__(self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False, patience=60.0) -> None:
+    def __init__(
+        self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False, patience=60.0
+    ) -> None:
         self.engine = PagedEngine(loaded, batch, block=4, ahead=ahead)
-        self.desk = WatchedDesk(room, stop_seconds)
+        self.queue = WatchedQueue(room, stop_seconds)
         self.steps = 0
         self._held, self._permits = False, threading.Semaphore(0)
         self.failure = self.breaks = None
         self._ready = threading.Event()
         self._listening = listen("127.0.0.1", 0)
-        self.url = url(self._listening)
-        self._served = serve_as("tiny", loaded, Limits(LONGEST - 1, LONGEST - 1, LONGEST, room), True)
+        self.url = server_url(self._listening)
+        self._served = describe_served_model(
+            "tiny", loaded, RequestLimits(LONGEST - 1, LONGEST - 1, LONGEST, room), True
+        )
         self._how = {"key": key, "max_body": max_body, "patience": patience}
         self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0)
         self._thread = threading.Thread(target=self._run)
@@ -81,8 +89,8 @@ class Server:
     def _run(self) -> None:
         try:
             with (
-                self.engine.standing_session(LONGEST) as self.session,
-                answering(self.desk, self._served, self._listening, **self._how),
+                self.engine.serving_session(LONGEST) as self.session,
+                run_http_server(self.queue, self._served, self._listening, **self._how),
             ):
                 step = self.session.step
 
@@ -96,7 +104,7 @@ class Server:
 
                 self.session.step = watched
                 self._ready.set()
-                work(self.desk, self.session)
+                run_engine_loop(self.queue, self.session)
         except RuntimeError as error:
             self.failure = error
 
@@ -116,18 +124,18 @@ class Server:
 
     def end(self) -> None:
         self.release()
-        self.desk.stop()
+        self.queue.stop()
         self._thread.join(60)
         assert not self._thread.is_alive()
         self.client.close()
 
     def check_nothing_is_left(self) -> None:
         assert self.failure is None
-        assert self.session.free_blocks == self.session.blocks
+        assert self.session.num_free_blocks == self.session.num_blocks
         assert self.session.finished
-        assert not self.session._told
-        assert not self.session._schedule.groups
-        assert self.desk.samples == 0
+        assert not self.session._states
+        assert not self.session._scheduler.groups
+        assert self.queue.pending_samples == 0
 
 
 @contextmanager
@@ -144,7 +152,7 @@ def serving(loaded, **options):
 def loaded():
     """A model that says any bytes."""
     from conftest import TINY, merged
-    from ebbtide.config.tree import Config
+    from ebbtide.config.root import Config
 
     loaded = load_model(Config.model_validate(merged(TINY, {"model.scratch.alphabet": None})))
     torch.manual_seed(2)
@@ -180,13 +188,13 @@ def in_thread(function):
 @pytest.mark.parametrize(
     ("asked", "sampling"),
     [
-        ({"temperature": 0}, Sampling(20, 0.0)),
-        ({"temperature": 1.3, "seed": 5}, Sampling(20, 1.3)),
+        ({"temperature": 0}, SamplingParams(20, 0.0)),
+        ({"temperature": 1.3, "seed": 5}, SamplingParams(20, 1.3)),
         (
             {"temperature": 0.9, "top_p": 0.9, "seed": 7, "extra_body": {"top_k": 30, "min_p": 0.01}},
-            Sampling(20, 0.9, top_p=0.9, top_k=30, min_p=0.01),
+            SamplingParams(20, 0.9, top_p=0.9, top_k=30, min_p=0.01),
         ),
-        ({"seed": 3, "extra_body": {"ignore_eos": True}}, Sampling(20, ignore_end=True)),
+        ({"seed": 3, "extra_body": {"ignore_eos": True}}, SamplingParams(20, ignore_eos=True)),
     ],
 )
 @pytest.mark.parametrize("ahead", [False, True])
@@ -228,26 +236,32 @@ def test_prompts_of_every_kind(loaded) -> None:
     assert [choice.text for choice in many[4:]] == [choice.text for choice in one] == [choice.text for choice in alike]
     assert [choice.prompt_token_ids for choice in many] == [ids[0], ids[0], ids[1], ids[1], ids[2], ids[2]]
     for text, first in zip(texts, (0, 2, 4), strict=True):
-        for choice, completion in zip(many[first : first + 2], expected(loaded, text, Sampling(9), [1, 2]), strict=True):
+        for choice, completion in zip(
+            many[first : first + 2], expected(loaded, text, SamplingParams(9), [1, 2]), strict=True
+        ):
             assert choice.token_ids == completion.tokens
 
 
 def test_log_probs_name_their_tokens(loaded) -> None:
-    (wanted,) = expected(loaded, "hello", Sampling(20, 1.2), [4])
+    (wanted,) = expected(loaded, "hello", SamplingParams(20, 1.2), [4])
     with serving(loaded) as server:
         how = {"model": "tiny", "seed": 4, "temperature": 1.2, "max_tokens": 20}
         plain = server.client.completions.create(prompt="hello", logprobs=0, **how).choices[0].logprobs
         named = server.client.completions.create(
             prompt="hello", logprobs=0, extra_body={"return_tokens_as_token_ids": True}, **how
         ).choices[0]
-        chat = server.client.chat.completions.create(messages=[{"role": "user", "content": "hello"}], logprobs=True, **how).choices[0]
+        chat = server.client.chat.completions.create(
+            messages=[{"role": "user", "content": "hello"}], logprobs=True, **how
+        ).choices[0]
     assert named.logprobs.tokens == [f"token_id:{token}" for token in wanted.tokens]
     assert plain.tokens == [loaded.tokenizer.decode([token]) for token in wanted.tokens]
     assert [one.token for one in chat.logprobs.content] == plain.tokens
     assert [one.logprob for one in chat.logprobs.content] == plain.token_logprobs
     for one in chat.logprobs.content:
         assert one.bytes is None if "\ufffd" in one.token else bytes(one.bytes).decode() == one.token
-    clear = [place for place in range(1, len(plain.tokens)) if "\ufffd" not in plain.tokens[place - 1] + plain.tokens[place]]
+    clear = [
+        place for place in range(1, len(plain.tokens)) if "\ufffd" not in plain.tokens[place - 1] + plain.tokens[place]
+    ]
     assert clear
     assert all(named.text[plain.text_offset[place] :].startswith(plain.tokens[place]) for place in clear)
 
@@ -261,10 +275,10 @@ def test_chat_with_and_without_a_template(loaded) -> None:
     with serving(loaded) as server:
         joined = server.client.chat.completions.create(max_completion_tokens=9, **how)
         longest = server.client.chat.completions.create(**how)
-    assert joined.choices[0].message.content == expected(loaded, "suv", Sampling(9), [2])[0].text
+    assert joined.choices[0].message.content == expected(loaded, "suv", SamplingParams(9), [2])[0].text
     assert joined.choices[0].message.role == "assistant"
     assert loaded.tokenizer.decode(joined.prompt_token_ids) == "suv"
-    assert longest.choices[0].token_ids == expected(loaded, "suv", Sampling(LONGEST - 3), [2])[0].tokens
+    assert longest.choices[0].token_ids == expected(loaded, "suv", SamplingParams(LONGEST - 3), [2])[0].tokens
     loaded.tokenizer.chat_template = TEMPLATE
     try:
         with serving(loaded) as server:
@@ -272,7 +286,9 @@ def test_chat_with_and_without_a_template(loaded) -> None:
     finally:
         loaded.tokenizer.chat_template = None
     assert loaded.tokenizer.decode(found.prompt_token_ids) == "<system>s<user>uv<assistant>"
-    assert found.choices[0].token_ids == expected(loaded, "<system>s<user>uv<assistant>", Sampling(9), [2])[0].tokens
+    assert (
+        found.choices[0].token_ids == expected(loaded, "<system>s<user>uv<assistant>", SamplingParams(9), [2])[0].tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +321,9 @@ def test_streamed_pieces_join_to_the_whole(loaded, chat) -> None:
     with serving(loaded) as server:
         create = server.client.chat.completions.create if chat else server.client.completions.create
         whole = create(extra_body={"return_token_ids": True}, **how)
-        chunks = list(create(stream=True, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}, **how))
+        chunks = list(
+            create(stream=True, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}, **how)
+        )
     assert chunks[-1].usage == whole.usage
     assert not chunks[-1].choices
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -320,17 +338,23 @@ def test_streamed_pieces_join_to_the_whole(loaded, chat) -> None:
             assert [piece.delta.role for piece in mine] == ["assistant"] + [None] * (len(mine) - 1)
             assert [one for piece in mine for one in piece.logprobs.content] == choice.logprobs.content
         else:
-            assert [value for piece in mine for value in piece.logprobs.token_logprobs] == choice.logprobs.token_logprobs
+            assert [
+                value for piece in mine for value in piece.logprobs.token_logprobs
+            ] == choice.logprobs.token_logprobs
             prompts = [getattr(piece, "prompt_token_ids", None) for piece in mine]
             assert prompts == [choice.prompt_token_ids] + [None] * (len(mine) - 1)
 
 
 def test_stop_texts_are_cut(loaded) -> None:
-    (free,) = expected(loaded, "hello", Sampling(30, 1.0), [9])
-    place = next(place for place in range(3, len(free.text) - 1) if free.text.find(free.text[place : place + 2]) == place)
+    (free,) = expected(loaded, "hello", SamplingParams(30, 1.0), [9])
+    place = next(
+        place for place in range(3, len(free.text) - 1) if free.text.find(free.text[place : place + 2]) == place
+    )
     stop = free.text[place : place + 2]
     with serving(loaded) as server:
-        (choice,) = server.client.completions.create(model="tiny", prompt="hello", seed=9, max_tokens=30, stop=stop).choices
+        (choice,) = server.client.completions.create(
+            model="tiny", prompt="hello", seed=9, max_tokens=30, stop=stop
+        ).choices
     assert choice.text == free.text[:place]
     assert choice.finish_reason == "stop"
 
@@ -348,19 +372,27 @@ TOKEN_OF_BYTE = {byte: BYTES.convert_tokens_to_ids(character) for byte, characte
 
 @settings(deadline=None, max_examples=300)
 @given(
-    st.lists(st.one_of(st.text(max_size=6).map(str.encode), st.binary(max_size=4), st.just(b"stop"), st.just(b"st"), st.just(b"op!"))),
+    st.lists(
+        st.one_of(
+            st.text(max_size=6).map(str.encode),
+            st.binary(max_size=4),
+            st.just(b"stop"),
+            st.just(b"st"),
+            st.just(b"op!"),
+        )
+    ),
     st.lists(st.sampled_from(["stop", "op!", "t", "\N{GRINNING FACE}", "stst", "!st"]), max_size=3),
     st.randoms(use_true_random=False),
 )
 def test_text_comes_whole_and_never_with_a_stop(parts, stops, chance) -> None:
     """For any bytes, cut anywhere: the pieces join to what the engine says, and no piece has to be taken back."""
     tokens = [TOKEN_OF_BYTE[byte] for byte in b"".join(parts)]
-    ending = Ending(Sampling(10_000, stop=tuple(stops)), BYTES, [])
+    ending = StopCondition(SamplingParams(10_000, stop=tuple(stops)), BYTES, [])
     for length in range(len(tokens)):
-        if ending.reached(tokens[:length], tokens[length]):
+        if ending.is_reached(tokens[:length], tokens[length]):
             tokens = tokens[: length + 1]
             break
-    text, shown, place = Text(BYTES, stops), "", 0
+    text, shown, place = Detokenizer(BYTES, stops), "", 0
     while place < len(tokens):
         more = chance.randint(1, 3)
         shown += text.add(tokens[place : place + more], last=place + more >= len(tokens))
@@ -375,8 +407,12 @@ def test_a_long_run_without_characters_is_not_decoded_over_and_over(kind) -> Non
     chance = random.Random(0)
     broken = [TOKEN_OF_BYTE[byte] for byte in chance.choices([0x80, 0xBF, 0xC3, 0xE2, 0xF0, 0x9F, 0xFF], k=2000)]
     special = [BYTES.eos_token_id] * 2000
-    tokens = {"broken": broken, "special": special, "mixed": [one for pair in zip(broken, special, strict=True) for one in pair]}[kind]
-    text, shown, longest = Text(BYTES, []), "", 0
+    tokens = {
+        "broken": broken,
+        "special": special,
+        "mixed": [one for pair in zip(broken, special, strict=True) for one in pair],
+    }[kind]
+    text, shown, longest = Detokenizer(BYTES, []), "", 0
     for place, token in enumerate(tokens):
         shown += text.add([token], last=place == len(tokens) - 1)
         longest = max(longest, len(text._window))
@@ -390,7 +426,7 @@ def test_a_long_run_without_characters_is_not_decoded_over_and_over(kind) -> Non
 def test_errors_say_what_is_wrong(loaded) -> None:
     cases = [
         ({"prompt": "a" * LONGEST}, 400, "prompt", "48 tokens, more than the limit of 47"),
-        ({"max_tokens": LONGEST - 1}, 400, "max_tokens", "room for 46 (the limit of both together is 48)"),
+        ({"max_tokens": LONGEST - 1}, 400, "max_tokens", "room for 46 (the limit for both together is 48)"),
         ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
         ({"n": 10**12}, 400, "n", "more than the limit of 100"),
@@ -404,8 +440,8 @@ def test_errors_say_what_is_wrong(loaded) -> None:
         ({"prompt": []}, 400, "prompt", "empty"),
         ({"prompt": ""}, 400, "prompt", "empty"),
         ({"prompt": [[]]}, 400, "prompt", "empty"),
-        ({"prompt": [10**6]}, 400, "prompt", "the model's are 0 to 256"),
-        ({"prompt": [3, -1]}, 400, "prompt", "the token id -1 does not exist: the model's are 0 to 256"),
+        ({"prompt": [10**6]}, 400, "prompt", "the model has 0 to 256"),
+        ({"prompt": [3, -1]}, 400, "prompt", "the token id -1 does not exist: the model has 0 to 256"),
         ({"prompt": [-(2**64)]}, 400, "prompt", "a text, a list of texts"),
         ({"stop": [""]}, 400, "stop", "1 to 256 characters"),
         ({"stop": ["x"] * 17}, 400, "stop", "at most 16"),
@@ -425,7 +461,9 @@ def test_errors_say_what_is_wrong(loaded) -> None:
             assert set(error) == {"message", "type", "param", "code"}
         fine = server.post(model=None, n=None, frequency_penalty=0, user="me", of_tomorrow=None, max_tokens=1)
         assert fine.status_code == 200
-        chat = server.post("chat/completions", messages=[{"role": "user", "content": "u"}], logprobs=True, top_logprobs=3)
+        chat = server.post(
+            "chat/completions", messages=[{"role": "user", "content": "u"}], logprobs=True, top_logprobs=3
+        )
         assert chat.status_code == 400
         assert "`top_logprobs` is 3: only 0" in chat.json()["error"]["message"]
         for messages in ([], "hello", [{"role": "user"}], [{"role": "user", "content": None}], [{"content": "u"}]):
@@ -443,7 +481,8 @@ def test_errors_say_what_is_wrong(loaded) -> None:
             assert bad.status_code == 400
             assert words in bad.json()["error"]["message"]
         assert httpx.post(f"{server.url}/completions", content="{}").status_code == 415
-        for name, code in (("evil.example:8000", 403), ("localhost", 200), ("127.0.0.1:1", 200)):  # a name of another site's may lead here
+        # a name of another site's may lead here
+        for name, code in (("evil.example:8000", 403), ("localhost", 200), ("127.0.0.1:1", 200)):
             assert httpx.get(f"{server.url}/models", headers={"Host": name}).status_code == code
         assert httpx.post(f"{server.url}/completions", content=b"x" * 10_001, headers=as_json).status_code == 413
         parts = httpx.post(f"{server.url}/completions", content=(b"x" * 4000 for _ in range(3)), headers=as_json)
@@ -462,7 +501,12 @@ def test_errors_say_what_is_wrong(loaded) -> None:
 def test_the_api_key(loaded) -> None:
     with serving(loaded, key="sécret") as server:
         for path in ("/models", "/completions"):
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sécret".encode()}, {"authorization": "Bearer"}):
+            for headers in (
+                {},
+                {"authorization": "Bearer wrong"},
+                {"authorization": "sécret".encode()},
+                {"authorization": "Bearer"},
+            ):
                 found = httpx.request("GET" if path == "/models" else "POST", server.url + path, headers=headers)
                 assert found.status_code == 401
                 assert "sécret" not in found.text
@@ -473,15 +517,15 @@ def test_the_api_key(loaded) -> None:
 
 def test_where_the_key_comes_from(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("EBBTIDE_API_KEY", raising=False)
-    assert api_key(None) is None
+    assert read_api_key(None) is None
     monkeypatch.setenv("EBBTIDE_API_KEY", "a")
-    assert api_key(None) == "a"
+    assert read_api_key(None) == "a"
     (tmp_path / "key").write_text("b\n")
-    assert api_key(tmp_path / "key") == "b"
+    assert read_api_key(tmp_path / "key") == "b"
     (tmp_path / "key").write_text("\n")
     for path in (tmp_path / "key", tmp_path / "nowhere"):
         with pytest.raises(UserError):
-            api_key(path)
+            read_api_key(path)
 
 
 def test_settings_and_packages(monkeypatch) -> None:
@@ -508,14 +552,14 @@ def test_an_open_address_without_a_key_is_said() -> None:
             serve("./nowhere", load_serve([f"host={host}", "port=0"]), key, found.append)
         return " ".join(found)
 
-    assert "whoever reaches 0.0.0.0 can use this server" in said("0.0.0.0", None)
+    assert "anyone who reaches 0.0.0.0 can use this server" in said("0.0.0.0", None)
     assert said("0.0.0.0", "key") == said("127.0.0.1", None) == ""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_that_dies_ends_the_engines_work(loaded) -> None:
     server = Server(loaded)
-    server.desk.loop.call_soon_threadsafe(server.desk.loop.stop)
+    server.queue.loop.call_soon_threadsafe(server.queue.loop.stop)
     server._thread.join(60)
     assert "has ended by itself" in str(server.failure)
     server.client.close()
@@ -528,7 +572,10 @@ def raw(server, body: dict) -> socket.socket:
     """A request whose connection is the caller's to cut."""
     text = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", int(server.url.split(":")[2].split("/")[0])))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length:"
+        f" {len(text)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + text)
     return connection
 
@@ -538,17 +585,24 @@ def raw(server, body: dict) -> socket.socket:
 def test_a_client_that_leaves_ends_its_samples(loaded, stream, ahead) -> None:
     with serving(loaded, ahead=ahead) as server:
         server.hold()
-        body = {"prompt": "ab", "n": 3, "max_tokens": 40, "ignore_eos": True, "stream": stream, "return_token_ids": True}
+        body = {
+            "prompt": "ab",
+            "n": 3,
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "stream": stream,
+            "return_token_ids": True,
+        }
         connection = raw(server, body)
-        assert server.desk.came.get(timeout=60) == 3
+        assert server.queue.came.get(timeout=60) == 3
         server.allow(5)
         if stream:
             assert any(line.startswith(b"data: ") for line in connection.makefile("rb"))
         connection.close()
-        assert server.desk.went.get(timeout=60) == 0
+        assert server.queue.went.get(timeout=60) == 0
         server.release()
         server.post(max_tokens=1)
-        assert server.session.free_blocks == server.session.blocks
+        assert server.session.num_free_blocks == server.session.num_blocks
         assert server.steps < 15  # not all of 40
 
 
@@ -556,14 +610,14 @@ def test_a_client_that_leaves_the_queue(loaded) -> None:
     with serving(loaded, batch=1) as server:
         server.hold()
         first, found = in_thread(lambda: server.post(max_tokens=3, ignore_eos=True))
-        server.desk.came.get(timeout=60)
+        server.queue.came.get(timeout=60)
         waiting = [raw(server, {"prompt": "ab", "max_tokens": 40, "ignore_eos": True}) for _ in range(20)]
         for _ in waiting:
-            server.desk.came.get(timeout=60)
+            server.queue.came.get(timeout=60)
         for connection in waiting:
             connection.close()
         for _ in waiting:
-            server.desk.went.get(timeout=60)
+            server.queue.went.get(timeout=60)
         server.release()
         first.join()
         assert found.get().status_code == 200
@@ -586,7 +640,7 @@ def test_a_thousand_queued_requests_and_no_more(loaded) -> None:
                         return await client.post(f"{server.url}/completions", json=body)
 
                     async def one_more():
-                        while await asyncio.to_thread(server.desk.came.get) < 1000:
+                        while await asyncio.to_thread(server.queue.came.get) < 1000:
                             pass
                         refused = await one(0)
                         server.release()
@@ -599,7 +653,7 @@ def test_a_thousand_queued_requests_and_no_more(loaded) -> None:
         assert refused.json()["error"]["code"] == "queue_full"
         assert {one.status_code for one in found} == {200}
         for i in (0, 500, 999):
-            wanted = expected(loaded, "abcdefgh"[: 1 + i % 8], Sampling(1 + i % 3), [i])[0]
+            wanted = expected(loaded, "abcdefgh"[: 1 + i % 8], SamplingParams(1 + i % 3), [i])[0]
             assert found[i].json()["choices"][0]["text"] == wanted.text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -611,7 +665,7 @@ def test_an_engine_that_dies_is_told_to_everybody(loaded, stream) -> None:
     server.hold()
     asked = [in_thread(lambda: server.post(stream=stream)) for _ in range(3)]
     for _ in asked:
-        server.desk.came.get(timeout=60)
+        server.queue.came.get(timeout=60)
     server.breaks = RuntimeError("out of something")
     server.release()
     for thread, found in asked:
@@ -630,14 +684,17 @@ def test_the_first_stop_lets_requests_end(loaded) -> None:
     with serving(loaded) as server:
         server.hold()
         thread, found = in_thread(lambda: server.post(max_tokens=20, seed=3))
-        server.desk.came.get(timeout=60)
-        server.desk.stop()
+        server.queue.came.get(timeout=60)
+        server.queue.stop()
         late = server.post()
-        assert (late.status_code, late.json()["error"]["message"]) == (503, "the server is stopping: it takes no new requests")
+        assert (late.status_code, late.json()["error"]["message"]) == (
+            503,
+            "the server is stopping and accepts no new requests",
+        )
         assert httpx.get(server.url.replace("/v1", "/health")).status_code == 503
         server.release()
         thread.join()
-        assert found.get().json()["choices"][0]["text"] == expected(loaded, "ab", Sampling(20), [3])[0].text
+        assert found.get().json()["choices"][0]["text"] == expected(loaded, "ab", SamplingParams(20), [3])[0].text
         server._thread.join(60)
         with pytest.raises(httpx.ConnectError):
             server.post()
@@ -648,9 +705,9 @@ def test_requests_do_not_hold_up_the_end(loaded, how) -> None:
     server = Server(loaded, stop_seconds=0.0 if how == "time is up" else 1000.0)
     server.hold()
     thread, found = in_thread(lambda: server.post(max_tokens=40, ignore_eos=True))
-    server.desk.came.get(timeout=60)
+    server.queue.came.get(timeout=60)
     for _ in range(1 if how == "time is up" else 2):
-        server.desk.stop()
+        server.queue.stop()
     server.release()
     thread.join(60)
     answer = found.get()
@@ -671,7 +728,9 @@ def test_the_command_serves_a_run_and_ends_with_0(tmp_path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         command = [*python, "serve", f"{tmp_path}/run", "port=0", "device=cpu", "--api-key-file", f"{tmp_path}/key"]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
             said = ""
             while not (at := re.search(r"serving run at (http://127.0.0.1:\d+/v1)", said)):
                 line = process.stdout.readline()
@@ -700,21 +759,23 @@ def test_training_is_the_same_with_and_without_guests(tiny, tmp_path, monkeypatc
     alone = run(tiny, tmp_path / "alone", changes)
     answers = []
     submitted = SimpleQueue()
-    submit = Desk.submit
+    submit = RequestQueue.submit
 
-    def watched(desk, job) -> None:
-        submit(desk, job)
+    def watched(queue, job) -> None:
+        submit(queue, job)
         submitted.put(job)
 
     def begun(listening):
         """A guest asks before the first phase, and asks again whenever it has an answer."""
-        at = url(listening)
+        at = server_url(listening)
 
         def ask():
             with openai.OpenAI(base_url=at, api_key="none", max_retries=0) as client:
                 try:
                     for _ in range(50):
-                        answers.append(client.completions.create(model="tiny", prompt="123=", n=5, max_tokens=6, temperature=0))
+                        answers.append(
+                            client.completions.create(model="tiny", prompt="123=", n=5, max_tokens=6, temperature=0)
+                        )
                 except (openai.InternalServerError, openai.APIConnectionError):
                     return  # the run has ended
 
@@ -723,29 +784,29 @@ def test_training_is_the_same_with_and_without_guests(tiny, tmp_path, monkeypatc
         return at
 
     guests = []
-    monkeypatch.setattr(Desk, "submit", watched)
-    monkeypatch.setattr(beside, "url", begun)
+    monkeypatch.setattr(RequestQueue, "submit", watched)
+    monkeypatch.setattr(train_server, "server_url", begun)
     visited = run(tiny, tmp_path / "visited", {**changes, "rollout.serve_port": 0})
     guests[0][0].join(60)
     assert visited[0] == alone[0]
     assert visited[1] == alone[1]
     assert all(torch.equal(alone[2][key], visited[2][key]) for key in alone[2])
-    (first,) = expected(load_model(tiny(changes)), "123=", Sampling(6, 0.0))
+    (first,) = expected(load_model(tiny(changes)), "123=", SamplingParams(6, 0.0))
     assert [choice.text for choice in answers[0].choices] == [first.text] * 5
     assert not [thread for thread in threading.enumerate() if thread.name == "http"]
 
 
 def test_the_end_of_a_run_ends_what_waits(tiny, monkeypatch) -> None:
-    monkeypatch.setattr(beside, "Desk", WatchedDesk)
+    monkeypatch.setattr(train_server, "RequestQueue", WatchedQueue)
     config = tiny({"rollout.engine": "paged", "rollout.serve_port": 0})
     loaded = load_model(config)
     said = []
     engine = PagedEngine(loaded, 4)
-    with served(engine, loaded, config, said.append):
+    with serve_during_training(engine, loaded, config, said.append):
         at = re.search(r"http://\S+", said[0])[0]
         thread, found = in_thread(lambda: httpx.post(f"{at}/completions", json={"prompt": "1="}, timeout=60))
-        desk, _ = engine.afterwards.args
-        desk.came.get(timeout=60)
+        queue, _ = engine._after_generate.args
+        queue.came.get(timeout=60)
     thread.join(60)
     answer = found.get()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server has stopped")

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from ebbtide.rollout.serve.body import AS_IT_IS, HARMLESS, ChatBody, CompletionBody, parsed
 from ebbtide.rollout.serve.error import ApiError
+from ebbtide.rollout.serve.schema import HARMLESS, NO_EFFECT_VALUES, ChatBody, CompletionBody, parse_body
 
 MESSAGE = {"role": "user", "content": "u"}
 COMPLETION, CHAT = (CompletionBody, {"prompt": "a"}), (ChatBody, {"messages": [MESSAGE]})
 
 
 def read(kind, **body):
-    return parsed(kind, json.dumps(body).encode(), "tiny")
+    return parse_body(kind, json.dumps(body).encode(), "tiny")
 
 
 @pytest.mark.parametrize(("kind", "least"), [COMPLETION, CHAT])
@@ -55,10 +55,22 @@ def test_a_field_of_the_other_kind_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("body", "words", "param"),
     [
-        ({"messages": [MESSAGE, MESSAGE | {"tool_calls": [{}]}]}, r"`messages\[1\].tool_calls` is not supported", "messages"),
+        (
+            {"messages": [MESSAGE, MESSAGE | {"tool_calls": [{}]}]},
+            r"`messages\[1\].tool_calls` is not supported",
+            "messages",
+        ),
         ({"messages": [MESSAGE | {"name": "n"}]}, r"`messages\[0\].name`", "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "more": 1}]}]}, r"content.more`", "messages"),
-        ({"messages": [MESSAGE], "stream_options": {"continuous_usage_stats": True}}, "`stream_options.continuous", "stream_options"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "more": 1}]}]},
+            r"content.more`",
+            "messages",
+        ),
+        (
+            {"messages": [MESSAGE], "stream_options": {"continuous_usage_stats": True}},
+            "`stream_options.continuous",
+            "stream_options",
+        ),
     ],
 )
 def test_nor_are_those_within(body, words, param) -> None:
@@ -69,7 +81,14 @@ def test_nor_are_those_within(body, words, param) -> None:
 
 def test_what_changes_nothing_is_taken() -> None:
     harmless = dict.fromkeys(HARMLESS, "anything")
-    as_it_is = {name: values[-1] for name, values in AS_IT_IS.items() if name != "top_logprobs"}
+    as_it_is = {name: values[-1] for name, values in NO_EFFECT_VALUES.items() if name != "top_logprobs"}
     answered = MESSAGE | {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
     read(CompletionBody, prompt="a", **harmless, **as_it_is, top_logprobs=0)
-    read(ChatBody, messages=[answered], stream_options={"include_obfuscation": False}, **harmless, **as_it_is, top_logprobs=0)
+    read(
+        ChatBody,
+        messages=[answered],
+        stream_options={"include_obfuscation": False},
+        **harmless,
+        **as_it_is,
+        top_logprobs=0,
+    )

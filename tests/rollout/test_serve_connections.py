@@ -1,4 +1,4 @@
-"""Connections, and clients that misuse them. The test is the engine: it takes jobs from the desk, and answers them."""
+"""Connections, and clients that misuse them. The test is the engine: it takes jobs from the queue, and answers them."""
 
 import errno
 import json
@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from test_serve import BYTES, WatchedDesk, in_thread
+from test_serve import BYTES, WatchedQueue, in_thread
 
 from ebbtide.rollout.encoder import Encoder
-from ebbtide.rollout.serve import door
-from ebbtide.rollout.serve.ask import Limits, Served
+from ebbtide.rollout.serve import server as door
 from ebbtide.rollout.serve.connection import Connection
-from ebbtide.rollout.serve.desk import Piece
-from ebbtide.rollout.serve.http import answering, listen
+from ebbtide.rollout.serve.http import listen, run_http_server
+from ebbtide.rollout.serve.queue import TokenEvent
+from ebbtide.rollout.serve.to_request import RequestLimits, ServedModel
 
 ROOM = 8
 LONG = 20_000  # characters of an answer: more than the kernel takes for a client that takes none
@@ -32,7 +32,7 @@ def small_buffers(monkeypatch) -> None:
 
 class Stub:
     def __init__(self, listening: socket.socket, stop_seconds: float) -> None:
-        self.desk = WatchedDesk(ROOM, stop_seconds)
+        self.queue = WatchedQueue(ROOM, stop_seconds)
         self.address = listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
 
@@ -52,20 +52,24 @@ class Stub:
         return connection
 
     def taken(self):
-        (job,) = self.desk.take(wait=True)
+        (job,) = self.queue.pop_requests(wait=True)
         return job
 
     def answer(self, job, tokens: int = 1) -> None:
         ids = BYTES("x")["input_ids"] * tokens
-        self.desk.tell([(job, Piece(index, ids, [0.0] * tokens, "length")) for index in range(job.samples)])
+        self.queue.publish(
+            [(job, TokenEvent(index, ids, [0.0] * tokens, "length")) for index in range(job.sample_count)]
+        )
 
 
 @contextmanager
 def serving(*, patience=60.0, stop_seconds=0.0):
-    served = Served("tiny", BYTES, len(BYTES), Encoder(BYTES, templated=True), Limits(100, 100, 200, ROOM), 8)
+    served = ServedModel(
+        "tiny", BYTES, len(BYTES), Encoder(BYTES, templated=True), RequestLimits(100, 100, 200, ROOM), 8
+    )
     with listen("127.0.0.1", 0) as listening:
         server = Stub(listening, stop_seconds)
-        with answering(server.desk, served, listening, key=None, max_body=10_000, patience=patience):
+        with run_http_server(server.queue, served, listening, key=None, max_body=10_000, patience=patience):
             yield server
 
 
@@ -97,7 +101,7 @@ def test_half_of_the_files_are_left_to_the_run(monkeypatch, limits, raised, most
     now = [limits]
     monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: now.append(limits))
-    assert door.most_connections(1024) == most
+    assert door.max_connections(1024) == most
     assert now[1:] == ([] if raised is None else [raised])
 
 
@@ -107,7 +111,7 @@ def test_a_limit_that_cannot_be_raised_is_heeded(monkeypatch) -> None:
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    assert door.most_connections(1024) == 128
+    assert door.max_connections(1024) == 128
 
 
 def test_a_connection_too_many_is_refused_and_the_others_stay(monkeypatch) -> None:
@@ -115,11 +119,11 @@ def test_a_connection_too_many_is_refused_and_the_others_stay(monkeypatch) -> No
     with serving() as server:
         kept = [server.asked() for _ in range(6)]
         for _ in kept:
-            server.desk.came.get(timeout=60)
+            server.queue.came.get(timeout=60)
         refused = [all_of(server.connected()) for _ in range(20)]
         assert {one.split(b"\r\n")[0] for one in refused} == {b"HTTP/1.1 503 Service Unavailable"}
         assert "6 connections are open" in json.loads(refused[0].split(b"\r\n\r\n")[1])["error"]["message"]
-        for job in server.desk.take(wait=True):
+        for job in server.queue.pop_requests(wait=True):
             server.answer(job)
         assert all(one.recv(15) == b"HTTP/1.1 200 OK" for one in kept)
         for one in kept:
@@ -150,10 +154,10 @@ def test_a_process_without_files_says_nothing_and_goes_on(monkeypatch, caplog) -
 def test_samples_count_until_the_engine_has_ended_them(stream) -> None:
     with serving() as server, server.asked(n=ROOM, stream=stream):
         job = server.taken()
-        assert server.desk.samples == ROOM
+        assert server.queue.pending_samples == ROOM
         server.answer(job, LONG)
         assert httpx.get(f"{server.url}/health").status_code == 200  # by now the loop has heard of it
-        assert server.desk.samples == 0
+        assert server.queue.pending_samples == 0
         with server.asked(n=ROOM) as other:
             server.answer(server.taken())
             assert other.recv(15) == b"HTTP/1.1 200 OK"
@@ -166,7 +170,7 @@ def test_answers_that_nobody_takes_are_bounded(stream) -> None:
         for _ in range(3):
             idle.append(server.asked(n=ROOM // 2, stream=stream))
             server.answer(server.taken(), LONG)
-        server.desk.went.get(timeout=60)  # the one that has waited longest
+        server.queue.went.get(timeout=60)  # the one that has waited longest
         assert all_of(idle[0]).count(b"x" * LONG) < ROOM // 2
         for one in idle[1:]:
             one.shutdown(socket.SHUT_WR)
@@ -179,7 +183,7 @@ def test_answers_that_nobody_takes_are_bounded(stream) -> None:
 def test_a_client_that_takes_nothing_is_cut(stream, caplog) -> None:
     with serving(patience=0.2) as server, server.asked(n=2, stream=stream) as connection:
         server.answer(server.taken(), LONG)
-        server.desk.went.get(timeout=60)
+        server.queue.went.get(timeout=60)
         assert all_of(connection).count(b"x" * LONG) < 2
     assert not caplog.records
 
@@ -199,7 +203,7 @@ def test_a_client_that_takes_nothing_does_not_hold_up_the_end(stream, caplog) ->
         connection = server.asked(n=ROOM, stream=stream)
         server.answer(server.taken(), LONG)
         assert ask_health(server) == 200
-        server.desk.stop()
+        server.queue.stop()
     connection.close()
     assert not caplog.records
 
@@ -221,7 +225,7 @@ def test_an_answer_may_be_taken_until_the_time_is_up(monkeypatch) -> None:
         connection = server.asked()
         server.answer(server.taken(), LONG)
         thread, found = in_thread(late)
-        server.desk.stop()
+        server.queue.stop()
     thread.join(60)
     assert b"x" * LONG in found.get()
 
@@ -278,8 +282,8 @@ def test_a_client_that_leaves_after_it_has_sent_no_more_is_gone() -> None:
         connection = server.asked()
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        assert server.desk.came.get(timeout=60) == 1
+        assert server.queue.came.get(timeout=60) == 1
         # so that it is told at once, and not by keepalive
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
-        assert server.desk.went.get(timeout=60) == 0
+        assert server.queue.went.get(timeout=60) == 0

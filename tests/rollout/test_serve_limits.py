@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 from test_serve import LONGEST, TEMPLATE, in_thread, loaded, raw, serving  # noqa: F401 (`loaded` is a fixture)
 
-from ebbtide.hosts import is_own
 from ebbtide.rollout.encoder import Encoder
 from ebbtide.rollout.serve import app
-from ebbtide.rollout.serve.body import ChatBody, CompletionBody
+from ebbtide.rollout.serve.schema import ChatBody, CompletionBody
+from ebbtide.system.hosts import is_loopback
 
 
 def connected(server) -> socket.socket:
@@ -38,10 +38,20 @@ def test_count_and_length_are_known_before_anything_is_read(loaded, monkeypatch)
         ("completions", {"prompt": ["a"] * 100_000}, "n", "100000 samples, more than the limit of 100"),
         ("completions", {"prompt": ["a"] * 51, "n": 2}, "n", "102 samples"),
         ("completions", {"prompt": [[1]] * 101}, "n", "101 samples"),
-        ("completions", {"prompt": ["a", too_long]}, "prompt", f"{len(too_long)} characters, more than 47 tokens, the limit, can have"),
+        (
+            "completions",
+            {"prompt": ["a", too_long]},
+            "prompt",
+            f"{len(too_long)} characters, more than fit into the limit of 47 tokens",
+        ),
         ("completions", {"prompt": ["a", *[[1]]]}, "prompt", "a text, a list of texts"),
         ("completions", {"prompt": [1] * 100_000}, "prompt", "100000 tokens, more than the limit of 47"),
-        ("chat/completions", {"messages": [message] * 10_000}, "messages", "10000 messages, more than the limit of 47 tokens"),
+        (
+            "chat/completions",
+            {"messages": [message] * 10_000},
+            "messages",
+            "10000 messages, more than the limit of 47 tokens",
+        ),
         ("chat/completions", {"messages": [{**message, "content": too_long}]}, "messages", "characters"),
         ("chat/completions", {"messages": [{**message, "role": too_long}]}, "messages", "characters"),
     ]
@@ -72,7 +82,7 @@ def test_a_wrong_list_is_wrong_at_its_first_mistake(kind, body) -> None:
 
 def test_prompts_of_many_requests_are_read_in_turns(loaded, monkeypatch) -> None:  # noqa: F811
     read, begun, go, asked = [], SimpleQueue(), threading.Event(), SimpleQueue()
-    text, asked_of = Encoder.text, app.asked_of
+    text, asked_of = Encoder.text, app.parse_prompts
 
     def slow(encoder, one):
         read.append(one)
@@ -85,7 +95,7 @@ def test_prompts_of_many_requests_are_read_in_turns(loaded, monkeypatch) -> None
         return asked_of(body, served)
 
     monkeypatch.setattr(Encoder, "text", slow)
-    monkeypatch.setattr(app, "asked_of", watched)
+    monkeypatch.setattr(app, "parse_prompts", watched)
     with serving(loaded) as server:
         many, _ = in_thread(lambda: server.post(prompt=list("abcdef"), max_tokens=1))
         begun.get(timeout=60)
@@ -121,8 +131,8 @@ def test_a_client_that_leaves_before_its_prompts_are_read(loaded, monkeypatch) -
         assert gone.wait(60)
         go.set()
         assert server.post(prompt="z", max_tokens=1).status_code == 200
-        assert server.desk.came.get(timeout=60) == 1
-        assert server.desk.came.empty()
+        assert server.queue.came.get(timeout=60) == 1
+        assert server.queue.came.empty()
     assert len(read) <= 3
 
 
@@ -131,10 +141,10 @@ def test_a_client_that_leaves_with_more_behind_its_request(loaded, late) -> None
     with serving(loaded) as server:
         server.hold()
         connection = raw(server, {"prompt": "ab", "max_tokens": 40, "ignore_eos": True})
-        assert server.desk.came.get(timeout=60) == 1
+        assert server.queue.came.get(timeout=60) == 1
         connection.sendall(late)
         connection.close()
-        assert server.desk.went.get(timeout=60) == 0
+        assert server.queue.went.get(timeout=60) == 0
 
 
 def test_requests_that_come_one_behind_the_other_are_answered(loaded) -> None:  # noqa: F811
@@ -144,23 +154,27 @@ def test_requests_that_come_one_behind_the_other_are_answered(loaded) -> None:  
         assert all_of(connection).count(b"HTTP/1.1 200 OK") == 2
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+)
 
 
-@pytest.mark.parametrize("part", [b"", HEAD[:30], HEAD, HEAD + b'{"prompt"'], ids=["nothing", "half a head", "no body", "half a body"])
+@pytest.mark.parametrize(
+    "part", [b"", HEAD[:30], HEAD, HEAD + b'{"prompt"'], ids=["nothing", "half a head", "no body", "half a body"]
+)
 def test_half_a_request_is_cut_off_in_time(loaded, part) -> None:  # noqa: F811
     with serving(loaded, patience=0.05) as server, connected(server) as connection:
         connection.sendall(part)
         answer = all_of(connection)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-    assert b"not whole after 0.05 s" in answer
+    assert b"not complete after 0.05 s" in answer
 
 
 def test_a_whole_request_is_not(loaded) -> None:  # noqa: F811
     with serving(loaded, patience=0.05) as server:
         server.hold()
         waiting = raw(server, {"prompt": "ab", "max_tokens": 2})
-        server.desk.came.get(timeout=60)
+        server.queue.came.get(timeout=60)
         with connected(server) as connection:  # which has less time left than `waiting` would have
             assert b"408" in all_of(connection)
         server.release()
@@ -185,8 +199,8 @@ FOREIGN = [
 
 
 def test_the_name_that_was_asked_for_is_compared_as_it_was_sent() -> None:
-    assert all(map(is_own, OWN))
-    assert not any(map(is_own, FOREIGN))
+    assert all(map(is_loopback, OWN))
+    assert not any(map(is_loopback, FOREIGN))
 
 
 def test_requests_for_another_name_are_refused(loaded) -> None:  # noqa: F811
@@ -202,7 +216,12 @@ def test_control_tokens_in_messages_and_prompts_are_text(loaded, monkeypatch) ->
     monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATE.replace("<assistant>", "{{ eos_token }}"))
     end = loaded.tokenizer.eos_token_id
     with serving(loaded) as server:
-        chat = server.post("chat/completions", messages=[{"role": "user", "content": "<end>hi<pad>"}], max_tokens=1, return_token_ids=True)
+        chat = server.post(
+            "chat/completions",
+            messages=[{"role": "user", "content": "<end>hi<pad>"}],
+            max_tokens=1,
+            return_token_ids=True,
+        )
         text = server.post(prompt="<end>hi", max_tokens=1, return_token_ids=True)
         tokens = server.post(prompt=[end, end], max_tokens=1, return_token_ids=True)
     found = chat.json()["prompt_token_ids"]

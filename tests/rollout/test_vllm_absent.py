@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from conftest import family
-from ebbtide.config.tree import Vllm
+from ebbtide.config.rollout import VllmConfig
 from ebbtide.errors import UserError
-from ebbtide.policy.model import load_model
+from ebbtide.model.load import load_model
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.vllm_engine import checkpoint_weights
 
@@ -25,12 +25,15 @@ def test_without_vllm_the_error_names_the_extra(tiny, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollout.vllm": {}}, "`rollout.engine: paged` does not read it"),
+        ({"rollout.vllm": {}}, "`rollout.engine: paged` does not use it"),
         ({"rollout.engine": "vllm", "rollout.vllm.sleep_level": 3}, "rollout.vllm.sleep_level"),
         ({"rollout.engine": "vllm", "rollout.vllm.memory_share": 1.5}, "rollout.vllm.memory_share"),
         ({"rollout.engine": "vllm", "rollout.vllm.bucket_mib": 0}, "rollout.vllm.bucket_mib"),
         ({"rollout.engine": "vllm", "rollout.temperature": 0.8, "rollout.top_p": 0.9}, "`rollout.top_p`"),
-        ({"rollout.engine": "vllm", "evaluate": {"problems": 4, "temperature": 0.6}, "rollout.min_p": 0.1}, "`evaluate.temperature`"),
+        (
+            {"rollout.engine": "vllm", "evaluate": {"problems": 4, "temperature": 0.6}, "rollout.min_p": 0.1},
+            "`evaluate.temperature`",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tiny, changes, said) -> None:
@@ -42,7 +45,7 @@ def test_settings_that_cannot_be_are_refused(tiny, changes, said) -> None:
     "changes",
     [
         {},
-        {"rollout.vllm": Vllm(sleep_level=1).model_dump()},
+        {"rollout.vllm": VllmConfig(sleep_level=1).model_dump()},
         {"rollout.temperature": 0.8, "evaluate": {"problems": 4, "temperature": 0.6}},
         {"rollout.top_p": 0.9, "rollout.top_k": 4, "rollout.min_p": 0.1, "evaluate": {"problems": 4}},
     ],

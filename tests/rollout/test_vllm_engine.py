@@ -1,4 +1,5 @@
-"""The engine on vLLM, for real, on whatever vLLM there is: on a CPU its `sleep` does nothing, so that freed memory is not seen here."""
+"""The engine on vLLM, for real, on whatever vLLM there is: on a CPU its `sleep` does nothing, so that freed memory
+is not seen here."""
 
 import json
 import math
@@ -10,12 +11,12 @@ import torch
 
 from completions import stopped_by
 from conftest import TINY, family, merged
-from ebbtide.config.tree import Config
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.loop import seed_everything, train
-from ebbtide.policy.model import load_model
+from ebbtide.model.load import load_model
 from ebbtide.report.report import Report
-from ebbtide.rollout.engine import Request, Sampling
+from ebbtide.rollout.engine import Request, SamplingParams
 
 pytest.importorskip("vllm")
 
@@ -47,9 +48,11 @@ def stirred(loaded, seed: int) -> None:
 
 def greedy(loaded, engine) -> None:
     """The engine's greedy tokens and log-probs are those of the policy as it is now."""
-    groups = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], Sampling(7, temperature=0), quiet)
+    groups = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], SamplingParams(7, temperature=0), quiet)
     for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
-        wanted = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[0, len(prompt) :].tolist()
+        wanted = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         assert completion.tokens == wanted
         close(completion.logprobs, forward_logprobs(loaded.model, prompt, completion.tokens))
         assert completion.plain_logprobs == completion.logprobs
@@ -82,18 +85,23 @@ def tempered():
 def test_greedy_follows_the_policys_weights(of_family) -> None:
     loaded, engine = of_family
     greedy(loaded, engine)
-    before = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], Sampling(7, temperature=0), quiet)
+    before = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], SamplingParams(7, temperature=0), quiet)
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=0.1)
     loaded.model(torch.tensor([PROMPTS[2]]), labels=torch.tensor([PROMPTS[2]])).loss.backward()
     optimizer.step()
-    after = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], Sampling(7, temperature=0), quiet)
+    after = engine.generate([Request(prompt, [0]) for prompt in PROMPTS], SamplingParams(7, temperature=0), quiet)
     assert [group[0].tokens for group in after] != [group[0].tokens for group in before]
     greedy(loaded, engine)
 
 
 def test_logprobs_at_one_are_over_all_tokens_also_where_the_choice_is_cut(of_family) -> None:
     loaded, engine = of_family
-    for sampling in (Sampling(6), Sampling(6, top_k=4), Sampling(6, top_p=0.7), Sampling(6, min_p=0.5)):
+    for sampling in (
+        SamplingParams(6),
+        SamplingParams(6, top_k=4),
+        SamplingParams(6, top_p=0.7),
+        SamplingParams(6, min_p=0.5),
+    ):
         (group,) = engine.generate([Request([3, 4, 5], [1, 2, 3])], sampling, quiet)
         for completion in group:
             close(completion.logprobs, forward_logprobs(loaded.model, [3, 4, 5], completion.tokens))
@@ -102,15 +110,17 @@ def test_logprobs_at_one_are_over_all_tokens_also_where_the_choice_is_cut(of_fam
 
 def test_a_cut_choice_keeps_to_the_likely_tokens(of_family) -> None:
     _, engine = of_family
-    (only,) = engine.generate([Request([3, 4], [0])], Sampling(6, temperature=0), quiet)
-    for sampling in (Sampling(6, top_k=1), Sampling(6, top_p=1e-6), Sampling(6, min_p=1.0)):
+    (only,) = engine.generate([Request([3, 4], [0])], SamplingParams(6, temperature=0), quiet)
+    for sampling in (SamplingParams(6, top_k=1), SamplingParams(6, top_p=1e-6), SamplingParams(6, min_p=1.0)):
         (group,) = engine.generate([Request([3, 4], [1, 2])], sampling, quiet)
         assert [completion.tokens for completion in group] == [only[0].tokens] * 2
 
 
 def test_logprobs_at_a_temperature_and_at_one(tempered) -> None:
     loaded, engine = tempered
-    groups = engine.generate([Request(prompt, [1, 2, 3]) for prompt in PROMPTS], Sampling(6, temperature=0.8), quiet)
+    groups = engine.generate(
+        [Request(prompt, [1, 2, 3]) for prompt in PROMPTS], SamplingParams(6, temperature=0.8), quiet
+    )
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
             close(completion.logprobs, forward_logprobs(loaded.model, prompt, completion.tokens, 0.8))
@@ -120,16 +130,16 @@ def test_logprobs_at_a_temperature_and_at_one(tempered) -> None:
 
 def test_logprobs_that_vllm_cannot_give_are_not_made_up(of_family, tempered) -> None:
     with pytest.raises(ValueError, match="other log-probs"):
-        of_family[1].generate([Request([3], [1])], Sampling(2, temperature=0.8), quiet)
+        of_family[1].generate([Request([3], [1])], SamplingParams(2, temperature=0.8), quiet)
     with pytest.raises(ValueError, match="other log-probs"):
-        tempered[1].generate([Request([3], [1])], Sampling(2, temperature=0.8, top_p=0.9), quiet)
+        tempered[1].generate([Request([3], [1])], SamplingParams(2, temperature=0.8, top_p=0.9), quiet)
 
 
 def test_a_sample_is_that_of_its_seed_whatever_its_neighbours(of_family) -> None:
     _, engine = of_family
     crowd = [Request(prompt, [10 * i, 10 * i + 1, 2**63 - 1 - i]) for i, prompt in enumerate(PROMPTS)]
-    together = engine.generate(crowd, Sampling(8), quiet)
-    alone = [engine.generate([request], Sampling(8), quiet)[0] for request in crowd]
+    together = engine.generate(crowd, SamplingParams(8), quiet)
+    alone = [engine.generate([request], SamplingParams(8), quiet)[0] for request in crowd]
     assert [[c.tokens for c in group] for group in together] == [[c.tokens for c in group] for group in alone]
     assert together[2][0].tokens != together[2][1].tokens
 
@@ -137,14 +147,14 @@ def test_a_sample_is_that_of_its_seed_whatever_its_neighbours(of_family) -> None
 def test_end_tokens_lengths_and_going_on_past_them(of_family) -> None:
     loaded, engine = of_family
     requests, end = [Request([3, 4], list(range(40)))], loaded.tokenizer.eos_token_id
-    (group,) = engine.generate(requests, Sampling(8), quiet)
+    (group,) = engine.generate(requests, SamplingParams(8), quiet)
     assert {completion.finish for completion in group} == {"stop", "length"}
     for completion in group:
         assert len(completion.tokens) == len(completion.logprobs) <= 8
         assert (completion.tokens[-1] == end) == (completion.finish == "stop")
         assert end not in completion.tokens[:-1]
         assert (len(completion.tokens) == 8) or completion.finish == "stop"
-    (free,) = engine.generate(requests, Sampling(8, ignore_end=True), quiet)
+    (free,) = engine.generate(requests, SamplingParams(8, ignore_eos=True), quiet)
     assert all(len(completion.tokens) == 8 and completion.finish == "length" for completion in free)
     assert any(end in completion.tokens for completion in free)
 
@@ -152,15 +162,17 @@ def test_end_tokens_lengths_and_going_on_past_them(of_family) -> None:
 def test_stop_texts_end_a_completion_and_are_cut_from_its_text(of_family) -> None:
     loaded, engine = of_family
     requests = [Request([3, 4], list(range(40)))]
-    (free,) = engine.generate(requests, Sampling(8), quiet)
-    (held,) = engine.generate(requests, Sampling(8, stop=("7", "12")), quiet)
+    (free,) = engine.generate(requests, SamplingParams(8), quiet)
+    (held,) = engine.generate(requests, SamplingParams(8, stop=("7", "12")), quiet)
     assert 0 < stopped_by(("7", "12"), free, held, loaded.tokenizer) < 40
 
 
 def test_progress_counts_samples(of_family) -> None:
     _, engine = of_family
     seen: list[tuple[int, int]] = []
-    engine.generate([Request([3], [1, 2]), Request([4], [3])], Sampling(4), lambda done, of: seen.append((done, of)))
+    engine.generate(
+        [Request([3], [1, 2]), Request([4], [3])], SamplingParams(4), lambda done, of: seen.append((done, of))
+    )
     assert seen[-1] == (3, 3)
     assert seen == sorted(seen)
 
@@ -169,7 +181,7 @@ def test_weights_that_diverged_are_an_error_with_advice() -> None:
     loaded, engine = made({})
     next(loaded.model.parameters()).data.fill_(math.nan)
     with pytest.raises(UserError, match=r"logits are not finite.*`optimizer.lr`"):
-        engine.generate([Request([3, 4], [1])], Sampling(4), quiet)
+        engine.generate([Request([3, 4], [1])], SamplingParams(4), quiet)
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -179,7 +191,7 @@ def test_no_sleep_level_keeps_what_old_weights_computed(level) -> None:
     prompt = [3 + place % 9 for place in range(40)]  # longer than a block: its start is cached
     for seed in (2, 3):
         stirred(loaded, seed)
-        ((completion,),) = engine.generate([Request(prompt, [0])], Sampling(6, temperature=0), quiet)
+        ((completion,),) = engine.generate([Request(prompt, [0])], SamplingParams(6, temperature=0), quiet)
         close(completion.logprobs, forward_logprobs(loaded.model, prompt, completion.tokens))
 
 

@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.config.tree import Task
+from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
-from ebbtide.tasks import process
-from ebbtide.tasks.answer import MOST_MESSAGE
+from ebbtide.tasks import scoring_process
+from ebbtide.tasks.score_message import MAX_MESSAGE
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, ask
 
 PROBLEM = Problem(ask("p"), 1)
 
 
-def task(seconds: float = 1.0, workers: int = 2) -> Task:
-    return Task.model_validate({"python": {"object": "misbehaving:Misbehaving"}, "scoring": {"seconds": seconds, "workers": workers}})
+def task(seconds: float = 1.0, workers: int = 2) -> TaskConfig:
+    return TaskConfig.model_validate(
+        {"python": {"object": "misbehaving:Misbehaving"}, "scoring": {"timeout_s": seconds, "workers": workers}}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +71,15 @@ def test_each_failure_costs_its_sample_alone(capfd) -> None:
 
 
 def test_results_come_back_in_order() -> None:
-    config = Task.model_validate({"builtin": {"name": "add"}, "held_out": 1, "scoring": {"workers": 3}})
+    config = TaskConfig.model_validate({"builtin": {"name": "add"}, "held_out": 1, "scoring": {"workers": 3}})
     with ScoringPool(config, seed=0) as pool:
         scored = pool.score([(Problem(ask("p"), str(i)), str(i if i % 3 else -1)) for i in range(200)])
     assert [score.value for score in scored] == [float(bool(i % 3)) for i in range(200)]
 
 
 def test_a_child_of_the_scorer_answers_for_nobody(patient) -> None:
-    """One that raises in a child that it forked: the child must not go on as a second worker, whose answers would be taken for those of others."""
+    """One that raises in a child that it forked: the child must not go on as a second worker, whose answers would be
+    taken for those of others."""
     scored = [patient.score([(PROBLEM, text)])[0] for text in ("fork", "raise", "fine", "fork", "nan", "fine")]
     assert [score.failure for score in scored] == [None, "error", None, None, "not_finite", None]
 
@@ -84,7 +87,7 @@ def test_a_child_of_the_scorer_answers_for_nobody(patient) -> None:
 def test_texts_from_a_scorer_are_limited(patient) -> None:
     error, named = patient.score([(PROBLEM, "long error"), (PROBLEM, "odd name")])
     assert error.failure == "error"
-    assert len(error.message) < MOST_MESSAGE + 10
+    assert len(error.message) < MAX_MESSAGE + 10
     (name,) = named.parts
     assert len(name) < 200
     assert name.startswith(r"\x1b[31m\ud800nnn")
@@ -92,7 +95,9 @@ def test_texts_from_a_scorer_are_limited(patient) -> None:
 
 def test_workers_hold_nothing_out() -> None:
     """As the run that asks them, which has no evaluation: there are 55 sums, and 64 held out would leave none."""
-    with ScoringPool(Task.model_validate({"builtin": {"name": "add"}, "scoring": {"workers": 1}}), seed=0) as pool:
+    with ScoringPool(
+        TaskConfig.model_validate({"builtin": {"name": "add"}, "scoring": {"workers": 1}}), seed=0
+    ) as pool:
         assert pool.score([(Problem(ask("p"), "3"), "3")])[0].value == 1.0
 
 
@@ -136,19 +141,19 @@ def test_what_a_scorer_started_ends_with_it(others, text, failure) -> None:
 
 
 def test_a_scorer_that_stops_what_watches_it_is_ended_too(monkeypatch) -> None:
-    monkeypatch.setattr(process, "GRACE", 0.1)
+    monkeypatch.setattr(scoring_process, "GRACE", 0.1)
     with ScoringPool(task(seconds=0.5, workers=1), seed=0) as pool:
         assert [score.failure for score in pool.score([(PROBLEM, "stop all"), (PROBLEM, "fine")])] == ["timeout", None]
 
 
 RUN = """
 import sys
-from ebbtide.config.tree import Task
+from ebbtide.config.task import TaskConfig
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, ask
-config = {"python": {"object": "misbehaving:Misbehaving"}, "scoring": {"seconds": 1000.0, "workers": 1}}
+config = {"python": {"object": "misbehaving:Misbehaving"}, "scoring": {"timeout_s": 1000.0, "workers": 1}}
 if __name__ == "__main__":
-    ScoringPool(Task.model_validate(config), 0).score([(Problem(ask("p")), sys.argv[1])])
+    ScoringPool(TaskConfig.model_validate(config), 0).score([(Problem(ask("p")), sys.argv[1])])
 """
 
 
@@ -184,10 +189,10 @@ def test_a_problem_that_cannot_be_sent_costs_itself(patient) -> None:
 
 
 def test_a_task_that_cannot_be_built_again_ends_the_run_with_its_error(tmp_path) -> None:
-    config = Task.model_validate(
+    config = TaskConfig.model_validate(
         {
             "python": {"object": "misbehaving:OnceOnly", "options": {"folder": str(tmp_path / "made")}},
-            "scoring": {"workers": 1, "seconds": 5.0},
+            "scoring": {"workers": 1, "timeout_s": 5.0},
         }
     )
     with ScoringPool(config, seed=0) as pool:

@@ -5,18 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.config.tree import Task
+from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
-from ebbtide.tasks.answer import Scored
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
-from ebbtide.tasks.scorers import scorer
+from ebbtide.tasks.score_message import ScoreResult
+from ebbtide.tasks.scorers import find_scorer
+from ebbtide.tasks.scoring_worker import score_one
 from ebbtide.tasks.task import Problem, Problems, ask
-from ebbtide.tasks.worker import score_one
 
 
 def build(seed: int = 0, **options):
-    return build_task(Task.model_validate(options), seed)
+    return build_task(TaskConfig.model_validate(options), seed)
 
 
 def text(problem) -> str:
@@ -73,14 +73,14 @@ def test_the_seed_decides_the_problems() -> None:
         ({"builtin": {"name": "copy", "options": {"digits": 1}}}, "10 problems"),
         ({"builtin": {"name": "add"}, "held_out": 55}, "leave none to train on"),
         ({"gym": {"dataset": "leg_countin"}}, "leg_counting"),
-        ({"gym": {"dataset": "leg_counting", "options": {"nope": 1}}}, "`task.gym.options`"),
+        ({"gym": {"dataset": "leg_counting", "options": {"nope": 1}}}, "`task.gym.options: {'nope': 1}`"),
         ({"python": {"object": "nowhere"}}, "`module:name`"),
         ({"python": {"object": "nowhere:thing"}}, "cannot be imported"),
         ({"python": {"object": "misbehaving:not_a_task"}}, "`problems` and `score`"),
         ({"python": {"object": "misbehaving:Misbehaving", "options": {"x": 1}}}, "`task.python.options`"),
         ({"python": {"object": "misbehaving:ready_made", "options": {"x": 1}}}, "remove them"),
         ({"builtin": {"name": "copy"}, "extract": "("}, "not a regular expression"),
-        ({"builtin": {"name": "copy"}, "extract": "abc"}, "exactly one group"),
+        ({"builtin": {"name": "copy"}, "extract": "abc"}, "has 0 groups: write exactly one"),
     ],
 )
 def test_bad_tasks_say_why(options, needle) -> None:
@@ -142,16 +142,16 @@ def test_size_limits_a_file_and_nothing_is_held_out_without_evaluation(tmp_path)
     write(tmp_path / "a.jsonl", rows(10))
     options = {"file": {"train": str(tmp_path / "a.jsonl")}, "size": 4}
     assert len(build(**options, held_out=3).problems().train) == 4
-    everything = build_task(Task.model_validate({**options, "size": None}), 0, evaluated=False).problems()
+    everything = build_task(TaskConfig.model_validate({**options, "size": None}), 0, evaluated=False).problems()
     assert (len(everything.train), len(everything.held_out)) == (10, 0)
 
 
 def write(path, lines) -> None:
     if path.suffix == ".parquet":
         import pyarrow
-        import pyarrow.parquet
+        from pyarrow import parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+        parquet.write_table(pyarrow.Table.from_pylist(lines), path)
     else:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -183,7 +183,7 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
 )
 def test_an_answer_that_cannot_be_judged_by_is_named_with_its_row(tmp_path, scorer, answer) -> None:
     write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": answer}])
-    with pytest.raises(UserError, match=f"line 2, has an answer that `task.file.scorer: {scorer}` cannot judge by"):
+    with pytest.raises(UserError, match=f"line 2, has an answer that `task.file.scorer: {scorer}` cannot use"):
         build(file={"train": str(tmp_path / "a.jsonl"), "scorer": scorer}, held_out=1).problems()
 
 
@@ -202,8 +202,11 @@ def test_files_of_the_hub(tmp_path, monkeypatch) -> None:
     ("path", "needle"),
     [
         ("hf://datasets/openai/gsm8k", "should be `hf://datasets/OWNER/NAME/FILE`"),
-        ("hf://datasets/openai/not-in-the-cache/a.jsonl", "the hub cannot be reached, and there is no copy in its cache"),
-        ("hf://datasets/openai/two--dashes..x/a.jsonl", "could not be had"),
+        (
+            "hf://datasets/openai/not-in-the-cache/a.jsonl",
+            "the hub cannot be reached, and there is no copy in its cache",
+        ),
+        ("hf://datasets/openai/two--dashes..x/a.jsonl", "could not be downloaded"),
     ],
 )
 def test_files_that_the_hub_does_not_give(path, needle) -> None:
@@ -214,7 +217,7 @@ def test_files_that_the_hub_does_not_give(path, needle) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "needle"),
     [
-        ("a.jsonl", "", "no problems in it"),
+        ("a.jsonl", "", "is empty: write one row per problem"),
         ("a.jsonl", '{"question": "x", "answer": 1}\n', "no field `prompt`"),
         ("a.jsonl", '{"prompt": "x"}\n', "no field `answer`"),
         ("a.jsonl", '{"prompt": "x", "answer": 1}\n{"prompt"\n', "line 2, is not JSON in UTF-8"),
@@ -228,11 +231,11 @@ def test_files_that_the_hub_does_not_give(path, needle) -> None:
         (
             "a.jsonl",
             '{"prompt": "x", "answer": 1, "more": ' + "[" * 900 + "]" * 900 + "}\n",
-            "line 1, has lists or objects more than 100 deep",
+            "line 1, has lists or objects nested more than 100 deep",
         ),
         ("a.jsonl", '{"prompt": "x", "answer": ' + '{"a": ' * 101 + "1" + "}" * 102 + "\n", "line 1, has lists"),
-        ("a.jsonl", '{"prompt": "x", "answer": null}\n', "cannot judge by, 'None': there is none"),
-        ("a.jsonl", '{"prompt": "x", "answer": 1}\n', "takes all 1 problems"),
+        ("a.jsonl", '{"prompt": "x", "answer": null}\n', "cannot use, 'None': there is none"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n', "sets all 1 problems of"),
         ("a.csv", "prompt,answer\n", "must end in .jsonl or .parquet"),
         ("a.parquet", "not parquet", "not a readable Parquet file"),
         (None, "", "does not exist"),
@@ -284,16 +287,16 @@ def test_bad_files_say_where_and_why(tmp_path, name, content, needle) -> None:
     ],
 )
 def test_scorers(name, completion, answer, value) -> None:
-    assert scorer(name)(completion, answer) == value
+    assert find_scorer(name)(completion, answer) == value
 
 
 def test_sampler_visits_everything_once_an_epoch_in_the_seeds_order() -> None:
     first, again, other = (Sampler(list(range(10)), seed) for seed in (0, 0, 1))
-    epochs = [first.take(10), first.take(10)]
+    epochs = [first.draw(10), first.draw(10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert again.take(3) + again.take(17) == epochs[0] + epochs[1]
-    assert other.take(10) != epochs[0]
+    assert again.draw(3) + again.draw(17) == epochs[0] + epochs[1]
+    assert other.draw(10) != epochs[0]
 
 
 class Odd:
@@ -323,15 +326,15 @@ class Odd:
 @pytest.mark.parametrize(
     ("what", "needle"),
     [
-        ("a list", r"gives list as its problems: return `Problems\("),
-        ("nothing", "gives NoneType as its problems"),
-        ("a generator", "gives list_iterator as `Problems.train`"),
-        ("none held out", "gives NoneType as `Problems.held_out`"),
-        ("a row", "gives dict as problem 1 of `train`"),
-        ("a text", "has problem 0 of `train` with messages that are no list"),
+        ("a list", r"returns a list as its problems: return `Problems\("),
+        ("nothing", "returns a NoneType as its problems"),
+        ("a generator", "has a list_iterator as `Problems.train`"),
+        ("none held out", "has a NoneType as `Problems.held_out`"),
+        ("a row", "has a dict as problem 1 of `train`"),
+        ("a text", "has problem 0 of `train` with messages that are not a list"),
         ("no role", "messages that are not all texts with a `role`"),
         ("parts", "messages that are not all texts"),
-        ("half", "problem 0 of `held_out` with messages that hold half of a character"),
+        ("half", "problem 0 of `held_out` with messages that contain half of a character"),
     ],
 )
 def test_problems_of_a_python_task_are_looked_at(what, needle) -> None:
@@ -342,7 +345,7 @@ def test_problems_of_a_python_task_are_looked_at(what, needle) -> None:
 def test_a_python_task_that_cannot_be_imported(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(0)")
-    with pytest.raises(UserError, match=r"ends the process as it is imported \(exit code 0\)"):
+    with pytest.raises(UserError, match=r"exits the process when it is imported \(exit code 0\)"):
         build(python={"object": "leaves:Task"})
     with pytest.raises(UserError, match="cannot be imported"):
         build(python={"object": "./leaves:Task"})
@@ -350,6 +353,6 @@ def test_a_python_task_that_cannot_be_imported(tmp_path, monkeypatch) -> None:
 
 def test_a_score_may_be_a_number() -> None:
     task = build(python={"object": "test_tasks:Odd", "options": {"problems": "a list"}})
-    assert score_one(task, Problem(ask("1="), 1), "x") == Scored(0.5)
+    assert score_one(task, Problem(ask("1="), 1), "x") == ScoreResult(0.5)
     odd = SimpleNamespace(score=lambda *_: "right")
     assert "`score` returned str: return a number, or Score" in score_one(odd, Problem(ask("1="), 1), "x").message

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, verified before they are trusted, and enough to go on to the bit."""
+"""Checkpoints: written whole or not at all, verified before they are trusted, and enough to resume to the bit."""

@@ -1,4 +1,5 @@
-"""What a checkpoint holds beside its tensors: config, place in the data, random states. Imports no torch."""
+"""The contents of a checkpoint other than its tensors: config, position in the data, random states. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, PositiveInt, ValidationError, model_validator
 
 from ebbtide.checkpoint.index import read_index
-from ebbtide.checkpoint.manifest import Listed, Record, first, shown
-from ebbtide.config.tree import Config
+from ebbtide.checkpoint.manifest import CheckpointFiles, Record, first_problem, safe_excerpt
+from ebbtide.config.renamed import upgrade
+from ebbtide.config.root import Config
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
 
@@ -25,10 +27,10 @@ Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]+={0,2}$")]
 
 
 class RandomStates(Record):
-    """Of one rank."""
+    """The random states of one rank."""
 
     python: tuple[Literal[3], Annotated[list[Word], Field(min_length=625, max_length=625)], float | None]
-    # numpy looks at its 624 words at whatever position it is given.
+    # The bounds matter: numpy reads its 624 words at whatever position it is given.
     numpy: tuple[
         Literal["MT19937"],
         Annotated[list[Word], Field(min_length=624, max_length=624)],
@@ -40,86 +42,90 @@ class RandomStates(Record):
     devices: list[Base64]
 
 
-class Place(Record):
-    """In the data."""
+class DataPosition(Record):
+    """The position in the training data."""
 
     epoch: Count
     position: Count
 
 
-class Group(Record):
-    """Completions of one prompt that were under way."""
+class UnfinishedGroup(Record):
+    """The unfinished completions of one prompt (partial rollouts)."""
 
     prompt: Count
     tokens: list[Count]
     step: Count
     seeds: list[Count]
     samples: list[tuple[list[Count], list[FiniteFloat], list[FiniteFloat], Literal["stop", "length"] | None]]
-    """Tokens, their log-probs twice, and how it ended."""
+    """Per sample: its tokens, two lists of their log-probs, and how it ended (None: it has not)."""
 
     @model_validator(mode="after")
-    def _as_many(self) -> Group:
+    def _lengths_agree(self) -> UnfinishedGroup:
         lengths = [{len(column) for column in sample[:3]} for sample in self.samples]
         if len(self.samples) != len(self.seeds) or any(len(found) != 1 for found in lengths):
-            raise ValueError("it has more of one than of the other")
+            raise ValueError("its tokens, log-probs and seeds differ in number")
         return self
 
 
-class Run(Record):
+class RunRecord(Record):
+    """The contents of run.json."""
+
     step: Count
     world: PositiveInt = 1
-    sampler: Place
+    sampler: DataPosition
     optimizer_steps: dict[str, Count]
-    rollouts: list[Group] = []
+    rollouts: list[UnfinishedGroup] = []
     problems: str | None = None
-    """A digest of those that are trained on."""
+    """A digest of the problems that are trained on."""
     random: RandomStates | None = None
-    """Where checkpoints of one rank had it at first."""
+    """The random states of rank 0, in checkpoints of early versions."""
 
     @model_validator(mode="after")
-    def _begun_before(self) -> Run:
+    def _rollouts_are_not_later(self) -> RunRecord:
         if any(group.step > self.step for group in self.rollouts):
             raise ValueError("it has completions that were begun in a later step")
         return self
 
 
-def read_run(files: Listed) -> Run:
-    return files.record(Run, RUN)
+def read_run(files: CheckpointFiles) -> RunRecord:
+    return files.record(RunRecord, RUN)
 
 
-def read_random(files: Listed, rank: int) -> RandomStates | None:
-    """None of a rank that was not there."""
+def read_random(files: CheckpointFiles, rank: int) -> RandomStates | None:
+    """The random states of a rank, or None if the checkpoint's run had no such rank."""
     if random_name(rank) in files:
         return files.record(RandomStates, random_name(rank))
     return read_run(files).random if rank == 0 else None
 
 
-def read_tree(files: Listed) -> dict[str, Any]:
-    """The config that the run had, as a tree: it may be one of an earlier version."""
+def read_tree(files: CheckpointFiles) -> dict[str, Any]:
+    """The run's config as a tree, with the keys of earlier versions renamed."""
     try:
         tree = read_yaml(files.read(CONFIG).decode(), CONFIG)
     except (UnicodeDecodeError, UserError) as error:
-        raise files.damaged(f"{CONFIG} is not what a run writes: {shown(' '.join(str(error).split()))}") from None
+        raise files.damage_error(
+            f"{CONFIG} is not what a run writes: {safe_excerpt(' '.join(str(error).split()))}"
+        ) from None
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise files.damaged(f"{CONFIG} is not what a run writes: it holds no settings")
-    return tree
+        raise files.damage_error(f"{CONFIG} is not what a run writes: it has no settings")
+    return upgrade(tree)
 
 
-def read_config(files: Listed) -> Config:
-    """The same, checked."""
+def read_config(files: CheckpointFiles) -> Config:
+    """The run's config, validated."""
     try:
         return Config.model_validate(read_tree(files))
     except ValidationError as error:
-        raise files.damaged(f"{CONFIG} is not valid: {first(error)}") from None
+        raise files.damage_error(f"{CONFIG} is not valid: {first_problem(error)}") from None
 
 
-def check(files: Listed) -> None:
-    """Raises what is not fit to go on from, though it may be just as it was written."""
+def check_resumable(files: CheckpointFiles) -> None:
+    """Raises if a run cannot resume from this checkpoint, even if its files are as they were written."""
     run = read_run(files)
     if run.step != files.manifest.step:
-        raise files.damaged(f"{RUN} is of step {run.step}")
+        raise files.damage_error(f"{RUN} is of step {run.step}")
     for rank in range(run.world):
         if read_random(files, rank) is None:
-            raise files.damaged(f"the manifest does not list {random_name(rank)}")
+            raise files.damage_error(f"the manifest does not list {random_name(rank)}")
     read_tree(files)
     read_index(files)

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as an ordinary Hugging Face folder."""
+"""Exports a checkpoint's model as an ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ebbtide.checkpoint.contents import read_config
-from ebbtide.checkpoint.manifest import Damaged, Listed
+from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint
 from ebbtide.checkpoint.resume import FOLDER
-from ebbtide.checkpoint.store import Saved, listed, newest_sound
-from ebbtide.checkpoint.tensors import Tensors
-from ebbtide.config.tree import Config
+from ebbtide.checkpoint.store import Checkpoint, list_checkpoints, newest_valid
+from ebbtide.checkpoint.tensors import TensorReader
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.policy.model import unfilled_model
+from ebbtide.model.load import uninitialized_model
 
 
-def pick(run: Path, step: int | None, say: Callable[[str], None]) -> Saved:
-    """A checkpoint of a run: of a step, or the newest that is whole."""
+def pick_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint of a run at a step, or the newest that is valid."""
 
-    def look() -> list[Saved]:
-        return [saved for saved in listed(run / FOLDER) if step in (None, saved.step)]
+    def look() -> list[Checkpoint]:
+        return [saved for saved in list_checkpoints(run / FOLDER) if step in (None, saved.step)]
 
     if step is not None and (found := look()):
-        if (problem := found[-1].problem()) is not None:
-            raise Damaged(found[-1].path, problem)
+        if (problem := found[-1].find_problem()) is not None:
+            raise DamagedCheckpoint(found[-1].path, problem)
         return found[-1]
-    if (saved := newest_sound(look, say)) is None:
+    if (saved := newest_valid(look, say)) is None:
         raise UserError(
             f"{run} has no complete checkpoint"
             + (f" of step {step}" if step is not None else "")
@@ -42,65 +42,70 @@ def pick(run: Path, step: int | None, say: Callable[[str], None]) -> Saved:
     return saved
 
 
-Read = tuple[Saved, PreTrainedModel, PreTrainedTokenizerBase, Config]
+LoadedCheckpoint = tuple[Checkpoint, PreTrainedModel, PreTrainedTokenizerBase, Config]
 
 
-def read_newest(run: Path, step: int | None, say: Callable[[str], None]) -> Read:
-    """A checkpoint of a run, as `pick` finds it, and its model; another one where the run removes it meanwhile."""
+def read_newest(run: Path, step: int | None, say: Callable[[str], None]) -> LoadedCheckpoint:
+    """The checkpoint that `pick_checkpoint` finds, with its model. If the run removes it meanwhile, a newer one is
+    read."""
     while True:
-        saved = pick(run, step, say)
+        saved = pick_checkpoint(run, step, say)
         try:
             return saved, *read_model(saved)
-        except Damaged:
+        except DamagedCheckpoint:
             if step is not None or saved.path.is_dir():
                 raise
 
 
 @torch.no_grad()
-def read_model(saved: Saved) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Config]:
-    """A checkpoint's model, on the CPU and in the type of its weights, with its tokenizer and the run's config."""
-    files = Listed(saved.path)
-    config, tensors = read_config(files), Tensors(files)
-    model, tokenizer = unfilled_model(config, next(iter(tensors.weights.values())))
+def read_model(saved: Checkpoint) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Config]:
+    """A checkpoint's model, on the CPU and in the dtype of its weights, with its tokenizer and the run's config."""
+    files = CheckpointFiles(saved.path)
+    config, tensors = read_config(files), TensorReader(files)
+    model, tokenizer = uninitialized_model(config, next(iter(tensors.weights.values())))
     tensors.read({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
     return model, tokenizer, config
 
 
-def export(run: Path, out: Path, step: int | None = None, say: Callable[[str], None] = print) -> Saved:
-    """Writes a checkpoint's model, tokenizer and chat template to a new or empty folder that transformers loads.
+def export(run: Path, out: Path, step: int | None = None, say: Callable[[str], None] = print) -> Checkpoint:
+    """Writes a checkpoint's model, tokenizer and chat template to a new or empty folder that transformers can load.
 
-    All of them, or none. Gives the checkpoint: that of the step, or the newest.
+    Either all files are written or none. Returns the checkpoint: the one of the step, or the newest.
     """
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: choose a folder to export to")
+        raise UserError(f"{out} is a file: name a folder to export to")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
     saved, model, tokenizer, _ = read_newest(run, step, say)
-    place = out.resolve()
-    making = None
+    target = out.resolve()
+    unfinished = None
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))  # a name that nobody else has
-        transformers_logging.disable_progress_bar()  # into a pipe it would be a line for each refresh
-        model.save_pretrained(making)
-        tokenizer.save_pretrained(making)
-        _open_to_others(making)
-        if place.exists():  # perhaps somebody's working folder: it stays the same one, and is a model with its config.json
-            for file in sorted(making.iterdir(), key=lambda file: file.name == "config.json"):
-                file.rename(place / file.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))  # a unique name
+        transformers_logging.disable_progress_bar()  # in a pipe it would print a line for each refresh
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        _apply_umask(unfinished)
+        # An existing folder may be somebody's working directory, so it is not replaced. config.json comes last: with it
+        # the folder is a model.
+        if target.exists():
+            for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(target / file.name)
         else:
-            making.rename(place)
+            unfinished.rename(target)
     except (OSError, SafetensorError) as problem:
-        words = f"the model cannot be written to {out}: {problem}. Make room there, or choose another folder"
-        raise UserError(words) from None
+        raise UserError(
+            f"the model cannot be written to {out}: {problem}. Make room there, or choose another folder"
+        ) from None
     finally:
-        if making is not None:
-            shutil.rmtree(making, ignore_errors=True)
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return saved
 
 
-def _open_to_others(folder: Path) -> None:
-    """As far as the umask lets them: temporary folders, and files of safetensors, are their owner's alone."""
+def _apply_umask(folder: Path) -> None:
+    """Gives the files the permissions of the umask: temporary folders and safetensors files are readable by their owner
+    only."""
     mask = os.umask(0)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)

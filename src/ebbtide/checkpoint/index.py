@@ -1,7 +1,8 @@
-"""Where each tensor of a checkpoint lies, from torch's `.metadata`; imports no torch.
+"""The index of a checkpoint's tensors: where each lies, from torch's `.metadata`. Imports no torch.
 
-That file is a pickle, and whoever loads a pickle runs what it says. Here its objects become stand-ins that do nothing,
-and it is refused when it names anything but the classes that torch writes into it.
+That file is a pickle, and loading a pickle can run any code. Here its objects become stand-ins that do nothing, and the
+file is refused if it names anything but the classes that torch writes into it. Some of these are private:
+tests/system/test_torch_internals.py fails when torch writes others.
 """
 
 from __future__ import annotations
@@ -13,40 +14,40 @@ import pickletools
 import re
 from typing import Any, NamedTuple, TypeVar
 
-from ebbtide.checkpoint.manifest import MALFORMED, Listed, shown
+from ebbtide.checkpoint.manifest import MALFORMED, CheckpointFiles, safe_excerpt
 
 TENSORS = "tensors"
 METADATA = f"{TENSORS}/.metadata"
 
 Box = tuple[int, ...]
-"""An extent or an offset in each dimension."""
+"""A size or an offset in each dimension."""
 
 
-class Part(NamedTuple):
-    """A stretch of a file with a box of a tensor."""
+class StoredPart(NamedTuple):
+    """A range of a file with a box of a tensor."""
 
     offset: Box
     size: Box
     file: str
-    """As the manifest calls it."""
+    """The file's name in the manifest."""
     start: int
     length: int
 
 
-class Kept(NamedTuple):
-    """A tensor."""
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, and where its parts are."""
 
     dtype: str
     size: Box
-    parts: list[Part]
+    parts: list[StoredPart]
 
 
-Index = dict[str, Kept]
-"""By name: `model.` or `optimizer.` and the tensor's own."""
+Index = dict[str, StoredTensor]
+"""The tensors by name: `model.` or `optimizer.`, and the tensor's own name."""
 
 
-def read_index(files: Listed) -> Index:
-    """All tensors are whole, and in files that the manifest lists."""
+def read_index(files: CheckpointFiles) -> Index:
+    """Reads the index, and checks that all tensors are complete and in files that the manifest lists."""
     data = files.read(METADATA)
     try:
         if odd := {opcode.name for opcode, _, _ in pickletools.genops(data)} - OPCODES:
@@ -55,11 +56,11 @@ def read_index(files: Listed) -> Index:
         for name, kept in index.items():
             _check(name, kept, files)
     except MALFORMED as error:
-        raise files.damaged(f"{METADATA} is not what a run writes: {shown(str(error))}") from None
+        raise files.damage_error(f"{METADATA} is not what a run writes: {safe_excerpt(str(error))}") from None
     return index
 
 
-# What a pickler writes of these classes. In others a few bytes can ask for as much memory as there is.
+# The opcodes that a pickler writes for these classes. With others, a few bytes can allocate all memory there is.
 OPCODES = {
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET"),
     *("STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
@@ -71,7 +72,7 @@ DTYPE = re.compile(r"bool|(b?float|u?int)[0-9]+(_[a-z0-9]+)?")
 
 
 class _Object:
-    """Stands for one of torch's: it has its fields, and does nothing."""
+    """Stands for one of torch's objects: it has the object's fields, and does nothing."""
 
     fields: Any = None
 
@@ -89,7 +90,7 @@ class _Enum(_Object):
 def _member(kind: object, _: object) -> _Enum:
     """Stands for `getattr`, by which some versions of Python name the member of an enum."""
     if kind is not _Enum:
-        raise ValueError("it asks for an attribute")
+        raise ValueError("it looks up an attribute")
     return _Enum()
 
 
@@ -112,7 +113,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and DTYPE.fullmatch(name):
             return name
         if (module, name) not in STAND_INS:
-            raise ValueError(f"it names {module}.{name}, and loading it would run that")
+            raise ValueError(f"it names {module}.{name}, and loading it would run that code")
         return STAND_INS[module, name]
 
 
@@ -120,7 +121,7 @@ def _index(metadata: object) -> Index:
     places = {}
     for key, place in _field(metadata, "storage_data", dict).items():
         if _typed(_Object, place).fields.get("transform_descriptors"):
-            raise ValueError("its tensors are packed in a way that no run does")
+            raise ValueError("its tensors are transformed (compressed?), which no run does")
         start, length = _box((_field(place, "offset", int), _field(place, "length", int)))
         name, offset = _field(key, "fqn", str), _box(_field(key, "offset", tuple))
         places[name, offset] = _field(place, "relative_path", str), start, length
@@ -131,25 +132,25 @@ def _index(metadata: object) -> Index:
         for chunk in _field(kept, "chunks", list):
             offset, size = _box(_field(chunk, "offsets", tuple)), _box(_field(chunk, "sizes", tuple))
             if (name, offset) not in places:
-                raise ValueError(f"a part of {name} is nowhere")
+                raise ValueError(f"a part of {name} is in no file")
             file, start, length = places[name, offset]
-            parts.append(Part(offset, size, f"{TENSORS}/{file}", start, length))
-        index[_typed(str, name)] = Kept(dtype, _box(_field(kept, "size", tuple)), parts)
+            parts.append(StoredPart(offset, size, f"{TENSORS}/{file}", start, length))
+        index[_typed(str, name)] = StoredTensor(dtype, _box(_field(kept, "size", tuple)), parts)
     if not any(name.startswith("model.") for name in index):
         raise ValueError("it has no weights")
     return index
 
 
-def _check(name: str, kept: Kept, files: Listed) -> None:
+def _check(name: str, kept: StoredTensor, files: CheckpointFiles) -> None:
     for part in kept.parts:
-        if part.file not in files:  # which keeps it within the folder: the names in a manifest are
+        if part.file not in files:  # names in a manifest are checked to stay within the folder
             raise ValueError(f"{name} is in {part.file}, which the manifest does not list")
         if part.start + part.length > files.manifest.files[part.file].size:
             raise ValueError(f"{name} ends after the end of {part.file}")
         if any(start + size > whole for start, size, whole in zip(part.offset, part.size, kept.size, strict=True)):
             raise ValueError(f"a part of {name} is larger than the whole")
     if sum(math.prod(part.size) for part in kept.parts) != math.prod(kept.size):
-        raise ValueError(f"{name} is not there as a whole")
+        raise ValueError(f"{name} is incomplete")
 
 
 T = TypeVar("T")

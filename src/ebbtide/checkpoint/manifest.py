@@ -1,4 +1,5 @@
-"""`manifest.json`: the files of a checkpoint, each with its size and SHA-256. No other is read. Imports no torch."""
+"""`manifest.json`: the list of a checkpoint's files, each with its size and SHA-256. No other file is read. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from ebbtide.errors import UserError
 
 MANIFEST = "manifest.json"
 PART = r"\.?[A-Za-z0-9_][A-Za-z0-9_.-]*"
-Name = Annotated[str, StringConstraints(pattern=rf"^({PART}/)*{PART}$", max_length=255)]
-"""Below the checkpoint's folder whatever it is: not absolute, and no part of it is empty, `.` or `..`."""
+FileName = Annotated[str, StringConstraints(pattern=rf"^({PART}/)*{PART}$", max_length=255)]
+"""A file name that stays below the checkpoint's folder: not absolute, and no component is empty, `.` or `..`."""
 MALFORMED = (ArithmeticError, AttributeError, EOFError, LookupError, PickleError, RuntimeError, TypeError, ValueError)
-"""What reading a file's contents raises where they are not what they should be."""
+"""The exceptions that reading a malformed file raises."""
 
 
-class Damaged(UserError):  # noqa: N818
-    """A checkpoint that is not to be trusted, and why."""
+class DamagedCheckpoint(UserError):  # noqa: N818
+    """The error for a checkpoint that cannot be trusted, and why."""
 
     def __init__(self, folder: Path, why: str) -> None:
         other = "choose another (`ebbtide checkpoints RUN --verify` lists them)"
@@ -30,31 +31,31 @@ class Damaged(UserError):  # noqa: N818
 
 
 class Record(BaseModel):
-    """What a JSON file of a checkpoint holds: of these types exactly."""
+    """The contents of a JSON file of a checkpoint; types are checked strictly."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-class File(Record):
+class FileDigest(Record):
     size: NonNegativeInt
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
-Files = dict[str, File]
-"""By name, relative to the checkpoint's folder."""
+Files = dict[str, FileDigest]
+"""Files by name, relative to the checkpoint's folder."""
 
 
 class Manifest(Record):
     step: NonNegativeInt
     metrics: dict[str, float]
-    files: Annotated[dict[Name, File], Field(min_length=1)]
+    files: Annotated[dict[FileName, FileDigest], Field(min_length=1)]
 
 
 R = TypeVar("R", bound=Record)
 
 
-class Listed:
-    """A checkpoint's folder, and what its manifest lists of it: the one way to its files."""
+class CheckpointFiles:
+    """A checkpoint's folder and its manifest: the only way to read its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,71 +64,71 @@ class Listed:
     def __contains__(self, name: str) -> bool:
         return name in self.manifest.files
 
-    def damaged(self, why: str) -> Damaged:
-        return Damaged(self.folder, why)
+    def damage_error(self, why: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(self.folder, why)
 
     def path(self, name: str) -> Path:
-        """Of a file that is listed."""
+        """The path of a file that the manifest lists."""
         if name not in self:
-            raise self.damaged(f"{MANIFEST} does not list {shown(name)}")
+            raise self.damage_error(f"{MANIFEST} does not list {safe_excerpt(name)}")
         return self._inside(name)
 
     def read(self, name: str) -> bytes:
         return self._contents(self.path(name))
 
     def record(self, kind: type[R], name: str) -> R:
-        """What a JSON file that is listed holds."""
+        """The contents of a JSON file that the manifest lists."""
         self.path(name)
         return self._parsed(kind, name)
 
-    def compare(self) -> None:
-        """Reads every file whole; raises what is not as it was written."""
+    def verify(self) -> None:
+        """Reads every file, and raises if one is not as it was written."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._compare, self.manifest.files))
 
     def _compare(self, name: str) -> None:
         path, file = self.path(name), self.manifest.files[name]
         if (size := path.stat().st_size) != file.size:
-            raise self.damaged(f"{name} has {size} bytes instead of {file.size}")
+            raise self.damage_error(f"{name} has {size} bytes instead of {file.size}")
         try:
             same = digest(path) == file.sha256
         except OSError as error:
-            raise self.damaged(f"{name} cannot be read: {error.strerror}") from None
+            raise self.damage_error(f"{name} cannot be read: {error.strerror}") from None
         if not same:
-            raise self.damaged(f"{name} has other contents than were written")
+            raise self.damage_error(f"{name} has other contents than were written")
 
     def _inside(self, name: str) -> Path:
         path = self.folder / name
         if not path.exists():
-            raise self.damaged(f"{name} is missing")
-        if not path.is_file():  # a pipe would be waited for
-            raise self.damaged(f"{name} is no ordinary file")
+            raise self.damage_error(f"{name} is missing")
+        if not path.is_file():  # reading a pipe would wait for ever
+            raise self.damage_error(f"{name} is not a regular file")
         if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise self.damaged(f"{name} is a link that leads out of the checkpoint")
+            raise self.damage_error(f"{name} is a link that leads out of the checkpoint")
         return path
 
     def _contents(self, path: Path) -> bytes:
         try:
             return path.read_bytes()
         except OSError as error:
-            raise self.damaged(f"{path.name} cannot be read: {error.strerror}") from None
+            raise self.damage_error(f"{path.name} cannot be read: {error.strerror}") from None
 
     def _parsed(self, kind: type[R], name: str) -> R:
         try:
             return kind.model_validate_json(self._contents(self._inside(name)))
         except ValidationError as error:
-            raise self.damaged(f"{name} is not what a run writes: {first(error)}") from None
+            raise self.damage_error(f"{name} is not what a run writes: {first_problem(error)}") from None
 
 
-def first(error: ValidationError) -> str:
-    """The first thing that is wrong, on one line."""
+def first_problem(error: ValidationError) -> str:
+    """The first problem of a validation error, on one line."""
     problem = error.errors(include_url=False, include_input=False)[0]
     key = ".".join(map(str, problem["loc"]))
-    return shown(f"{key}: {problem['msg']}" if key else problem["msg"])
+    return safe_excerpt(f"{key}: {problem['msg']}" if key else problem["msg"])
 
 
-def shown(text: str) -> str:
-    """Text from a file, in a message: short, and without what a terminal would act on."""
+def safe_excerpt(text: str) -> str:
+    """Text from a file, safe to show in a message: short, and without terminal control sequences."""
     return repr(text if len(text) <= 200 else text[:200] + "...")[1:-1]
 
 

@@ -1,4 +1,5 @@
-"""What a checkpoint holds, and how it comes back: weights and optimizer by torch's distributed checkpoint, the rest as JSON."""
+"""The state of a run that a checkpoint saves and restores: weights and optimizer by torch's distributed checkpoint, the
+rest as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,28 +18,30 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.checkpoint.contents import CONFIG, RUN, RandomStates, random_name, read_random, read_run
-from ebbtide.checkpoint.manifest import Damaged, Listed
-from ebbtide.checkpoint.ranks import Ranks
-from ebbtide.checkpoint.tensors import Entry, Tensors
-from ebbtide.config.document import resolved
-from ebbtide.config.tree import Config
+from ebbtide.checkpoint.entries import TensorEntry
+from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint
+from ebbtide.checkpoint.tensors import TensorReader
+from ebbtide.config.document import to_yaml
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.memory.host import free_host_bytes, ranks_here
-from ebbtide.memory.plan import Name
+from ebbtide.memory.host import free_host_bytes, local_world_size
+from ebbtide.memory.host_copies import HostCopies
+from ebbtide.memory.plan import HoldingName
 from ebbtide.memory.residency import Residency
-from ebbtide.memory.shards import Region, local, region
-from ebbtide.optim.adamw import AdamW, Stored
+from ebbtide.optim.adamw import AdamW, StoredState
+from ebbtide.parallel.dtensor import Region, local, local_region
+from ebbtide.parallel.group import Group
 from ebbtide.tasks.sampler import Sampler
 
-HELD: tuple[Name, ...] = ("weights", "master", "moments")
+SAVED_HOLDINGS: tuple[HoldingName, ...] = ("weights", "master", "moments")
 READ_AT_ONCE = 64 * 2**20  # elements: with masters and moments 0.9 GB
 
 Fill = Callable[[Tensor], None]
-"""Writes a tensor's contents into one on the host."""
+"""A function that writes a tensor's contents into one on the host."""
 
 
-class UnderWay(Protocol):
-    """Completions that outlast a step."""
+class UnfinishedRollouts(Protocol):
+    """Unfinished rollouts that continue in the next step (partial rollouts)."""
 
     def state(self) -> list[dict[str, Any]]: ...
 
@@ -45,7 +49,7 @@ class UnderWay(Protocol):
 
 
 @dataclass
-class State:
+class RunState:
     """The parts of a run that change."""
 
     config: Config
@@ -53,82 +57,90 @@ class State:
     optimizer: AdamW
     sampler: Sampler[Any]
     residency: Residency
-    ranks: Ranks
-    rollouts: UnderWay | None = None
+    ranks: Group
+    rollouts: UnfinishedRollouts | None = None
     problems: str | None = None
-    """A digest of those that are trained on."""
-    notes: list[str] = field(default_factory=list)
-    """What a person should know of the checkpoint that was taken up."""
+    """A digest of the problems that are trained on."""
 
     def snapshot(self, step: int, *, copy: bool) -> Snapshot:
-        """The run as it is now. With `copy` it stays so while the run goes on; without, it is to be written at once."""
-        twins = self.residency.copied(*HELD, copy=copy)
-        # While the copies run:
+        """A snapshot of the run as it is now. With `copy` it stays valid while the run continues; without, it has to be
+        written at once."""
+        copies = self.residency.copy_to_host(*SAVED_HOLDINGS, copy=copy)
+        # The rest is done while the copies run.
         texts = {random_name(self.ranks.rank): json.dumps(_random_states()) + "\n"}
         if self.ranks.rank == 0:
             run = {
                 "step": step,
-                "world": self.ranks.count,
+                "world": self.ranks.size,
                 "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
                 "optimizer_steps": self.optimizer.steps,
                 "problems": self.problems,
                 "rollouts": self.rollouts.state() if self.rollouts is not None else [],
             }
-            texts |= {RUN: json.dumps(run) + "\n", CONFIG: resolved(self.config)}
-        fills: dict[Entry, tuple[Fill, bool]] = {}
+            texts |= {RUN: json.dumps(run) + "\n", CONFIG: to_yaml(self.config)}
+        fills: dict[TensorEntry, tuple[Fill, bool]] = {}
         for name, parameter in self.model.named_parameters():
-            weight = twins(local(parameter))
-            if entry := _entry(f"model.{name}", region(parameter), weight.dtype):
-                fills[entry] = (lambda out, weight=weight: out.copy_(weight)), False  # type: ignore[misc]
+            weight = copies(local(parameter))
+            if entry := _entry(f"model.{name}", local_region(parameter), weight.dtype):
+                fills[entry] = partial(_copy_from, weight), False
+        leased = bool(copies.needs_lease)
         for name, stored in self.optimizer.state().items():
             if entry := _entry(f"optimizer.{name}", stored.region, stored.dtype):
-                fills[entry] = (lambda out, stored=stored: stored.fill(out.view(-1), twins)), bool(twins.leased)  # type: ignore[misc]
+                fills[entry] = partial(_copy_state, stored, copies), leased
         snapshot = Snapshot(texts, fills)
-        if twins.leased:
-            snapshot.release = self.residency.lease(*twins.leased, copy_first=snapshot.copy_rest).release
-        for move in twins.moves:
+        if copies.needs_lease:
+            snapshot.release = self.residency.lease(*copies.needs_lease, copy_first=snapshot.copy_rest).release
+        for move in copies.moves:
             self.residency.mover.host_waits(move)
         return snapshot
 
     @torch.no_grad()
-    def load(self, folder: Path, *, load_rng: bool, parallel: bool = True) -> int:
-        """Takes up a checkpoint, of any number of ranks; gives its step."""
-        files = Listed(folder)
-        run, tensors = read_run(files), Tensors(files)
+    def load(
+        self, folder: Path, *, load_rng: bool, parallel: bool = True, warn: Callable[[str], None] = lambda text: None
+    ) -> int:
+        """Loads a checkpoint, which may be of any number of ranks; returns its step. Warns where the task's problems
+        are not those that the checkpoint was made with."""
+        files = CheckpointFiles(folder)
+        run, tensors = read_run(files), TensorReader(files)
         self._check_types(tensors.weights, folder)
         if absent := [name for name in self.optimizer.steps if name not in run.optimizer_steps]:
-            raise Damaged(folder, f"{RUN} lacks the optimizer's steps of {absent[0]}")
+            raise DamagedCheckpoint(folder, f"{RUN} lacks the optimizer's steps of {absent[0]}")
         self.optimizer.restore(self._read(tensors, parallel), run.optimizer_steps)
         if None not in (run.problems, self.problems) and run.problems != self.problems:
-            self.notes.append(
-                "since the checkpoint, the problems of the task have changed: the run goes on with those there are now, from its place among them"
+            warn(
+                "since the checkpoint, the problems of the task have changed:"
+                " the run continues with the new ones, from its position among them"
             )
         self.sampler.seek(run.sampler.epoch, run.sampler.position)
         if self.rollouts is not None:
             self.rollouts.restore([group.model_dump() for group in run.rollouts])
         mine = read_random(files, self.ranks.rank) if load_rng else None
-        if mine is not None:  # a rank that was not there then goes on with the state that its seed gave it
+        if mine is not None:  # otherwise the rank is new, and keeps the state that its seed gave it
             try:
                 _set_random_states(mine)
             except (ValueError, RuntimeError, TypeError) as error:
-                raise Damaged(folder, f"{random_name(self.ranks.rank)}: {error}") from None
+                raise DamagedCheckpoint(folder, f"{random_name(self.ranks.rank)}: {error}") from None
         return run.step
 
     def _check_types(self, saved: dict[str, torch.dtype], folder: Path) -> None:
-        """Weights that were rounded are not to be taken for exact ones."""
+        """Raises if the dtypes differ: rounded weights must not pass for exact ones."""
         for name, weight in self.model.named_parameters():
             if name in saved and saved[name] != weight.dtype:
                 was, now = (str(dtype).removeprefix("torch.") for dtype in (saved[name], weight.dtype))
-                raise UserError(f"the weights in {folder} are {was}, those of this run {now}: set `model.dtype: {was}` to go on from it")
+                raise UserError(
+                    f"the weights in {folder} are {was}, those of this run {now}:"
+                    f" set `model.dtype: {was}` to resume from it"
+                )
 
-    def _read(self, saved: Tensors, parallel: bool) -> Iterator[dict[str, Tensor]]:
-        """Sets the weights, a few parameters at a time, and gives the masters and moments of those: all at once would take as much memory again as the run has."""
-        stored: dict[str, dict[str, Stored]] = {}
+    def _read(self, saved: TensorReader, parallel: bool) -> Iterator[dict[str, Tensor]]:
+        """Sets the weights, a few parameters at a time, and yields their masters and moments: all at once would take
+        as much memory again as the run has."""
+        stored: dict[str, dict[str, StoredState]] = {}
         for name, one in self.optimizer.state().items():
             stored.setdefault(name.split("/", 1)[1], {})[name] = one
         batch: dict[str, nn.Parameter] = {}
         for name, weight in self.model.named_parameters():
-            # Counted by whole parameters, not by this rank's parts of them: all ranks read the same ones together.
+            # Counts whole parameters, not this rank's shards, so that all ranks read the same parameters together.
             if batch and sum(one.numel() for one in batch.values()) + weight.numel() > READ_AT_ONCE:
                 yield self._read_some(batch, stored, saved, parallel)
                 batch = {}
@@ -136,75 +148,92 @@ class State:
         yield self._read_some(batch, stored, saved, parallel)
 
     def _read_some(
-        self, weights: dict[str, nn.Parameter], stored: dict[str, dict[str, Stored]], saved: Tensors, parallel: bool
+        self,
+        weights: dict[str, nn.Parameter],
+        stored: dict[str, dict[str, StoredState]],
+        saved: TensorReader,
+        parallel: bool,
     ) -> dict[str, Tensor]:
-        states = {name: one for of in weights for name, one in stored.get(of, {}).items()}
-        regions = {f"model.{name}": region(weight) for name, weight in weights.items()}
+        states = {name: one for parameter in weights for name, one in stored.get(parameter, {}).items()}
+        regions = {f"model.{name}": local_region(weight) for name, weight in weights.items()}
         regions |= {f"optimizer.{name}": one.region for name, one in states.items()}
-        kinds = {f"model.{name}": weight.dtype for name, weight in weights.items()}
-        kinds |= {f"optimizer.{name}": one.dtype for name, one in states.items()}
-        found = {name: torch.empty(place.size, dtype=kinds[name]) for name, place in regions.items()}
+        dtypes = {f"model.{name}": weight.dtype for name, weight in weights.items()}
+        dtypes |= {f"optimizer.{name}": one.dtype for name, one in states.items()}
+        found = {name: torch.empty(place.size, dtype=dtypes[name]) for name, place in regions.items()}
         self._fill(found, regions, saved, parallel)
         for name, weight in weights.items():
             local(weight).copy_(found[f"model.{name}"])
         return {name: found[f"optimizer.{name}"].view(-1) for name in states}
 
-    def _fill(self, found: dict[str, Tensor], regions: dict[str, Region], saved: Tensors, parallel: bool) -> None:
-        """What ranks have parts of, each reads for itself; of what all of them have, each reads a part and tells the others."""
-        parts = {name: place for name, place in regions.items() if place.cut and found[name].numel()}
+    def _fill(self, found: dict[str, Tensor], regions: dict[str, Region], saved: TensorReader, parallel: bool) -> None:
+        """Fills tensors from the checkpoint. Each rank reads its own shards; of the replicated tensors, each rank reads
+        some and broadcasts them."""
+        parts = {name: place for name, place in regions.items() if place.is_shard and found[name].numel()}
         saved.read_parts({name: found[name] for name in parts}, parts)
-        tensors = {name: tensor for name, tensor in found.items() if not regions[name].cut}
-        owners, burden = {}, [0] * (self.ranks.count if parallel else 1)
+        tensors = {name: tensor for name, tensor in found.items() if not regions[name].is_shard}
+        owners, load = {}, [0] * (self.ranks.size if parallel else 1)
         for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-            owners[name] = burden.index(min(burden))
-            burden[owners[name]] += tensors[name].nbytes
+            owners[name] = load.index(min(load))
+            load[owners[name]] += tensors[name].nbytes
         saved.read({name: tensor for name, tensor in tensors.items() if owners[name] == self.ranks.rank})
         for name, tensor in tensors.items():
-            self.ranks.broadcast(tensor, owners[name])
+            self.ranks.broadcast_tensor(tensor, owners[name])
 
 
-def _entry(name: str, place: Region, dtype: torch.dtype) -> Entry | None:
-    """What is written of a tensor; None where other ranks have all of it."""
-    if place.cut and not place.size.numel():
+def _entry(name: str, place: Region, dtype: torch.dtype) -> TensorEntry | None:
+    """What this rank writes of a tensor; None where its shard is empty."""
+    if place.is_shard and not place.size.numel():
         return None
-    return Entry(name, place.size, dtype, place if place.cut else None)
+    return TensorEntry(name, place.size, dtype, place if place.is_shard else None)
+
+
+def _copy_from(source: Tensor, out: Tensor) -> None:
+    out.copy_(source)
+
+
+def _copy_state(stored: StoredState, copies: HostCopies, out: Tensor) -> None:
+    """Copies a parameter's optimizer state from where its bytes are."""
+    stored.fill(out.view(-1), copies)
 
 
 class Snapshot:
-    """A run at one moment: some of it in copies, and some still where the run will change it, held by a lease until it is read or copied."""
+    """A run at one moment: some of it in copies, and some still where the run will change it, protected by a lease
+    until it is read or copied."""
 
-    def __init__(self, texts: dict[str, str], fills: dict[Entry, tuple[Fill, bool]]) -> None:
+    def __init__(self, texts: dict[str, str], fills: dict[TensorEntry, tuple[Fill, bool]]) -> None:
         self.texts = texts
         self.entries = list(fills)
         self.release: Callable[[], None] = lambda: None
-        """Gives the lease back."""
+        """Releases the lease."""
         self._fills = {entry.name: fill for entry, (fill, _) in fills.items()}
-        self._held = {entry.name: entry for entry, (_, held) in fills.items() if held}
+        self._leased = {entry.name: entry for entry, (_, leased) in fills.items() if leased}
         self._lock = threading.Lock()
 
     def fill(self, name: str, out: Tensor) -> None:
-        """Writes a tensor's contents; once each."""
+        """Writes a tensor's contents; called once for each."""
         with self._lock, torch.no_grad():
             self._fills.pop(name)(out)
-            if self._held.pop(name, None) is not None and not self._held:
+            if self._leased.pop(name, None) is not None and not self._leased:
                 self.release()
 
     def copy_rest(self) -> None:
-        """The run wants to change what is held: copies what was not read yet, so that it need not wait for the disk. Where memory is short, it does."""
+        """Called when the run is about to change what is leased: copies what was not read yet, so that the run need
+        not wait for the disk. If memory is short, nothing is copied and the run waits."""
         with self._lock, torch.no_grad():
-            if sum(entry.bytes for entry in self._held.values()) > 0.8 * free_host_bytes() / ranks_here():  # all of them do so at once
+            # All ranks of this machine copy at once.
+            if sum(entry.bytes for entry in self._leased.values()) > 0.8 * free_host_bytes() / local_world_size():
                 return
-            for name, entry in self._held.items():
+            for name, entry in self._leased.items():
                 copy = entry.empty()
                 self._fills[name](copy)
-                self._fills[name] = lambda out, copy=copy: out.copy_(copy)  # type: ignore[misc]
-            self._held = {}
+                self._fills[name] = partial(_copy_from, copy)
+            self._leased = {}
         self.release()
 
 
 def _random_states() -> dict[str, Any]:
-    drawn: Any = numpy.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, cached = drawn
+    numpy_state: Any = numpy.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": random.getstate(),

@@ -1,6 +1,8 @@
-"""A process of its own that writes checkpoints, so that the loop's Python never waits for files; `Writer` is its handle in the run.
+"""The writer process, which writes checkpoints so that the loop's Python never waits for files. `Writer` is the run's
+handle of it.
 
-It asks for one tensor after the other; the run puts each into memory that both share. It ends when the run does, however that ends.
+The process requests one tensor after the other, and the run puts each into shared memory. The process ends with the
+run, however the run ends.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.checkpoint.costs import SLOTS
+from ebbtide.checkpoint.entries import RankEntries, TensorEntry, WriteShare
 from ebbtide.checkpoint.index import TENSORS
 from ebbtide.checkpoint.manifest import Files
-from ebbtide.checkpoint.sizes import SLOTS
-from ebbtide.checkpoint.store import digests, why
-from ebbtide.checkpoint.tensors import Entry, Everyone, Share, write_tensors
+from ebbtide.checkpoint.store import compute_digests, describe_error
+from ebbtide.checkpoint.tensors import write_tensors
+from ebbtide.system.units import ceil_div
 
 
 class Writer:
-    """The run's side."""
+    """The run's handle of the writer process."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -36,19 +40,26 @@ class Writer:
         self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, "-P", "-m", "ebbtide.checkpoint.writer", *map(str, passed)],
             pass_fds=passed,
-            start_new_session=True,  # a Ctrl-C is the run's to handle
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,  # so that a Ctrl-C reaches only the run
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
         self._connection = Connection(ours.detach())
 
-    def write(self, folder: Path, everyone: Everyone, fill: Callable[[str, Tensor], None], share: Share) -> tuple[list[Any], Files]:
-        """Has this rank's share written; `fill` puts a tensor into memory. Gives what was written, and the files with their digests."""
+    def write(
+        self, folder: Path, everyone: RankEntries, fill: Callable[[str, Tensor], None], share: WriteShare
+    ) -> tuple[list[Any], Files]:
+        """Lets the process write this rank's share; `fill` puts a tensor into memory. Returns the write results, and
+        the files with their digests."""
         entries = everyone[share.rank]
         by_name = {entry.name: entry for entry in entries}
         slot = max(entry.bytes for entry in entries) if entries else 0
-        slot = max(1, -(-slot // mmap.PAGESIZE)) * mmap.PAGESIZE
+        slot = max(1, ceil_div(slot, mmap.PAGESIZE)) * mmap.PAGESIZE
         threads = min(SLOTS, max(1, len(entries)))
         os.ftruncate(self._memory, slot * threads)
         window = mmap.mmap(self._memory, slot * threads)
@@ -66,7 +77,7 @@ class Writer:
                 else:
                     raise OSError(rest[0])
         except (EOFError, ConnectionError) as error:
-            raise OSError(f"the process that writes checkpoints ended with code {self._process.wait()}") from error
+            raise OSError(f"the writer process ended with code {self._process.wait()}") from error
         finally:
             del window
             os.ftruncate(self._memory, 0)
@@ -82,54 +93,57 @@ class Writer:
         os.close(self._memory)
 
 
-class _Line:
-    """To the run. When that is over so is this process, at once: a thread of torch's would end in a traceback."""
+class _Channel:
+    """The process's channel to the run. When the run has ended, this process exits at once: a thread of torch would
+    end in a traceback."""
 
     def __init__(self, handle: int) -> None:
         self._connection = Connection(handle)
 
-    def send(self, words: Any) -> None:
+    def send(self, message: Any) -> None:
         try:
-            self._connection.send(words)
+            self._connection.send(message)
         except OSError:
             os._exit(0)
 
     def recv(self) -> Any:
         try:
             return self._connection.recv()
-        except (EOFError, OSError):  # the second in the middle of a message
+        except (EOFError, OSError):  # OSError: the run ended in the middle of a message
             os._exit(0)
 
 
-def _serve(line: _Line, memory: int) -> None:
-    """The process's side."""
+def _serve(channel: _Channel, memory: int) -> None:
+    """The main loop of the writer process."""
     torch.serialization.set_crc32_options(False)  # takes as long as writing, and every file has a better digest
     while True:
-        folder, everyone, share, slot, threads = line.recv()
-        asking = _Asking(line, everyone[share.rank], mmap.mmap(memory, slot * threads), slot)
+        folder, everyone, share, slot, threads = channel.recv()
+        source = _TensorSource(channel, everyone[share.rank], mmap.mmap(memory, slot * threads), slot)
         try:
-            results = write_tensors(Path(folder), everyone, asking, share, threads)
-            line.send(("written", results, digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
-        except Exception as error:  # noqa: BLE001 (whatever it is, the run says it)
-            line.send(("failed", why(error)))
+            results = write_tensors(Path(folder), everyone, source, share, threads)
+            channel.send(("written", results, compute_digests(Path(folder), f"{TENSORS}/__{share.rank}_*")))
+        except Exception as error:  # noqa: BLE001 (whatever it is, the run reports it)
+            channel.send(("failed", describe_error(error)))
 
 
-class _Asking:
-    def __init__(self, line: _Line, entries: Sequence[Entry], window: mmap.mmap, slot: int) -> None:
-        self._line, self._window, self._slot = line, window, slot
+class _TensorSource:
+    """Requests tensors from the run; each of torch's threads has a slot of the shared memory."""
+
+    def __init__(self, channel: _Channel, entries: Sequence[TensorEntry], window: mmap.mmap, slot: int) -> None:
+        self._channel, self._window, self._slot = channel, window, slot
         self._entries = {entry.name: entry for entry in entries}
         self._lock = threading.Lock()
         self._numbers: dict[int, int] = {}
 
     def __call__(self, name: str) -> Tensor:
         with self._lock:
-            # A thread is done with its last tensor when it wants the next.
+            # A thread is done with its last tensor when it requests the next.
             number = self._numbers.setdefault(threading.get_ident(), len(self._numbers))
-            self._line.send(("wants", name, number))
-            self._line.recv()
+            self._channel.send(("wants", name, number))
+            self._channel.recv()
         return self._entries[name].within(self._window, number * self._slot)
 
 
 if __name__ == "__main__":
-    threading.excepthook = lambda _: None  # what torch's threads cannot write is counted, and the run says so
-    _serve(_Line(int(sys.argv[1])), int(sys.argv[2]))
+    threading.excepthook = lambda _: None  # `write_tensors` counts what torch's threads could not write, and raises
+    _serve(_Channel(int(sys.argv[1])), int(sys.argv[2]))

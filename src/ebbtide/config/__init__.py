@@ -1,8 +1,8 @@
-"""The config: one strict tree (tree.py), how it is read (load.py, written.py), what is wrong with it (explain.py), how it is shown
-(document.py). Imports no torch.
+"""The config: one strict tree (root.py, one file per section), how it is read (load.py, values.py), how its errors are
+explained (explain.py) and how it is printed (document.py). Imports no torch.
 """
 
-from ebbtide.config.load import changed, load, load_serve, recipes
-from ebbtide.config.tree import Config
+from ebbtide.config.load import load, load_serve, recipes, replace_overrides
+from ebbtide.config.root import Config
 
-__all__ = ["Config", "changed", "load", "load_serve", "recipes"]
+__all__ = ["Config", "load", "load_serve", "recipes", "replace_overrides"]

@@ -1,4 +1,5 @@
-"""Settings on the command line in the spelling of other tools: `--train.steps=3`, `--train.steps 3`, or before the recipe's name.
+"""Command-line settings in the spelling of other tools: `--train.steps=3`, `--train.steps 3`, or placed before the
+recipe's name.
 
 Imports no torch.
 """
@@ -14,17 +15,17 @@ from pydantic import BaseModel
 from typer.core import TyperCommand
 
 from ebbtide.config.explain import all_keys
-from ebbtide.config.foreign import what_it_is_here
-from ebbtide.config.serve import Serve
-from ebbtide.config.tree import Config
+from ebbtide.config.foreign import find_counterpart
+from ebbtide.config.root import Config
+from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 
 SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.-]*=")
 DASHED = re.compile(r"-{1,2}([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 
 
-class TakesSettings(TyperCommand):
-    """A command with settings among its arguments, in whatever order and spelling."""
+class SettingsCommand(TyperCommand):
+    """A command that accepts settings among its arguments, in any order and spelling."""
 
     root: type[BaseModel] = Config
 
@@ -33,15 +34,19 @@ class TakesSettings(TyperCommand):
         for one in self.get_params(ctx):
             if (flag := getattr(one, "is_flag", None)) is not None:  # an option
                 named[flag].update(one.opts, one.secondary_opts)
-        return super().parse_args(ctx, in_order(args, named[True], named[False], self.root))
+        return super().parse_args(ctx, settings_last(args, named[True], named[False], self.root))
 
 
-class TakesServerSettings(TakesSettings):
-    root = Serve
+class ServerSettingsCommand(SettingsCommand):
+    """A command that accepts the settings of `ebbtide serve`."""
+
+    root = ServeConfig
 
 
-def in_order(arguments: Sequence[str], flags: Collection[str], valued: Collection[str], root: type[BaseModel]) -> list[str]:
-    """A command's arguments with settings as `section.key=value`, after all others.
+def settings_last(
+    arguments: Sequence[str], flags: Collection[str], valued: Collection[str], root: type[BaseModel]
+) -> list[str]:
+    """Rewrites the settings among a command's arguments as `section.key=value` and puts them last.
 
     `flags` and `valued`: the command's own options, without and with a value.
     """
@@ -68,14 +73,15 @@ def in_order(arguments: Sequence[str], flags: Collection[str], valued: Collectio
 
 
 def _is_setting(name: str, root: type[BaseModel]) -> bool:
-    """A key of ours, whole or its last part, or a name of another tool. Anything else is a slip in an option of the command itself."""
+    """Whether `name` is a config key (in full, or its last part) or a name of another tool. Anything else is a
+    mistyped option of the command itself."""
     plain = name.replace("-", "_")
     ours = {key.rsplit(".", 1)[-1] for key in all_keys(root)}
-    return "." in name or plain in ours or what_it_is_here([plain], root) is not None
+    return "." in name or plain in ours or find_counterpart([plain], root) is not None
 
 
 def _setting(name: str, value: str | None, left: list[str]) -> str:
-    """Takes its value from what follows where it has none."""
+    """The setting as `key=value`; a missing value is taken from the next argument."""
     key = name.replace("-", "_")
     if value is None:
         if not left or left[0].startswith("--") or SETTING.match(left[0]):

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in words: the key, the value, and what to write instead. Imports no torch."""
+"""Explains what is wrong with a config: the key, the value, and what to write instead. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ebbtide.config.foreign import is_foreign, what_it_is_here, what_to_write
+from ebbtide.config.base import meaning
+from ebbtide.config.foreign import find_counterpart, find_value_advice, is_foreign
+from ebbtide.config.renamed import new_name
 
 WANTED = {"string_type": "a text: put it in quotes", "bool_type": "`true` or `false`", "int_type": "an integer"}
-"""Kinds of pydantic's errors, in words for those whose own say too little."""
+"""Clearer wording for the kinds of pydantic errors whose own message says too little."""
 
 
-MOST = 40  # unknown keys of one section that are spoken of
-CLOSE, NEAR = 0.8, 0.6  # how alike names are that one slip makes of each other, and names that are perhaps meant
+MOST = 40  # At most this many unknown keys of one section are explained.
+CLOSE, NEAR = 0.8, 0.6  # Similarity of a name with one typo in it, and of a name that is perhaps meant.
 
 
-def explained(problem: dict[str, Any], root: type[BaseModel]) -> list[str]:
-    """What one pydantic error comes to; of a section that is not known, a line for each key in it."""
+def explain_error(problem: dict[str, Any], root: type[BaseModel]) -> list[str]:
+    """The lines that explain one pydantic error; an unknown section gives a line for each key in it."""
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         return _unknown(keys, problem["input"], root)
@@ -28,7 +30,7 @@ def explained(problem: dict[str, Any], root: type[BaseModel]) -> list[str]:
 
 
 def _wrong(problem: dict[str, Any], keys: Sequence[str], root: type[BaseModel]) -> str:
-    """One line: the key, the value, and what to write instead."""
+    """One line on a known key with a wrong value: the key, the value, and what to write instead."""
     dotted = ".".join(keys)
     if problem["type"] == "missing":
         return f"`{dotted}` is missing: {_meaning(keys, root)}"
@@ -40,15 +42,15 @@ def _wrong(problem: dict[str, Any], keys: Sequence[str], root: type[BaseModel]) 
         some = list(section.model_fields)[:3]
         message = f"a section with keys such as {', '.join(some)}: write `{dotted}.{some[0]}=...`"
     message = WANTED.get(problem["type"], message).removeprefix("Input should be ").removeprefix("a valid ")
-    known = what_to_write(dotted, problem["input"])
-    more = f"Of {problem['input']}: {known}" if known is not None else f"Its meaning: {_meaning(keys, root)}"
+    known = find_value_advice(dotted, problem["input"])
+    more = f"About {problem['input']}: {known}" if known is not None else f"Its meaning: {_meaning(keys, root)}"
     _, has, what = message.partition(" should have ")  # `List should have at least 2 items after validation, not 1`
     wanted = f"have {what.partition(' after validation')[0]}" if has else f"be {message}"
     return f"`{dotted}` is {_short(problem['input'])} and should {wanted}. {more}"
 
 
 def _unknown(keys: Sequence[str], value: object, root: type[BaseModel]) -> list[str]:
-    """Of a key, or of each key in a section, that is not known: what is meant, as far as that is known."""
+    """Lines on an unknown key, or on each key of an unknown section, with what was probably meant."""
     found = {path: (inside, _meant(path, root)) for path, inside in islice(_leaves(tuple(keys), value), MOST)}
     lines, others = [], []
     for path, (inside, meant) in found.items():
@@ -56,10 +58,10 @@ def _unknown(keys: Sequence[str], value: object, root: type[BaseModel]) -> list[
             lines.append(f"unknown key `{'.'.join(path)}` (= {_short(inside)}). {meant}")
         else:
             others.append(".".join(path))
-    if not lines or _misspelt_section(keys, value, root):  # which is one mistake, however many keys are in it
+    if not lines or _misspelt_section(keys, value, root):  # That is one mistake, however many keys are in it.
         return [f"unknown key `{'.'.join(keys)}` (= {_short(value)}). {_nearest(keys, root)}"]
     if others:
-        lines.append(f"unknown keys {', '.join(f'`{one}`' for one in others)}. docs/config.md has those that there are")
+        lines.append(f"unknown keys {', '.join(f'`{one}`' for one in others)}. docs/config.md lists all keys")
     return lines
 
 
@@ -70,7 +72,7 @@ def _misspelt_section(keys: Sequence[str], value: object, root: type[BaseModel])
 
 
 def _leaves(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Each key in a section of sections, and its value."""
+    """Each key in nested sections, with its value."""
     waiting = [(keys, value)]
     while waiting:
         path, inside = waiting.pop(0)
@@ -81,8 +83,11 @@ def _leaves(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, .
 
 
 def _meant(keys: Sequence[str], root: type[BaseModel]) -> str | None:
-    """What an unknown key surely means: one of ours with a slip in it, a name of another tool, or one of ours elsewhere."""
-    close, foreign = _sibling(keys, root, CLOSE), what_it_is_here(keys, root)
+    """What an unknown key most likely means: an old name, one of our keys with a typo, a name of another tool, or one
+    of our keys in another section."""
+    if (renamed := new_name(keys)) is not None:
+        return f"It is now `{renamed}`."
+    close, foreign = _sibling(keys, root, CLOSE), find_counterpart(keys, root)
     if close and not is_foreign(keys, root):
         return f"Did you mean `{close}`?"
     if foreign is not None:
@@ -94,7 +99,7 @@ def _meant(keys: Sequence[str], root: type[BaseModel]) -> str | None:
 
 
 def _sibling(keys: Sequence[str], root: type[BaseModel], alike: float) -> str | None:
-    """The key of the same section whose name is nearest."""
+    """The key of the same section with the most similar name, if it is at least `alike`."""
     section = section_at(keys[:-1], root)
     near = difflib.get_close_matches(keys[-1], list(section.model_fields) if section else [], n=1, cutoff=alike)
     return ".".join([*keys[:-1], near[0]]) if near else None
@@ -106,7 +111,7 @@ def _short(value: object) -> str:
 
 
 def section_at(keys: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
-    """The section class that the dotted path names, if it names one."""
+    """The section class at this path, if there is one."""
     section = root
     for key in keys:
         found = sections(section).get(key)
@@ -127,7 +132,7 @@ def sections(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every key of a section and of those in it, dotted."""
+    """Every dotted key of a section and of the sections in it."""
     for name in section.model_fields:
         yield above + name
     for name, below in sections(section).items():
@@ -141,8 +146,8 @@ def _nearest(keys: Sequence[str], root: type[BaseModel]) -> str:
 
 
 def _meaning(keys: Sequence[str], root: type[BaseModel]) -> str:
-    while keys and keys[-1].isdigit():  # an entry of a list: the list has the meaning
+    while keys and keys[-1].isdigit():  # An entry of a list is documented by the list.
         keys = keys[:-1]
     section = section_at(keys[:-1], root)
     field = section.model_fields.get(keys[-1]) if section else None
-    return field.description if field is not None and field.description else "see docs/config.md"
+    return (meaning(field) if field is not None else "") or "see docs/config.md"

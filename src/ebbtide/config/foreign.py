@@ -1,4 +1,4 @@
-"""Names that people bring from other tools (foreign_names.yaml), looked up where a key or a value is not known.
+"""Names that people know from other tools (foreign_names.yaml), looked up when a key or a value is unknown.
 
 Imports no torch.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from ebbtide.config.serve import Serve
+from ebbtide.config.serve import ServeConfig
 
 
 @cache
@@ -22,20 +22,20 @@ def _tables() -> Mapping[str, Any]:
     return tables
 
 
-def names_known(root: type[BaseModel]) -> Mapping[str, str]:
-    """Name -> what it is here, for the settings of a run or of the server."""
-    names: Mapping[str, str] = _tables()["serve" if root is Serve else "names"]
+def foreign_names(root: type[BaseModel]) -> Mapping[str, str]:
+    """Foreign name -> its counterpart here, for the settings of a run or of the server."""
+    names: Mapping[str, str] = _tables()["serve" if root is ServeConfig else "names"]
     return names
 
 
 def is_foreign(keys: Sequence[str], root: type[BaseModel]) -> bool:
-    """Whether another tool has exactly this key: then it is no slip in one of ours, however near that is."""
-    return ".".join(map(_plain, keys)) in names_known(root)
+    """Whether another tool has exactly this key; then it is no typo of one of ours, however similar."""
+    return ".".join(map(_plain, keys)) in foreign_names(root)
 
 
-def what_it_is_here(keys: Sequence[str], root: type[BaseModel]) -> str | None:
-    """A sentence on a foreign key, known whole or by its last parts; or on a section above it that is known."""
-    parts, known = [_plain(key) for key in keys], names_known(root)
+def find_counterpart(keys: Sequence[str], root: type[BaseModel]) -> str | None:
+    """A sentence on a foreign key, matched in full or by its last parts, or on a known section above it."""
+    parts, known = [_plain(key) for key in keys], foreign_names(root)
     for end in range(len(parts), 0, -1):
         for start in range(end):
             if (found := known.get(".".join(parts[start:end]))) is not None:
@@ -43,8 +43,8 @@ def what_it_is_here(keys: Sequence[str], root: type[BaseModel]) -> str | None:
     return None
 
 
-def what_to_write(dotted: str, value: object) -> str | None:
-    """In place of a value that a key of ours does not take, where people know it."""
+def find_value_advice(dotted: str, value: object) -> str | None:
+    """Advice on a value of another tool that our key does not accept."""
     values: Mapping[str, str] = _tables()["values"].get(dotted, {})
     return values.get(_plain(value)) if isinstance(value, str) else None
 

@@ -1,1 +1,1 @@
-"""The heart: what lives where, and what it costs. Knows tensors, not language models."""
+"""Which tensors live where in each phase, how they move, and what that costs. It knows tensors, not language models."""

@@ -1,7 +1,8 @@
-"""Host memory, pinned once in slabs and cut into blocks.
+"""The arena: host memory that is pinned once in slabs and cut into blocks.
 
-Pinning costs 0.1 s per GiB for memory that is already there (and 0.7 s per GiB through `pin_memory=True`, which also rounds up to a power of two),
-so it is done once, before the first step, for all that the plan will ever send away. On a CPU the same code cuts ordinary memory.
+Pinning costs 0.1 s per GiB for memory that is already touched (and 0.7 s per GiB through `pin_memory=True`, which also
+rounds up to a power of two), so it is done once, before the first step, for all that the plan will ever offload.
+On a CPU the same code cuts ordinary memory.
 """
 
 from __future__ import annotations
@@ -18,36 +19,41 @@ from torch import Tensor
 from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import HOST_SHARE
+from ebbtide.system.torch_internals import cuda_host_register, cuda_host_unregister
+from ebbtide.system.units import GIB, ceil_div, gib
 
-GIB = 2**30
 SLAB = 4 * GIB
 ALIGNMENT = 4096  # blocks start on a page
 
 
-def check_host_budget(needs: dict[str, int], budget_gib: float | None, taken: int = 0) -> int:
-    """The bytes that `needs` (holding -> bytes) add up to, or an error with the numbers if they exceed the budget. `taken` of them are there already."""
+def check_host_budget(needs: dict[str, int], budget_gib: float | None, allocated: int = 0) -> int:
+    """Returns the bytes that `needs` (holding -> bytes) add up to, or raises an error with the numbers if they exceed
+    the budget. `allocated`: how many of these bytes the run has already."""
     wanted = sum(_aligned(size) for size in needs.values())
-    free = free_host_bytes() + taken
+    free = free_host_bytes() + allocated
     budget = int(budget_gib * GIB) if budget_gib is not None else int(HOST_SHARE * free)
     if wanted > min(budget, free):
-        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in needs.items() if size)
+        listed = ", ".join(f"{name} {gib(size):.2f}" for name, size in needs.items() if size)
         if budget_gib is None:
-            which = f"{HOST_SHARE:.0%} of the free host memory = {budget / GIB:.2f} ({free / GIB:.2f} GiB are free)"
+            limit = f"{HOST_SHARE:.0%} of the free host memory = {gib(budget):.2f} ({gib(free):.2f} GiB are free)"
         elif wanted > free:
-            which = f"the {free / GIB:.2f} GiB that are free"
+            limit = f"the {gib(free):.2f} GiB that are free"
         else:
-            which = f"`memory.host_budget_gib` = {budget_gib:g} ({free / GIB:.2f} GiB are free)"
+            limit = f"`memory.host_budget_gib` = {budget_gib:g} ({gib(free):.2f} GiB are free)"
         more = ", or raise `memory.host_budget_gib`" if wanted <= free else ""
         raise UserError(
-            f"the memory plan sends {wanted / GIB:.2f} GiB to host memory ({listed}), more than {which}: name fewer holdings in `memory.away`, keep more of the optimizer on the device "
-            f"(`optimizer.place`, `optimizer.cpu_fraction`), offload fewer activations (`memory.activations`), let saves wait for the disk (`checkpoint.async_save: false`){more}"
+            f"the memory plan puts {gib(wanted):.2f} GiB into host memory ({listed}), more than {limit}:"
+            " name fewer holdings in `memory.offload`,"
+            " keep more of the optimizer on the device (`optimizer.place`, `optimizer.cpu_fraction`),"
+            " offload fewer activations (`memory.activations`),"
+            f" let saves wait for the disk (`checkpoint.async_save: false`){more}"
         )
     return wanted
 
 
 @dataclass(frozen=True)
-class Block:
-    """A piece of a slab: `data` is its bytes."""
+class HostBlock:
+    """A piece of a slab; `data` has its bytes."""
 
     slab: int
     offset: int
@@ -56,18 +62,19 @@ class Block:
 
 
 class Arena:
-    """Slabs of host memory; blocks are taken from the first gap that fits, and gaps that meet become one."""
+    """Slabs of host memory. A block is allocated in the first gap that fits, and adjacent gaps are merged."""
 
     def __init__(self, pin: bool, slab: int = SLAB) -> None:
         self._pin, self._slab = pin, slab
         self._slabs: list[Tensor] = []
-        # Also for an arena that nobody closes. Left pinned, CUDA would take whatever is mapped at these addresses later for the old pages, and copy those.
+        # Unpins also where nobody closes the arena. Left pinned, CUDA would mistake whatever is mapped at these
+        # addresses later for the old pages, and copy those.
         self._unpin = weakref.finalize(self, _unpin, self._slabs if pin else [])
         self._unpin.atexit = False
         self._gaps: list[list[tuple[int, int]]] = []  # per slab: (offset, size), in order
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Makes slabs that hold blocks of exactly these sizes, with nothing left over: the one time that memory is pinned."""
+        """Allocates and pins slabs that hold blocks of exactly these sizes, with nothing left over."""
         slab = 0
         for size in map(_aligned, sizes):
             if slab and slab + size > self._slab:
@@ -77,20 +84,21 @@ class Arena:
         if slab:
             self._grow(slab)
 
-    def take(self, size: int) -> Block:
-        """A block of `size` bytes; where no gap is left for it, a slab of its own is pinned."""
-        if not size:  # as for a tensor of which other ranks have all
-            return Block(0, 0, 0, torch.empty(0, dtype=torch.uint8))
+    def allocate(self, size: int) -> HostBlock:
+        """Allocates a block of `size` bytes; where no gap fits, a slab of its own is pinned."""
+        if not size:  # the empty shard of a tensor that is wholly on other ranks
+            return HostBlock(0, 0, 0, torch.empty(0, dtype=torch.uint8))
         wanted = _aligned(size)
         for slab, gaps in enumerate(self._gaps):
             for place, (offset, free) in enumerate(gaps):
                 if free >= wanted:
                     gaps[place : place + 1] = [(offset + wanted, free - wanted)] if free > wanted else []
-                    return Block(slab, offset, size, self._slabs[slab][offset : offset + size])
+                    return HostBlock(slab, offset, size, self._slabs[slab][offset : offset + size])
         self._grow(wanted)
-        return self.take(size)
+        return self.allocate(size)
 
-    def give_back(self, block: Block) -> None:
+    def free(self, block: HostBlock) -> None:
+        """Makes a block's bytes a gap of its slab."""
         if not block.size:
             return
         gaps = self._gaps[block.slab]
@@ -106,40 +114,45 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """All slabs together: what is pinned."""
+        """The size of all slabs together."""
         return sum(slab.numel() for slab in self._slabs)
 
     @property
-    def taken(self) -> int:
+    def used_bytes(self) -> int:
+        """The size of all blocks in use."""
         return self.bytes - sum(size for gaps in self._gaps for _, size in gaps)
 
     def close(self) -> None:
+        """Unpins and frees all slabs. Blocks must not be used after this."""
         self._unpin()
         self._slabs, self._gaps = [], []
 
     def _grow(self, size: int) -> None:
+        """Adds a slab of `size` bytes, rounded up."""
         size = _aligned(size)
         memory = mmap.mmap(-1, size)
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MiB pages: fewer to touch, to pin and to walk
-        memory.madvise(mmap.MADV_DONTFORK)  # a child of fork would share the pages, and the first write then give this process other ones
+        # A forked child would share the pages, and the first write after that would move this process to other pages.
+        memory.madvise(mmap.MADV_DONTFORK)
         slab = torch.frombuffer(memory, dtype=torch.uint8)
-        slab.zero_()  # touched by all threads at once; pinning untouched memory does it one page at a time
+        slab.zero_()  # all threads touch it at once; pinning untouched memory touches it one page at a time
         if self._pin:
-            _check(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0))
+            _check(cuda_host_register(slab.data_ptr(), size))
         self._slabs.append(slab)
         self._gaps.append([(0, size)])
 
 
 def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    """`size`, rounded up to whole pages."""
+    return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
 def _unpin(slabs: Sequence[Tensor]) -> None:
     for slab in slabs:
-        _check(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
+        _check(cuda_host_unregister(slab.data_ptr()))
 
 
-def _check(status: object) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"pinning host memory failed (CUDA error {int(status)}): check `ulimit -l` and the free memory")  # type: ignore[call-overload]
+def _check(code: int) -> None:
+    if code != 0:
+        raise RuntimeError(f"pinning host memory failed (CUDA error {code}): check `ulimit -l` and the free memory")

@@ -1,4 +1,4 @@
-"""Lays tensors end to end in a few large buckets, so that moving them is a few large copies."""
+"""Buckets: tensors are put end to end into a few large ones, so that moving them takes a few large copies."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BUCKET = 512 * 2**20  # bytes: long enough that a copy runs at link speed, short enough that moves overlap in pieces
-ALIGNMENT = 256  # bytes: every tensor starts where vectorised kernels want it
+from ebbtide.system.units import ceil_div
+
+BUCKET = 512 * 2**20  # bytes: a copy this long runs at host link speed, and moves still overlap in pieces
+ALIGNMENT = 256  # bytes: the alignment that vectorised kernels want
 
 
-def buckets(
+def allocate_buckets(
     shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device, limit: int = BUCKET
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(flat buckets, one view of its shape per entry of `shapes`), not initialised. A tensor never straddles two buckets."""
+    """Allocates buckets, uninitialised, and returns (flat buckets, one view per entry of `shapes`). A tensor never
+    straddles two buckets."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     groups: list[list[torch.Size]] = []
     used = 0
     for shape in shapes:
-        size = -(-shape.numel() // step) * step
+        size = ceil_div(shape.numel(), step) * step
         if not groups or (used + size) * dtype.itemsize > limit:
             groups.append([])
             used = 0
@@ -27,7 +30,7 @@ def buckets(
         used += size
     flats, views = [], []
     for group in groups:
-        sizes = [-(-shape.numel() // step) * step for shape in group]
+        sizes = [ceil_div(shape.numel(), step) * step for shape in group]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         flats.append(flat)
         for shape, part in zip(group, flat.split(sizes), strict=True):

@@ -1,1 +1,1 @@
-"""The optimizer and its schedule."""
+"""The optimizer, its backends (device, streamed, CPU) and the learning rate schedule."""

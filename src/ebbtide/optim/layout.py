@@ -1,12 +1,14 @@
-"""Where each parameter's state stands: parameters are cut into segments, and segments laid end to end in chunks.
+"""The layout of the optimizer's state: parameters are cut into segments, and segments put end to end into chunks.
 
-A chunk is what moves and is stepped at once. A parameter larger than a chunk lies in several.
+A chunk moves and is stepped as one. A parameter larger than a chunk is split over several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ebbtide.system.units import ceil_div
 
 ALIGNMENT = 128  # elements: segments start at 256 bytes in 16-bit state, where vectorised kernels want them
 
@@ -29,14 +31,14 @@ class Segment:
 class Chunk:
     segments: tuple[Segment, ...]
     size: int
-    """Elements, with the gaps between segments."""
+    """The number of elements, with the gaps between segments."""
 
 
-def shared_out(sizes: Sequence[int], cpu: float) -> tuple[list[Segment], list[Segment]]:
-    """(segments for the GPU, segments for the CPU): the CPU has that share of all elements.
+def split_gpu_cpu(sizes: Sequence[int], cpu: float) -> tuple[list[Segment], list[Segment]]:
+    """Splits the parameters: (segments for the GPU, segments for the CPU); the CPU gets a share `cpu` of all elements.
 
-    It has the last parameters, whose gradients the backward makes first: they are on the host when it ends. At most one parameter is cut,
-    where kernels want it.
+    The CPU gets the last parameters, whose gradients the backward computes first: these are on the host when it ends.
+    At most one parameter is cut, at a multiple of `ALIGNMENT`.
     """
     border = sum(sizes) - round(cpu * sum(sizes))
     gpu_part, cpu_part = [], []
@@ -53,8 +55,8 @@ def shared_out(sizes: Sequence[int], cpu: float) -> tuple[list[Segment], list[Se
     return gpu_part, cpu_part
 
 
-def lay_out(segments: Sequence[Segment], limit: int) -> list[Chunk]:
-    """Chunks of at most `limit` elements, in the order of the segments; long segments are cut."""
+def pack_chunks(segments: Sequence[Segment], limit: int) -> list[Chunk]:
+    """Packs segments into chunks of at most `limit` elements, in order; long segments are cut."""
     chunks: list[Chunk] = []
     open_segments: list[Segment] = []
     used = 0
@@ -66,7 +68,7 @@ def lay_out(segments: Sequence[Segment], limit: int) -> list[Chunk]:
                 open_segments, used = [], 0
             stop = min(segment.stop, start + limit - used)
             open_segments.append(Segment(segment.parameter, start, stop, offset=used))
-            used += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
+            used += ceil_div(stop - start, ALIGNMENT) * ALIGNMENT
             start = stop
     if open_segments:
         chunks.append(Chunk(tuple(open_segments), used))

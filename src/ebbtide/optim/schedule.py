@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ebbtide.config.tree import Optimizer as OptimizerConfig
+from ebbtide.config.optimizer import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of optimizer step `step` (0 .. steps - 1): a line up over the warm-up, then the schedule down to its end."""
+    """The learning rate of optimizer step `step` (0 .. steps - 1): a linear warm-up, then the schedule."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":

@@ -1,4 +1,5 @@
-"""State in pinned host memory, stepped on the device: chunk k+1 arrives while k is stepped and k-1 returns, both directions of the link at once."""
+"""The streamed backend of the optimizer: its state is in pinned host memory, and is stepped on the device. Chunk k+1 is
+fetched while k is stepped and k-1 is copied back, over both directions of the host link at once."""
 
 from __future__ import annotations
 
@@ -8,30 +9,53 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ebbtide.config.tree import Optimizer as OptimizerConfig
+from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
+from ebbtide.optim.backend import (
+    FullState,
+    TrainedParameter,
+    build_chunk_steps,
+    cut_chunks,
+    device_norms,
+    moment_dtype,
+    view_state,
+    write_full_state,
+)
+from ebbtide.optim.costs import STREAMED_CHUNK as CHUNK
+from ebbtide.optim.costs import STREAMED_SLOTS as SLOTS
 from ebbtide.optim.layout import Chunk, Segment
-from ebbtide.optim.part import Exact, Trained, carve, chunk_steps, chunked, device_norms, moment_type, put
-from ebbtide.optim.rule import Rule, State
-from ebbtide.optim.sizes import STREAMED_CHUNK as CHUNK
-from ebbtide.optim.sizes import STREAMED_SLOTS as SLOTS
+from ebbtide.optim.rule import AdamWState, Rule
 
 
 @dataclass(frozen=True)
 class _HostChunk:
+    """A chunk's state as bytes in pinned host memory."""
+
     chunk: Chunk
-    low: Tensor | None  # bytes
-    moments: Tensor  # bytes
+    low: Tensor | None
+    moments: Tensor
 
 
-class Streamed:
-    def __init__(self, trained: Sequence[Trained], segments: Sequence[Segment], config: OptimizerConfig, residency: Residency) -> None:
+class StreamedBackend:
+    def __init__(
+        self,
+        trained: Sequence[TrainedParameter],
+        segments: Sequence[Segment],
+        config: OptimizerConfig,
+        residency: Residency,
+    ) -> None:
         self._trained, self._segments, self._residency = trained, segments, residency
-        self._overlap, self._kind = config.overlap, moment_type(config)
-        chunks = chunked(trained, segments, CHUNK)
-        lows = iter(residency.host("master", [2 * chunk.size for chunk, dtype in chunks if dtype != torch.float32], pinned=True))
-        moments = residency.host("moments", [2 * chunk.size * self._kind.itemsize for chunk, _ in chunks], pinned=True)
+        self._overlap, self._kind = config.overlap, moment_dtype(config)
+        chunks = cut_chunks(trained, segments, CHUNK)
+        lows = iter(
+            residency.allocate_host(
+                "master", [2 * chunk.size for chunk, dtype in chunks if dtype != torch.float32], pinned=True
+            )
+        )
+        moments = residency.allocate_host(
+            "moments", [2 * chunk.size * self._kind.itemsize for chunk, _ in chunks], pinned=True
+        )
         self._chunks = [
             _HostChunk(chunk, None if dtype == torch.float32 else next(lows), moment)
             for (chunk, dtype), moment in zip(chunks, moments, strict=True)
@@ -43,18 +67,25 @@ class Streamed:
 
     def step(self, rules: Mapping[int, Rule], since: Move) -> None:
         mover, device = self._residency.mover, self._residency.device
-        work = [held for held in self._chunks if any(segment.parameter in rules for segment in held.chunk.segments)]
-        largest = max((held.chunk.size for held in work), default=0)
-        narrow = any(held.low is not None for held in work)
+        work = [
+            host_chunk
+            for host_chunk in self._chunks
+            if any(segment.parameter in rules for segment in host_chunk.chunk.segments)
+        ]
+        largest = max((host_chunk.chunk.size for host_chunk in work), default=0)
+        narrow = any(host_chunk.low is not None for host_chunk in work)
         sizes = (2 * largest if narrow else 0, 2 * largest * self._kind.itemsize)
-        ring = [[torch.empty(size, dtype=torch.uint8, device=device) for size in sizes] for _ in range(min(SLOTS, len(work)))]
+        ring = [
+            [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            for _ in range(min(SLOTS, len(work)))
+        ]
 
         def pairs(number: int) -> list[tuple[Tensor, Tensor]]:
-            (low, moments), held = ring[number % SLOTS], work[number]
-            found = [(moments[: held.moments.numel()], held.moments)]
-            return found if held.low is None else [*found, (low[: held.low.numel()], held.low)]
+            (low, moments), host_chunk = ring[number % SLOTS], work[number]
+            found = [(moments[: host_chunk.moments.numel()], host_chunk.moments)]
+            return found if host_chunk.low is None else [*found, (low[: host_chunk.low.numel()], host_chunk.low)]
 
-        steps = chunk_steps(self._trained, [held.chunk for held in work], rules)
+        steps = build_chunk_steps(self._trained, [host_chunk.chunk for host_chunk in work], rules)
         arriving: dict[int, Move] = {}
         returned: dict[int, Move | None] = {}
 
@@ -63,14 +94,14 @@ class Streamed:
                 after = returned[number - SLOTS] if number >= SLOTS else self._returned
                 arriving[number] = mover.move_in(pairs(number), after=after)
 
-        for number, held in enumerate(work):
+        for number, host_chunk in enumerate(work):
             if number == 0 or not self._overlap:
                 fetch(number)
             if number == 0 and self._overlap:
                 fetch(1)
             mover.compute_waits(arriving.pop(number))
             low, moments = ring[number % SLOTS]
-            state = carve(None if held.low is None else low, moments, held.chunk.size, self._kind)
+            state = view_state(None if host_chunk.low is None else low, moments, host_chunk.chunk.size, self._kind)
             steps[number](state)
             returned[number] = self._returned = mover.move_out(pairs(number), after=None)
             if self._overlap:
@@ -78,26 +109,28 @@ class Streamed:
             else:
                 mover.host_waits(self._returned)
         for name in ("master", "moments"):
-            self._residency.returning(name, self._returned)
+            self._residency.note_writeback(name, self._returned)
 
-    def stretches(self) -> Iterator[tuple[Segment, Tensor, State]]:
+    def slices(self) -> Iterator[tuple[Segment, Tensor, AdamWState]]:
         self._residency.mover.host_waits(self._returned)
-        for held in self._chunks:
-            state = carve(held.low, held.moments, held.chunk.size, self._kind)
-            for segment in held.chunk.segments:
+        for host_chunk in self._chunks:
+            state = view_state(host_chunk.low, host_chunk.moments, host_chunk.chunk.size, self._kind)
+            for segment in host_chunk.chunk.segments:
                 yield segment, self._weight(segment), state
 
-    def restore(self, found: Mapping[int, Exact]) -> None:
+    def restore(self, found: Mapping[int, FullState]) -> None:
         self._residency.mover.host_waits(self._returned)
-        for held in self._chunks:
-            for segment in held.chunk.segments:
+        for host_chunk in self._chunks:
+            for segment in host_chunk.chunk.segments:
                 if (whole := found.get(segment.parameter)) is not None:
                     weight = self._weight(segment).cpu()
-                    put(whole.part(segment), weight, self._state(held, segment))
+                    write_full_state(whole.part(segment), weight, self._state(host_chunk, segment))
                     self._weight(segment).copy_(weight)
 
-    def _state(self, held: _HostChunk, segment: Segment) -> State:
-        return carve(held.low, held.moments, held.chunk.size, self._kind).part(segment.offset, segment.offset + segment.size)
+    def _state(self, host_chunk: _HostChunk, segment: Segment) -> AdamWState:
+        return view_state(host_chunk.low, host_chunk.moments, host_chunk.chunk.size, self._kind).part(
+            segment.offset, segment.offset + segment.size
+        )
 
     def _weight(self, segment: Segment) -> Tensor:
         return self._trained[segment.parameter].flat[segment.start : segment.stop]

@@ -1,1 +1,2 @@
-"""Says before a run what it will take: bytes by phase and holding, seconds by phase, and the settings that fit a budget. Imports no torch."""
+"""Predicts before a run what it will take: bytes by phase and holding, seconds by phase, and the settings that fit a
+budget. All but run_plan.py, host_memory.py and calibrate.py, which look at this machine, import no torch."""

@@ -1,1 +1,1 @@
-"""The policy: loading models, packing, the chunked log-prob head, losses, the train step."""
+"""The policy: sequence packing, the chunked log-prob head, losses, what activations are kept, and the training step."""

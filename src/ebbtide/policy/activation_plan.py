@@ -1,4 +1,5 @@
-"""From `memory.activations` to a choice for this very model: checked, measured, and held against what the link carries."""
+"""Resolves `memory.activations` to a choice for the loaded model: checked, measured, and compared with what the host
+link carries."""
 
 from __future__ import annotations
 
@@ -12,155 +13,186 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ebbtide.config.activation_lists import check_names, check_sense, within_link
-from ebbtide.config.tree import Activation
-from ebbtide.config.tree import Activations as ActivationsConfig
+from ebbtide.config.activation_rules import check_activation_names, check_activation_places, fit_host_link
+from ebbtide.config.memory import ActivationName, ActivationsConfig
 from ebbtide.errors import UserError
-from ebbtide.memory.limit import free_bytes
-from ebbtide.memory.meter import GIB
+from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.residency import Residency
-from ebbtide.policy.activations import Activations, Choice, local_names, names_of
+from ebbtide.policy.activations import ActivationHooks
+from ebbtide.policy.block_activations import ActivationChoice, activation_names, locally_recomputable
+from ebbtide.system.units import gib
 
-SHARE = 0.9  # of what the link carries during a forward is planned for
-LONG_PROBE = 8192  # tokens to time
-PROBE = 512  # tokens: what a forward saves grows with them in a line
+SHARE = 0.9  # Fraction of what the host link carries during a forward that is planned for.
+LONG_PROBE = 8192  # Tokens of a forward and backward that are timed.
+PROBE = 512  # Tokens of a forward whose saved bytes are counted: they grow linearly with the tokens.
 
 
-class Probe(Protocol):
+class TrainingProbe(Protocol):
+    """A forward (and backward) as in training, to measure."""
+
     def __call__(self, tokens: int, *, backward: bool = True) -> int:
-        """A forward like those of training, and its backward, that leave no gradient, on about so many tokens: gives how many it were."""
+        """Runs a forward and its backward on about so many tokens, and leaves no gradients; returns the exact
+        number."""
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What was measured of this model on this machine."""
+class ActivationFigures:
+    """Measurements of this model on this machine."""
 
-    saved: dict[Activation, int]
+    saved: dict[ActivationName, int]
     """Bytes that one block saves per token, by name."""
     forward: float
-    """Seconds of a forward per token: a third of forward and backward; 0 on a CPU, where no copy runs beside it."""
+    """Seconds of a forward per token (a third of forward and backward); 0 on a CPU, where no copies overlap with it."""
     link: float
-    """Bytes a second from the device to the host."""
+    """Bytes per second from the device to the host."""
     blocks: int
-    """Blocks that may offload."""
+    """Number of blocks that may offload."""
     timed: int = 0
-    """Tokens that it was timed on."""
+    """Tokens of the timed forward and backward."""
 
-    def carried(self) -> int:
-        """Bytes per token and block that the link carries beside the forward."""
+    def link_bytes(self) -> int:
+        """Bytes per token and block that the host link carries during the forward."""
         return int(SHARE * self.link * self.forward / max(1, self.blocks))
 
 
-Weigh = Callable[[Choice], dict[Activation, int]]
+Weigh = Callable[[ActivationChoice], dict[ActivationName, int]]
 """Bytes that a block saves per token under a choice, by name."""
 
 
-def choose(config: ActivationsConfig, block: nn.Module, figures: Figures, weigh: Weigh) -> tuple[Choice, list[str]]:
-    """The choice, and what a person should know of it."""
-    names, local = names_of(block), local_names(block)
-    check_names(config, names, type(block).__name__)
+def choose_activations(
+    config: ActivationsConfig, block: nn.Module, figures: ActivationFigures, weigh: Weigh, note: Callable[[str], None]
+) -> ActivationChoice:
+    """The choice for one block; what was measured to make it is noted."""
+    names, local = activation_names(block), locally_recomputable(block)
+    check_activation_names(config, names, type(block).__name__)
     listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
-    notes: list[str] = []
     base = {
         "keep": dict.fromkeys(names, "keep"),
         "recompute": {name: "keep" if name == "block_input" else "recompute" for name in names},
         "offload": {name: "offload" if name == "block_input" else "recompute" for name in names},
     }
     if config.preset == "balanced":
-        places, notes = _balanced(listed, names, local, figures, weigh)
+        places = _balanced(listed, names, local, figures, weigh, note)
     else:
         places = base[config.preset] | listed
-    check_sense(places, local)
+    check_activation_places(places, local)
     choice = _choice(places, local)
     if figures.forward and choice.offload:
-        choice, gated = _gate(config, choice, figures, weigh(choice))
-        notes += gated
-    return choice, notes
+        choice = _gate(config, choice, figures, weigh(choice), note)
+    return choice
 
 
-def _choice(places: dict[Activation, str], local: frozenset[Activation]) -> Choice:
-    offload, recompute = (frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute"))
-    return Choice(offload, recompute, local)
+def _choice(places: dict[ActivationName, str], local: frozenset[ActivationName]) -> ActivationChoice:
+    offload, recompute = (
+        frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute")
+    )
+    return ActivationChoice(offload, recompute, local)
 
 
-def _bytes(names: Iterable[Activation], saved: dict[Activation, int]) -> int:
+def _bytes(names: Iterable[ActivationName], saved: dict[ActivationName, int]) -> int:
     return sum(saved.get(name, 0) for name in names)
 
 
 def _balanced(
-    listed: dict[Activation, str], names: Sequence[Activation], local: frozenset[Activation], figures: Figures, weigh: Weigh
-) -> tuple[dict[Activation, str], list[str]]:
-    """Makes again what one module can, and parks the names that come nearest to what the link carries."""
+    listed: dict[ActivationName, str],
+    names: Sequence[ActivationName],
+    local: frozenset[ActivationName],
+    figures: ActivationFigures,
+    weigh: Weigh,
+    note: Callable[[str], None],
+) -> dict[ActivationName, str]:
+    """The places of `preset: balanced`: recomputes what single modules can, and offloads as much of the rest as the
+    host link carries."""
     places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
-    saved = weigh(_choice(places, local))  # what is made again elsewhere is not saved here
+    saved = weigh(_choice(places, local))  # Activations that are recomputed are not saved.
     fixed = frozenset(name for name, place in places.items() if place == "offload")
     free = [name for name in names if name not in listed and places[name] == "keep" and name != "attn_proj"]
-    room = figures.carried() - _bytes(fixed, saved)
+    room = figures.link_bytes() - _bytes(fixed, saved)
     sets = [some for count in range(len(free) + 1) for some in combinations(free, count) if _bytes(some, saved) <= room]
     best = max(sets, key=lambda some: _bytes(some, saved), default=())
     places |= dict.fromkeys(best, "offload")
-    whole, parked = sum(figures.saved.values()), _bytes(frozenset(best) | fixed, saved)
-    again = [name for name, place in places.items() if place == "recompute"]
+    whole, offloaded = sum(figures.saved.values()), _bytes(frozenset(best) | fixed, saved)
+    recomputed = [name for name, place in places.items() if place == "recompute"]
     carries = (
-        f"the link carries {figures.carried() / 1024:.0f} beside the forward ({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token)"
+        f"the host link carries {figures.link_bytes() / 1024:.0f} KiB during the forward ({SHARE:.0%} of"
+        f" {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us per token)"
         if figures.forward
-        else "on a CPU no copy runs beside the forward"
+        else "on a CPU copies do not overlap with the forward"
     )
-    notes = [
-        f"activations: a block saves {whole / 1024:.0f} KiB a token; {carries}. "
-        f"Offloaded: {', '.join([*best, *sorted(fixed)]) or 'nothing'} ({parked / 1024:.0f} KiB); made again: {', '.join(again) or 'nothing'}"
-    ]
-    return places, notes
+    note(
+        f"activations: a block saves {whole / 1024:.0f} KiB per token; {carries}. Offloaded:"
+        f" {', '.join([*best, *sorted(fixed)]) or 'nothing'} ({offloaded / 1024:.0f} KiB); recomputed:"
+        f" {', '.join(recomputed) or 'nothing'}"
+    )
+    return places
 
 
-def _gate(config: ActivationsConfig, choice: Choice, figures: Figures, saved: dict[Activation, int]) -> tuple[Choice, list[str]]:
-    """Offloading more than the link carries would make compute wait."""
+def _gate(
+    config: ActivationsConfig,
+    choice: ActivationChoice,
+    figures: ActivationFigures,
+    saved: dict[ActivationName, int],
+    note: Callable[[str], None],
+) -> ActivationChoice:
+    """The choice after the check of `on_slow_link`: offloading more than the host link carries would make compute
+    wait."""
     wanted = _bytes(choice.offload, saved)
-    if wanted <= figures.carried():
-        return choice, []
-    said = (
-        f"a block offloads {wanted / 1024:.0f} KiB a token ({', '.join(sorted(choice.offload))}), and the link carries {figures.carried() / 1024:.0f} beside the forward "
-        f"({SHARE:.0%} of {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us a token)"
+    if wanted <= figures.link_bytes():
+        return choice
+    excess = (
+        f"a block offloads {wanted / 1024:.0f} KiB per token ({', '.join(sorted(choice.offload))}), but the host link"
+        f" carries only {figures.link_bytes() / 1024:.0f} KiB during the forward ({SHARE:.0%} of"
+        f" {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us per token)"
     )
-    if config.gate == "ignore":
-        return choice, [f"activations: {said}: compute will wait"]
-    if config.gate == "refuse":
-        raise UserError(f"{said}: offload less, or set `memory.activations.gate` to `downgrade` or `ignore`")
-    offload, recompute = within_link(choice.offload, choice.recompute, choice.local, saved, figures.carried())
-    again = recompute - choice.recompute
-    return Choice(offload, recompute, choice.local), [f"activations: {said}; made again instead: {', '.join(sorted(again))}"]
+    if config.on_slow_link == "ignore":
+        note(f"activations: {excess}: compute will wait")
+        return choice
+    if config.on_slow_link == "refuse":
+        raise UserError(f"{excess}: offload less, or set `memory.activations.on_slow_link` to `downgrade` or `ignore`")
+    offload, recompute = fit_host_link(choice.offload, choice.recompute, choice.local, saved, figures.link_bytes())
+    downgraded = recompute - choice.recompute
+    note(f"activations: {excess}; recomputed instead: {', '.join(sorted(downgraded))}")
+    return ActivationChoice(offload, recompute, choice.local)
 
 
-def measure(blocks: Sequence[nn.Module], choice: Choice, run: Probe) -> dict[Activation, int]:
+def measure_saved_bytes(
+    blocks: Sequence[nn.Module], choice: ActivationChoice, run: TrainingProbe
+) -> dict[ActivationName, int]:
     """Bytes that a block saves per token under a choice, by name."""
-    counting = Activations(blocks, choice, None, keep_last=0, minimum=1)
+    counting = ActivationHooks(blocks, choice, None, keep_last=0, minimum=1)
     counting.counted = Counter()
     with counting:
         tokens = run(PROBE, backward=False)
     return {name: size // (tokens * len(blocks)) for name, size in counting.counted.items()}
 
 
-def figures_for(config: ActivationsConfig, blocks: Sequence[nn.Module], run: Probe, residency: Residency, tokens: int) -> Figures:
+def measure_figures(
+    config: ActivationsConfig, blocks: Sequence[nn.Module], run: TrainingProbe, residency: Residency, tokens: int
+) -> ActivationFigures:
+    """Measures the model; `tokens`: those of a micro-batch."""
     if config.preset in ("keep", "recompute") and not config.offload:
-        return Figures({}, 0.0, 0.0, 0)  # nothing will be held against the link
-    saved, forward, link, timed = measure(blocks, Choice(), run), 0.0, 0.0, 0
+        return ActivationFigures({}, 0.0, 0.0, 0)  # Nothing is offloaded, so nothing is compared with the host link.
+    saved, forward, link, timed = measure_saved_bytes(blocks, ActivationChoice(), run), 0.0, 0.0, 0
     if residency.device.type == "cuda" and (timed := _timed_tokens(saved, blocks, tokens, residency)):
-        forward = _seconds(run, timed) / 3  # a backward takes twice as long
-        link = residency.mover.rate_out()
-    return Figures(saved, forward, link, max(0, len(blocks) - config.keep_last), timed)
+        forward = _seconds(run, timed) / 3  # A backward takes twice as long as a forward.
+        link = residency.mover.measure_rate_out()
+    return ActivationFigures(saved, forward, link, max(0, len(blocks) - config.keep_last), timed)
 
 
-def _timed_tokens(saved: dict[Activation, int], blocks: Sequence[nn.Module], tokens: int, residency: Residency) -> int:
-    """How many to time a forward and backward with all kept on: 0 where memory is too tight for any that tell something."""
+def _timed_tokens(
+    saved: dict[ActivationName, int], blocks: Sequence[nn.Module], tokens: int, residency: Residency
+) -> int:
+    """Tokens of the timed forward and backward, which keeps all activations; 0 if memory is too tight for a meaningful
+    number."""
     weights = sum(parameter.nbytes for block in blocks for parameter in block.parameters())
-    room = free_bytes(residency.device) - 4 * weights  # gradients, and as much again for the head
+    room = free_bytes(residency.device) - 4 * weights  # Leaves room for gradients, and as much again for the head.
     fits = (count for count in (LONG_PROBE, LONG_PROBE // 2) if count * sum(saved.values()) * len(blocks) < room)
     return min(tokens, next(fits, 0))
 
 
-def _seconds(run: Probe, tokens: int) -> float:
-    """Of a forward and backward on the device, per token."""
-    for _ in range(2):  # the first one warms up
+def _seconds(run: TrainingProbe, tokens: int) -> float:
+    """Seconds of a forward and backward on the device, per token."""
+    for _ in range(2):  # The first one warms up.
         torch.cuda.synchronize()
         start = time.perf_counter()
         done = run(tokens)
@@ -169,26 +201,40 @@ def _seconds(run: Probe, tokens: int) -> float:
     return taken
 
 
-def tried(held: Activations, figures: Figures, run: Probe) -> list[str]:
-    """What a choice costs on this machine, where that was measured without it too: with few tokens the host's own work is more than the device's."""
+def measure_slowdown(
+    activations: ActivationHooks, figures: ActivationFigures, run: TrainingProbe, note: Callable[[str], None]
+) -> None:
+    """Notes what a choice costs on this machine, if the same was timed without it; with few tokens the host's work
+    would dominate."""
     if not figures.forward:
-        return []
-    with held:
+        return
+    with activations:
         over = _seconds(run, figures.timed) / (3 * figures.forward) - 1
-    return [f"activations: tried on {figures.timed:,} tokens, a forward and backward takes {over:.0%} longer than with all kept"]
+    note(
+        f"activations: on a trial of {figures.timed:,} tokens, a forward and backward takes {over:.0%} longer than with"
+        " all activations kept"
+    )
 
 
-def capacity(config: ActivationsConfig, blocks: Sequence[nn.Module], choice: Choice, run: Probe, tokens: int) -> int:
-    """Host memory for all that one micro-batch offloads."""
+def offload_capacity(
+    config: ActivationsConfig, blocks: Sequence[nn.Module], choice: ActivationChoice, run: TrainingProbe, tokens: int
+) -> int:
+    """Bytes of host memory for all activations that one micro-batch offloads."""
     if not choice.offload:
         return 0
-    saved = measure(blocks, choice, run)
+    saved = measure_saved_bytes(blocks, choice, run)
     per_token = sum(saved.get(name, 0) for name in choice.offload)
-    return int(1.02 * per_token * tokens * max(0, len(blocks) - config.keep_last)) + 2**20  # tensors start on round places
+    # 2% more, because tensors are aligned.
+    return int(1.02 * per_token * tokens * max(0, len(blocks) - config.keep_last)) + 2**20
 
 
-def described(choice: Choice, reserved: int) -> str:
+def describe_choice(choice: ActivationChoice, reserved: int) -> str:
+    """The choice as a note, with the bytes of host memory reserved for it."""
     parts = [
-        f"{place} {', '.join(sorted(names))}" for place, names in (("offload", choice.offload), ("recompute", choice.recompute)) if names
+        f"{place} {', '.join(sorted(names))}"
+        for place, names in (("offload", choice.offload), ("recompute", choice.recompute))
+        if names
     ]
-    return f"activations: {'; '.join(parts) or 'all kept'}" + (f"; {reserved / GIB:.2f} GiB of host memory for them" if reserved else "")
+    return f"activations: {'; '.join(parts) or 'all kept'}" + (
+        f"; {gib(reserved):.2f} GiB of host memory reserved for offloading" if reserved else ""
+    )

@@ -1,7 +1,8 @@
-"""The output head in chunks: log-probs and entropies of chosen tokens without ever holding [tokens, vocabulary].
+"""The output head in chunks: log-probs and entropies of chosen tokens without a full [tokens, vocabulary] tensor.
 
-Full fp32 logits of 32k tokens at a vocabulary of 152k are 19.9 GB. Here the logits of one chunk exist at a time, in the weights' type: in the
-forward to reduce each row to its log-sum-exp, its target's log-prob and its entropy; in the backward, computed again, to make that chunk's gradients.
+Full fp32 logits of 32k tokens at a vocabulary of 152k are 19.9 GB. Here only the logits of one chunk exist at a time,
+in the weights' type: in the forward each row is reduced to its log-sum-exp, its target's log-prob and its entropy; in
+the backward the chunk's logits are recomputed for its gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ebbtide.policy import rows
+from ebbtide.policy import logprob_reference
 
 
 def token_logprobs(
@@ -25,12 +26,16 @@ def token_logprobs(
     softcap: float | None = None,
     chunk: int = 2048,
 ) -> tuple[Tensor, Tensor]:
-    """fp32 log-prob of each target [P] and entropy of each row [P] under softmax(scale * softcap(hidden @ weight.T + bias))."""
-    logprobs, entropies = _ChunkedHead.apply(hidden, weight, bias, targets, scale, softcap, chunk)  # type: ignore[no-untyped-call]
+    """fp32 log-prob of each target [P] and entropy of each row [P] under softmax(scale * softcap(hidden @ weight.T +
+    bias))."""
+    arguments = hidden, weight, bias, targets, scale, softcap, chunk
+    logprobs, entropies = _ChunkedHead.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
 
 class _ChunkedHead(torch.autograd.Function):
+    """`token_logprobs` with a backward of its own."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -60,16 +65,25 @@ class _ChunkedHead(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         _, gradient = _row_functions(hidden)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        # Summed over chunks in fp32 and rounded once: the same precision as one product over all tokens.
+        # Accumulated over chunks in fp32 and rounded once: the same precision as one matmul over all tokens.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         for part in _parts(hidden.shape[0], chunk):
-            logits = linear(hidden[part], weight, bias)  # [c, V], overwritten by its own gradient
-            grad = gradient(logits, targets[part], lses[part], entropies[part], grad_logprobs[part], grad_entropies[part], scale, softcap)
+            logits = linear(hidden[part], weight, bias)  # [c, V], overwritten by its gradient
+            grad = gradient(
+                logits,
+                targets[part],
+                lses[part],
+                entropies[part],
+                grad_logprobs[part],
+                grad_entropies[part],
+                scale,
+                softcap,
+            )
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_product(grad_weight, grad, hidden[part])
+                _add_matmul(grad_weight, grad, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         return (
@@ -85,16 +99,17 @@ def _parts(tokens: int, chunk: int) -> list[slice]:
 
 
 def _row_functions(hidden: Tensor) -> tuple[Any, Any]:
-    """What reduces a chunk's rows, and what makes their gradient: one pass each over the logits on a GPU, plain torch elsewhere."""
+    """(reduce, gradient) for the rows of a chunk: kernels with one pass each over the logits on a GPU, plain torch
+    elsewhere."""
     if hidden.is_cuda:
-        from ebbtide.policy import row_kernels  # needs triton, which torch brings along on a GPU
+        from ebbtide.policy import logprob_kernels  # It needs triton, which comes with torch on a GPU.
 
-        return row_kernels.reduce, row_kernels.gradient
-    return rows.reduce, rows.gradient
+        return logprob_kernels.reduce, logprob_kernels.gradient
+    return logprob_reference.reduce, logprob_reference.gradient
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [V, H] in fp32 += left.T @ right, without rounding the product to 16 bits."""
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [V, H] in fp32 += left.T @ right, without rounding the result of the matmul to 16 bits."""
     if left.dtype == torch.float32:
         total.addmm_(left.T, right)
     elif left.is_cuda:

@@ -1,4 +1,4 @@
-"""again.py's two elementwise operations as one Triton kernel: the input is read once, and what a norm saved is written."""
+"""The recomputation of a norm's saved tensors (recompute.py) as one Triton kernel, which reads the input once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # numbers that a program makes
+BLOCK = 4096  # Numbers that a program computes.
 
 
 @triton.jit
-def _again(x, roots, wide, normed, count, width, block: tl.constexpr):
+def _recompute(x, roots, wide, normed, count, width, block: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -20,12 +20,14 @@ def _again(x, roots, wide, normed, count, width, block: tl.constexpr):
     tl.store(normed + place, (value * root).to(normed.dtype.element_ty), mask=inside)
 
 
-def again(x: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-    """As again.norm_again."""
+def recompute_norm(x: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as `recompute.norm_again`."""
     x, wide, normed = (
         x.contiguous(),
         torch.empty(x.shape, dtype=torch.float32, device=x.device),
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
     )
-    _again[(triton.cdiv(x.numel(), BLOCK),)](x, roots.contiguous(), wide, normed, x.numel(), x.shape[-1], BLOCK, num_warps=8)
+    _recompute[(triton.cdiv(x.numel(), BLOCK),)](
+        x, roots.contiguous(), wide, normed, x.numel(), x.shape[-1], BLOCK, num_warps=8
+    )
     return wide, normed

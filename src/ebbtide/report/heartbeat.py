@@ -1,4 +1,5 @@
-"""For an output that is no terminal and has no bar: after a while of silence, a line on what is under way."""
+"""A heartbeat for an output that is not a terminal and so has no progress bar: after some silence, it prints a line on
+the work in progress."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ebbtide.progress import Progress, duration
+from ebbtide.progress import Progress, format_duration
 
-SILENCE = 15.0  # seconds after which a log that stands still looks like a run that hangs
-LOOKS = 1.0  # seconds between looks at the clock
+SILENCE = 15.0  # seconds; a log that is silent for longer looks like a run that hangs
+LOOKS = 1.0  # seconds between checks of the clock
 
 
 @dataclass(eq=False)
@@ -19,29 +20,30 @@ class _Work:
     what: str
     began: float
     share: float | None = None
-    """Of it that is done, where that is known."""
+    """The fraction that is done, if that is known."""
 
 
 class Heartbeat:
-    """It beats in a thread of its own, as some long work (loading a model) tells nothing of how far it is."""
+    """A thread that prints the work in progress. It is a thread because some long work, such as loading a model, never
+    reports progress."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
-        self._under_way: list[_Work] = []
-        self._spoken = clock()
+        self._in_progress: list[_Work] = []
+        self._last_print = clock()
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Waits for nothing: it may be called where the output is taken, and the thread waits for that."""
+        """Stops the thread without joining it: the caller may hold the output's lock, which the thread may wait for."""
         self._stopped.set()
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[Progress]:
+    def show_progress(self, what: str) -> Iterator[Progress]:
         work = _Work(what, self._clock())
-        self._under_way.append(work)
+        self._in_progress.append(work)
 
         def progress(done: int, of: int) -> None:
             work.share = done / of if of else None
@@ -49,22 +51,23 @@ class Heartbeat:
         try:
             yield progress
         finally:
-            self._under_way.remove(work)
+            self._in_progress.remove(work)
 
-    def spoke(self) -> None:
-        """Something was said: the silence begins anew."""
-        self._spoken = self._clock()
+    def note_output(self) -> None:
+        """Restarts the timer, as something was just printed."""
+        self._last_print = self._clock()
 
     def beat(self) -> None:
-        """Says what is under way, if it is time to."""
+        """Prints the work in progress if the output has been silent for long enough."""
         now = self._clock()
-        for work in self._under_way[-1:]:
-            if now - self._spoken >= SILENCE and now - work.began >= LOOKS:  # what has only begun may be done at once
+        for work in self._in_progress[-1:]:
+            # Work that has just begun may be done in a moment.
+            if now - self._last_print >= SILENCE and now - work.began >= LOOKS:
                 share = "" if work.share is None else f"{work.share:.0%} "
-                self._say(f"  {work.what}  {share}after {duration(now - work.began)}")
-                self.spoke()
+                self._say(f"  {work.what}  {share}after {format_duration(now - work.began)}")
+                self.note_output()
 
-    def _beat(self) -> None:
-        with suppress(OSError):  # the output is gone: for those to hear of who have more to say
+    def _run(self) -> None:
+        with suppress(OSError):  # the output is gone; whoever prints next handles that
             while not self._stopped.wait(timeout=LOOKS):
                 self.beat()

@@ -1,4 +1,4 @@
-"""log.txt: Ebbtide's own log and that of torch.distributed."""
+"""log.txt: the log of Ebbtide and of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 class LogFile(logging.FileHandler):
-    """There when there is something to say. Where it cannot be written, that is said once, and the run goes on."""
+    """A log file that is created with its first record. If it cannot be written, one message says so and the run
+    continues."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         super().__init__(path, delay=True)
@@ -19,23 +20,23 @@ class LogFile(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError as error:  # of the file as it is opened
-            self._lose(error)
+        except OSError as error:  # the file is opened at the first record
+            self._give_up(error)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            self._lose(error)
+            self._give_up(error)
         else:
             super().handleError(record)
 
     def close(self) -> None:
         try:
             super().close()
-        except OSError as error:  # what it still had in memory
-            self._lose(error)
+        except OSError as error:  # closing flushes what was still in memory
+            self._give_up(error)
 
-    def _lose(self, error: OSError) -> None:
+    def _give_up(self, error: OSError) -> None:
         if self.level <= logging.CRITICAL:
-            self.setLevel(logging.CRITICAL + 1)  # nothing comes here any more
-            self._say(f"log.txt cannot be written ({error.strerror}): the run goes on without it")
+            self.setLevel(logging.CRITICAL + 1)  # no more records come here
+            self._say(f"log.txt cannot be written ({error.strerror}): the run continues without it")

@@ -1,4 +1,4 @@
-"""Everything a run shows and writes, behind the few calls that the loop makes."""
+"""Everything that a run shows and writes, behind the few calls that the loop makes."""
 
 from __future__ import annotations
 
@@ -7,44 +7,48 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Self
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ebbtide.batch import Sample
-from ebbtide.checkpoint.store import Saved, add_metrics
-from ebbtide.config import changed
-from ebbtide.config.tree import Config
+from ebbtide.checkpoint.store import Checkpoint, add_metrics
+from ebbtide.config import replace_overrides
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.evaluate import due
-from ebbtide.memory.meter import GIB, Meter
+from ebbtide.evaluate import is_eval_due
+from ebbtide.memory.meter import Meter
 from ebbtide.memory.residency import Residency
-from ebbtide.planning import RunPlan
-from ebbtide.printable import printable
+from ebbtide.planner.run_plan import RunPlan
 from ebbtide.progress import Progress
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.log import LogFile
-from ebbtide.report.page.build import installed, write
-from ebbtide.report.pieces import Pieces
+from ebbtide.report.page.build import plotly_is_installed, write_page
 from ebbtide.report.sinks import Sinks
 from ebbtide.report.terminal import Terminal
-from ebbtide.report.versions import start
+from ebbtide.report.token_spans import TokenSpans
+from ebbtide.report.versions import describe_start
+from ebbtide.rollout.batch import Sample
+from ebbtide.system.printable import printable
+from ebbtide.system.units import gib
 
-MOST_REASONS = 5  # a scorer can fail in a new way for every sample
+MOST_REASONS = 5  # scoring errors shown per run; a scorer can fail in a new way for every sample
 
 
 class Report:
-    """Use as a context manager: it opens the run folder, and closes everything however the run ends."""
+    """The report of a run, a `RankReport` of rank 0. It is a context manager that closes everything however the run
+    ends."""
 
     def __init__(
         self,
         config: Config,
         source: str,
         terminal: Terminal | None = None,
-        resumed: Saved | None = None,
+        resumed: Checkpoint | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        """`overrides`: of the run that a rehearsal is of."""
+        """`overrides`: for a rehearsal, the settings on the command line of the run that it rehearses."""
         self._config, self._source, self.resumed, self._overrides = config, source, resumed, overrides
         self.terminal = terminal or Terminal(config.train.steps)
         self.folder = RunFolder(config, resumed)
@@ -54,16 +58,18 @@ class Report:
         self._meter: Meter | None = None
         self._plan: RunPlan | None = None
         self._samples: Sequence[Sample] = ()
-        self._pieces: Pieces | None = None
+        self._token_spans: TokenSpans | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._seen: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._shown_failures: set[str] = set()
         self.steps_done = resumed.step if resumed is not None else 0
-        self._lacks = False
-        """The last step's evaluation was due, and the run did not wait for it."""
+        self._early_notes: list[str] | None = []
+        """Notes from before the run is introduced (`begin`), which are shown with it; None from then on."""
+        self._eval_missing = False
+        """Whether the evaluation that was due at the last step was skipped, as the run has to stop."""
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> Self:
         self.terminal.start()
         for logger in self._loggers:
             logger.addHandler(self._log)
@@ -77,64 +83,91 @@ class Report:
             logger.removeHandler(self._log)
             logger.setLevel(logging.NOTSET)
         self._log.close()
-        self.folder.close(discard=kind is not None and issubclass(kind, UserError | KeyboardInterrupt) and self._may_go)
+        self.folder.close(
+            discard=kind is not None and issubclass(kind, UserError | KeyboardInterrupt) and self._discardable
+        )
 
     @property
-    def _may_go(self) -> bool:
-        """Nothing in the folder would be missed."""
-        return not self.began and self.resumed is None and not self.folder.history.exists()
+    def _discardable(self) -> bool:
+        """Whether the folder holds nothing that a user would miss."""
+        return not self.has_begun and self.resumed is None and not self.folder.history.exists()
 
-    def leave(self) -> str:
-        """Ends in the middle of anything but a step; the last words."""
+    def close_before_first_step(self) -> str:
+        """Closes the report for a stop before the first step, from a signal handler. Returns the message to print."""
         self.terminal.stop()
-        self.folder.close(discard=self._may_go)
-        return "stopped" if self.began else "stopped before the first step: nothing was written"
+        self.folder.close(discard=self._discardable)
+        return "stopped" if self.has_begun else "stopped before the first step: nothing was written"
 
     def working(self, what: str) -> AbstractContextManager[Progress]:
-        """Something before the first step that may take seconds."""
-        return self.terminal.doing(what)
+        """Shows progress of work before the first step that may take seconds."""
+        return self.terminal.show_progress(what)
 
     def phase(self, name: str) -> AbstractContextManager[Progress]:
-        """A phase of the step under way."""
-        return self.terminal.doing(f"step {min(self.steps_done + 1, self._config.train.steps)}/{self._config.train.steps}  {name}")
+        """Shows progress of a phase of the current step."""
+        return self.terminal.show_progress(
+            f"step {min(self.steps_done + 1, self._config.train.steps)}/{self._config.train.steps}  {name}"
+        )
 
-    def begin(
-        self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, notes: Sequence[str], *, prompts: int, tests: int
-    ) -> None:
-        self._meter, self._pieces = residency.meter, Pieces(tokenizer)
-        self.folder.write_start(start(self.steps_done, residency.device))
+    def note(self, text: str) -> None:
+        """Shows something that a user should know. Before `begin`, it waits for the lines that say what the run is."""
+        if self._early_notes is None:
+            self.terminal.say(text)
+        else:
+            self._early_notes.append(text)
+
+    def warn(self, text: str) -> None:
+        """Shows at once what a user should not overlook."""
+        self.terminal.say(text, "bold yellow")
+
+    def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, *, prompts: int, tests: int) -> None:
+        """Opens the sinks and prints what the run is, the notes so far, and the plan of its holdings."""
+        self._meter, self._token_spans = residency.meter, TokenSpans(tokenizer)
+        self.folder.write_versions(describe_start(self.steps_done, residency.device))
         self._sinks.open(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
         rollout = self._config.rollout
         self.terminal.say(
-            f"{self._source}: {type(model).__name__}, {parameters:,} parameters in {str(first.dtype).removeprefix('torch.')} on {first.device}",
+            f"{self._source}: {type(model).__name__}, {parameters:,} parameters in"
+            f" {str(first.dtype).removeprefix('torch.')} on {first.device}",
             "bold",
         )
         self.terminal.say(
-            f"{prompts:,} problems, {tests} held-out ones to evaluate on, {rollout.prompts} x {rollout.samples} samples a step, {self._config.loss.kind} for {self._config.train.steps} steps; writing to {self.folder.path}"
+            f"{prompts:,} problems, {tests} held-out ones for evaluation, {rollout.prompts_per_step} x"
+            f" {rollout.group_size} samples per step, {self._config.loss.kind} for {self._config.train.steps} steps;"
+            f" writing to {self.folder.path}"
         )
 
         if self.resumed is not None:
-            self.terminal.say(f"going on after step {self.resumed.step}, from {self.resumed.path}")
-        if self.folder.aside:
+            self.terminal.say(f"resuming after step {self.resumed.step}, from {self.resumed.path}")
+        if self.folder.set_aside_checkpoints:
             self.terminal.say(
-                f"later checkpoints are kept aside, and yours to remove: {', '.join(str(path) for path in self.folder.aside)}"
+                "later checkpoints were renamed and are yours to remove:"
+                f" {', '.join(str(path) for path in self.folder.set_aside_checkpoints)}"
             )
-        for note in notes:
-            self.terminal.say(note)
-        if residency.plan.moves or residency.plan.gathers or any(size.host for size in residency.holdings().values()):
-            self.terminal.say(f"\nwhat lives where in each phase, with {residency.host_bytes / GIB:.2f} GiB of host memory taken:")
-            self.terminal.table(residency.plan.rows(residency.holdings()))
+        notes, self._early_notes = self._early_notes or [], None
+        for text in notes:
+            self.note(text)
+        if (
+            residency.plan.moves_anything
+            or residency.plan.gathers_weights
+            or any(size.host for size in residency.holdings().values())
+        ):
+            self.terminal.say(
+                f"\nwhat is where in each phase ({gib(residency.host_bytes):.2f} GiB of host memory are used):"
+            )
+            self.terminal.table(residency.plan.table_rows(residency.holdings()))
 
-    def planned(self, config: Config, plan: RunPlan | None) -> None:
-        """What the run will do and is foreseen to take: the config as it will run, and the plan beside it."""
+    def set_plan(self, config: Config, plan: RunPlan | None) -> None:
+        """Writes the config as it will run, with everything decided, and, if there is one, the plan with its
+        predictions."""
         self._config, self._plan = config, plan
         self.folder.write_config(config)
         if plan is not None:
             self.folder.write_plan(plan.as_json())
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
+        """Writes and shows a step that is done."""
         if samples:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
             metrics = {**metrics, "tokens": tokens, "tokens_per_second": tokens / metrics["seconds"]}
@@ -150,79 +183,84 @@ class Report:
         self._seen.update(metrics.keys())
         self._say_failures(samples)
         self.steps_done = step
-        self._lacks = due(self._config, step) and not any(key.startswith("evaluate/") for key in metrics)
-        if self._lacks:
-            self.terminal.say("  its evaluation is left to the run that goes on from its checkpoint")
+        self._eval_missing = is_eval_due(self._config, step) and not any(key.startswith("evaluate/") for key in metrics)
+        if self._eval_missing:
+            self.terminal.say("  its evaluation is left to the run that resumes from its checkpoint")
         every = self._config.report.samples_every
         if samples and (step == self._config.train.steps or (every and step % every == 0)):
             self.terminal.samples(_spread(samples, 3))
 
-    def evaluated(self, step: int, figures: dict[str, float]) -> None:
-        """Before the first step; or of the step that the run goes on from, whose evaluation its stop did not wait for.
-
-        Then the step's line, and its checkpoint, are as if it had.
-        """
+    def note_evaluation(self, step: int, figures: dict[str, float]) -> None:
+        """Writes and shows the evaluation before the first step, or, after resuming, the one that the stopped run
+        skipped: that one is added to the metrics of its step and of its checkpoint."""
         if self.resumed is None:
             return self.step(step, figures, [])
         self.folder.complete_metrics(step, figures)
         add_metrics(self.resumed, {key: value for key, value in figures.items() if key.startswith("evaluate/")})
         self._sinks.log(step, figures)
-        self.terminal.held_out(step, figures)
+        self.terminal.eval_line(step, figures)
         self._first, self._last = figures | self._first, self._last | figures
         self._seen.update(figures.keys())
 
-    def skipped(self, parameter: str | None) -> None:
-        """An update that was not made, and the first parameter whose gradient was not finite."""
+    def note_skipped_update(self, parameter: str | None) -> None:
+        """Shows a skipped update. `parameter` is the first whose gradient was not finite; None if none was skipped."""
         if parameter is not None:
             self.terminal.say(f"  update skipped: the gradient is not finite, first in {parameter}", "red")
 
     @property
-    def began(self) -> bool:
-        """Something was written."""
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder.path
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether metrics have been written."""
         return bool(self._last)
 
     def _lines(self, step: int, samples: Sequence[Sample]) -> list[dict[str, object]]:
-        """What rollouts.jsonl says of each sample, and of its tokens while there is room for them."""
-        group, room, lines = self._config.rollout.samples, self._config.report.token_logprobs, []
+        """The lines of rollouts.jsonl, with log-probs per token for the first `report.token_logprobs` tokens."""
+        group, room, lines = self._config.rollout.group_size, self._config.report.token_logprobs, []
         for number, sample in enumerate(samples):
-            line, done = _line(step, number // group, number % group, sample), sample.completion
-            room -= len(done.tokens)
-            if room >= 0 and self._pieces is not None:
-                line["token_chars"] = self._pieces.lengths(done.tokens, done.text)
-                line["logprobs"] = [round(value, 4) for value in done.logprobs]
+            line, completion = _line(step, number // group, number % group, sample), sample.completion
+            room -= len(completion.tokens)
+            if room >= 0 and self._token_spans is not None:
+                line["token_chars"] = self._token_spans.lengths(completion.tokens, completion.text)
+                line["logprobs"] = [round(value, 4) for value in completion.logprobs]
             lines.append(line)
         return lines
 
     def _say_failures(self, samples: Sequence[Sample]) -> None:
-        """Why samples could not be scored: each reason once a run."""
+        """Shows why samples could not be scored, each reason once per run."""
         for message in dict.fromkeys(sample.scored.message for sample in samples if sample.scored.failure):
-            if message not in self._told and len(self._told) < MOST_REASONS:
-                self._told.add(message)
+            if message not in self._shown_failures and len(self._shown_failures) < MOST_REASONS:
+                self._shown_failures.add(message)
                 self.terminal.say(f"  not scored: {printable(message, 300)}", "red")
 
-    def end(self, outcome: str, *, rehearsed: bool = False) -> None:
-        """The last words: what changed, where everything is, what to try next."""
+    def summarize_run(self, outcome: str, *, rehearsed: bool = False) -> None:
+        """Ends the progress display and prints the summary: what changed, the phases, where everything is, and what to
+        run next."""
+        self.terminal.stop()
         say = self.terminal.say
         say(f"\n{outcome}", "bold")
         for name in ("reward", *(key for key in self._last if key.startswith("evaluate/"))):
             if name in self._last:
                 before = f"{self._first[name]:.3f} -> " if self._seen[name] > 1 else ""
                 say(f"  {name.replace('evaluate/', 'held-out ')}: {before}{self._last[name]:.3f}")
-        if self._meter is not None and self._meter.run:
-            say("\nthe phases of the whole run, GiB at each one's peak:")
-            self.terminal.table(self._meter.table())
-        self._against_plan()
-        if installed():
+        if self._meter is not None and self._meter.run_rows:
+            say("\nphases of the whole run, with the GiB at the peak of each:")
+            self.terminal.table(self._meter.table_rows())
+        self._compare_with_plan()
+        if plotly_is_installed():
             try:
-                write([self.folder.path], self.folder.path / "report.html")
-            except UserError as error:  # the run itself is done, and its files are there
+                write_page([self.folder.path], self.folder.path / "report.html")
+            except UserError as error:  # the run is done and its other files are written
                 say(str(error), "red")
         say(f"\nwritten to {self.folder.path}:")
         for entry in sorted(self.folder.path.iterdir()):
             if not entry.name.startswith("."):
                 say(f"  {entry.name}{'/' if entry.is_dir() else ''}")
         if self._config.rollout.save_to is not None:
-            say(f"and every completion to {self._config.rollout.save_to}")
+            say(f"every completion is in {self._config.rollout.save_to}")
         say("\nnext:")
         commands = self._after_rehearsal() if rehearsed else self._after_run()
         width = max(len(command) for command, meaning in commands if meaning)
@@ -230,46 +268,57 @@ class Report:
             say(f"  {command:<{width}}   {meaning}".rstrip())
 
     def _after_rehearsal(self) -> list[tuple[str, str]]:
-        """(command, what it does)."""
-        train, rollout, cluster = ["ebbtide", "train", self._source], self._config.rollout, self._config.cluster
+        """The next commands, as (command, what it does)."""
+        train, rollout, parallel = ["ebbtide", "train", self._source], self._config.rollout, self._config.parallel
         commands = [(shlex.join([*train, *self._overrides]), "the run itself")]
         if rollout.save_to is not None and self.steps_done:
-            changes: dict[str, object] = {"rollout.ahead": 0} if rollout.ahead else {}  # what a replay does not go with
+            # The settings that exclude a replay are switched off.
+            changes: dict[str, object] = {}
+            changes |= {"rollout.partial.extra_prompts": 0} if rollout.partial.extra_prompts else {}
             changes |= {"rollout.serve_port": "null"} if rollout.serve_port is not None else {}
-            changes |= {"cluster.rollout_gpus": 0} if cluster is not None and cluster.rollout_gpus else {}
+            changes |= {"parallel.rollout_gpus": 0} if parallel is not None and parallel.rollout_gpus else {}
             changes |= {"rollout.replay": rollout.save_to, "train.steps": self.steps_done}
-            commands.append((shlex.join([*train, *changed(self._overrides, changes)]), "train on these completions"))
+            commands.append(
+                (shlex.join([*train, *replace_overrides(self._overrides, changes)]), "train on these completions")
+            )
         return commands
 
     def _after_run(self) -> list[tuple[str, str]]:
+        """The next commands, as (command, what it does)."""
         folder, rollout = self.folder.path, self._config.rollout
         commands = []
-        if rollout.replay is None:  # whose prompts come with its seed
-            taken = " rollout.save_to=null" if rollout.save_to is not None else ""
-            commands.append((f"ebbtide train {folder / 'config.yaml'} seed={self._config.seed + 1}{taken}", "the same with another seed"))
-        if (self.steps_done < self._config.train.steps or self._lacks) and (folder / "checkpoints").exists():
-            commands.append((f"ebbtide train {folder / 'config.yaml'} resume={folder}", "go on from the checkpoint"))
+        if rollout.replay is None:  # a replay has the prompts of its own seed
+            save_to = " rollout.save_to=null" if rollout.save_to is not None else ""
+            commands.append(
+                (
+                    f"ebbtide train {folder / 'config.yaml'} seed={self._config.seed + 1}{save_to}",
+                    "the same with another seed",
+                )
+            )
+        if (self.steps_done < self._config.train.steps or self._eval_missing) and (folder / "checkpoints").exists():
+            commands.append((f"ebbtide train {folder / 'config.yaml'} resume={folder}", "resume from the checkpoint"))
         commands.append((f"ebbtide config {folder / 'config.yaml'}", "every setting, with its meaning"))
-        if installed():
+        if plotly_is_installed():
             commands.append((f"ebbtide report {folder} --serve", "curves, memory and completions as a page"))
         else:
-            commands.append(("pip install 'ebbtide[report]'", "then every run writes itself as a page, report.html"))
+            commands.append(("pip install 'ebbtide[report]'", "to get every run as a page, report.html"))
         if (folder / "checkpoints").exists():
             commands.append((f"ebbtide export {folder} OUT", "the weights as a Hugging Face folder"))
         if (folder / "tensorboard").exists():
             commands.append((f"tensorboard --logdir {folder}", ""))
         return commands
 
-    def _against_plan(self) -> None:
-        """The last step, predicted and measured. On a CPU the peak is that of the whole process, and no plan says anything of that."""
+    def _compare_with_plan(self) -> None:
+        """Prints the last step, predicted and measured. Does nothing on a CPU: the peak there is that of the whole
+        process, which no plan predicts."""
         if self._plan is None or self._meter is None or not self._meter.on_gpu:
             return
-        table, far_off = self._plan.against(self._samples, self._last)
+        table, far_off = self._plan.compare(self._samples, self._last)
         if table:
             self.terminal.say("\nthe last step, predicted for the lengths it had, and measured:")
             self.terminal.table(table)
-        for said in far_off:
-            self.terminal.say(f"  {said}")
+        for warning in far_off:
+            self.terminal.say(f"  {warning}")
 
 
 def _line(step: int, group: int, number: int, sample: Sample) -> dict[str, object]:
@@ -291,6 +340,6 @@ def _line(step: int, group: int, number: int, sample: Sample) -> dict[str, objec
 
 
 def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """A few samples from the worst reward to the best."""
+    """Picks a few samples, from the worst reward to the best."""
     ordered = sorted(samples, key=lambda sample: sample.scored.value)
     return [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(min(count, len(ordered)))]

@@ -1,6 +1,6 @@
-"""TensorBoard, if it is installed, and Weights & Biases, if it is asked for.
+"""Metrics for TensorBoard, if it is installed, and for Weights & Biases, if the config has `report.wandb`.
 
-They show what metrics.jsonl has, and so never end a run.
+Both only repeat what metrics.jsonl has, so their failure never ends a run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ebbtide.config.tree import Config
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.files import append_whole
+from ebbtide.system.files import append_atomic
 
 
 class Sink(Protocol):
@@ -24,7 +24,8 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """An events file, written at once: torch's SummaryWriter has a thread for it, which a full disk ends, with a traceback."""
+    """An events file that is written synchronously: torch's SummaryWriter writes in a thread, which a full disk kills
+    with a traceback."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -39,8 +40,8 @@ class TensorBoard:
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def write(self, record: bytes) -> None:
-        """What a RecordWriter wants of a file."""
-        append_whole(self._file, record)
+        """Writes a record; the RecordWriter uses this object as its file."""
+        append_atomic(self._file, record)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -48,19 +49,25 @@ class TensorBoard:
         self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Does nothing, as every record is already written."""
 
 
 class WeightsAndBiases:
     def __init__(self, config: Config, folder: Path) -> None:
-        assert config.report.wandb is not None  # made only when the config has the section
+        assert config.report.wandb is not None  # only constructed if the config has the section
         try:
             import wandb
         except ImportError:
-            raise UserError("`report.wandb` needs the package wandb: pip install 'ebbtide[wandb]', or set `report.wandb: null`") from None
+            raise UserError(
+                "`report.wandb` needs the package wandb: pip install 'ebbtide[wandb]', or set `report.wandb: null`"
+            ) from None
         settings = config.report.wandb
         self._run = wandb.init(
-            project=settings.project, mode=settings.mode, dir=str(folder), name=folder.name, config=config.model_dump(mode="json")
+            project=settings.project,
+            mode=settings.mode,
+            dir=str(folder),
+            name=folder.name,
+            config=config.model_dump(mode="json"),
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -71,7 +78,7 @@ class WeightsAndBiases:
 
 
 class Sinks:
-    """Those of a run. One that cannot be written is given up, and that is said once."""
+    """The sinks of a run. One that cannot be written is closed, with one message."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -96,4 +103,4 @@ class Sinks:
             work()
         except OSError as error:
             self._open.pop(name, None)
-            self._say(f"{name} cannot be written ({error.strerror or error}): the run goes on without it")
+            self._say(f"{name} cannot be written ({error.strerror or error}): the run continues without it")

@@ -1,4 +1,4 @@
-"""What a person sees: progress while something runs, one line per step, a few samples, and where everything went."""
+"""The terminal output of a run: progress bars, one line per step, a few samples, and tables."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.batch import Sample
-from ebbtide.printable import printable, printable_lines
-from ebbtide.progress import Progress, duration
+from ebbtide.progress import Progress, format_duration
 from ebbtide.report.heartbeat import Heartbeat
+from ebbtide.rollout.batch import Sample
+from ebbtide.system.printable import printable, printable_lines
 
 # (label, key, format): the step line, left to right.
 COLUMNS = (
@@ -36,14 +36,14 @@ COLUMNS = (
     ("exposed", "seconds_exposed", "{:.2f} s"),
     ("left", "left", "{}"),
 )
+# Columns that a narrow terminal drops, the first one first.
+DROPPABLE = ("lr", "mismatch", "entropy", "seconds_exposed", "kl", "tokens_per_second", "grad_norm", "left")
+PACE = 50  # steps that the estimate of the remaining time averages: enough to include evaluations and checkpoints
 
 
-SPARE = ("lr", "mismatch", "entropy", "seconds_exposed", "kl", "tokens_per_second", "grad_norm", "left")
-PACE = 50  # steps whose pace tells how long the rest will take: enough to have evaluations and checkpoints among them
-
-
-class Lasting:
-    """stdout while it can be written: neither a log on a full disk nor a pipe without a reader ends a run."""
+class FailsafeStdout:
+    """stdout that drops its output once it cannot be written: neither a log on a full disk nor a pipe without a reader
+    ends a run."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -55,30 +55,32 @@ class Lasting:
         try:
             return self._file.write(text)
         except OSError as error:
-            self._lose(error)
+            self._give_up(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._file.flush()
         except OSError as error:
-            self._lose(error)
+            self._give_up(error)
 
-    def _lose(self, error: OSError) -> None:
-        """What Python still holds of it would fail again, at the latest when it exits."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._file.fileno())
-        os.close(nowhere)
+    def _give_up(self, error: OSError) -> None:
+        """Redirects the file to /dev/null: what Python still buffers would fail again, at the latest when it exits."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._file.fileno())
+        os.close(null)
         with suppress(OSError):
-            os.write(2, f"the output cannot be written ({error.strerror}): the run goes on without it\n".encode())
+            os.write(2, f"the output cannot be written ({error.strerror}): the run continues without it\n".encode())
 
 
 class Terminal:
+    """Prints a run's output. On a terminal, progress is a bar; elsewhere it is a line after some silence."""
+
     def __init__(self, steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        lasting: Any = Lasting(sys.stdout)
-        self.console = console or Console(file=lasting, highlight=False, soft_wrap=True)
+        stdout: Any = FailsafeStdout(sys.stdout)
+        self.console = console or Console(file=stdout, highlight=False, soft_wrap=True)
         self._steps, self._clock = steps, clock
-        self._ended: deque[tuple[int, float]] = deque(maxlen=PACE + 1)  # the last steps, and when each was done
+        self._recent: deque[tuple[int, float]] = deque(maxlen=PACE + 1)  # (step, time it was done) of the last steps
         self._heartbeat = Heartbeat(self.say, clock)
         self._bar = Bar(
             SpinnerColumn(),
@@ -99,12 +101,12 @@ class Terminal:
         self._bar.stop()
         self._heartbeat.stop()
 
-    def doing(self, what: str) -> AbstractContextManager[Progress]:
-        """A bar while something runs, gone when it is done; where the output is no terminal, a line now and then."""
-        return self._shown(what) if self.console.is_terminal else self._heartbeat.doing(what)
+    def show_progress(self, what: str) -> AbstractContextManager[Progress]:
+        """Shows a progress bar while something runs; if the output is not a terminal, a line now and then."""
+        return self._show_bar(what) if self.console.is_terminal else self._heartbeat.show_progress(what)
 
     @contextmanager
-    def _shown(self, what: str) -> Iterator[Progress]:
+    def _show_bar(self, what: str) -> Iterator[Progress]:
         task = self._bar.add_task(what, total=None)
         try:
             yield lambda done, of: self._bar.update(task, completed=done, total=of)
@@ -116,18 +118,20 @@ class Terminal:
 
     def _print(self, what: RenderableType) -> None:
         self.console.print(what)
-        self._heartbeat.spoke()
+        self._heartbeat.note_output()
 
     def step_line(self, step: int, metrics: dict[str, float]) -> None:
         if step > 0:
             self._step(step, metrics)
-        self.held_out(step, metrics)
+        self.eval_line(step, metrics)
 
-    def held_out(self, step: int, metrics: dict[str, float]) -> None:
-        """What an evaluation found, where there was one."""
-        tried = {key.removeprefix("evaluate/"): value for key, value in metrics.items() if key.startswith("evaluate/")}
-        if tried:
-            shown = "  ".join(f"{name} {value:.3f}" for name, value in tried.items())
+    def eval_line(self, step: int, metrics: dict[str, float]) -> None:
+        """Prints the metrics of an evaluation, if there are any."""
+        results = {
+            key.removeprefix("evaluate/"): value for key, value in metrics.items() if key.startswith("evaluate/")
+        }
+        if results:
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in results.items())
             self._print(Text.assemble((f"held out, after step {step}  ", "bold cyan"), shown))
 
     def _step(self, step: int, metrics: dict[str, float]) -> None:
@@ -138,39 +142,46 @@ class Terminal:
         if metrics.get("updates_skipped"):
             parts.append((f"  {metrics['updates_skipped']:.0f} updates skipped", "red"))
         if metrics.get("samples_trained") == 0:
-            why = "no completion matched `task.extract`" if metrics.get("reward/extracted") == 0 else "no sample carries a signal"
+            why = (
+                "no completion matched `task.extract`"
+                if metrics.get("reward/extracted") == 0
+                else "no sample carries a signal"
+            )
             parts.append((f"  no update: {why}", "yellow"))
         self._print(Text.assemble(*parts))
 
     def _figures(self, step: int, metrics: dict[str, float]) -> list[tuple[str, str]]:
-        """The step's columns; on a terminal that is too narrow for all of them, those it can do without go first."""
+        """The columns of a step line; if the terminal is too narrow for all, those of DROPPABLE are dropped in turn."""
         known: dict[str, float | str] = {**metrics, **self._left(step, metrics)}
         columns = [column for column in COLUMNS if column[1] in known]
-        room = self.console.width if self.console.is_terminal else 10**6
+        width = self.console.width if self.console.is_terminal else 10**6
         parts: list[tuple[str, str]] = []
-        for spare in ("", *SPARE):
-            columns = [column for column in columns if column[1] != spare]
+        for dropped in ("", *DROPPABLE):
+            columns = [column for column in columns if column[1] != dropped]
             parts = [(f"step {step:>{len(str(self._steps))}}/{self._steps}", "bold")]
             for label, key, form in columns:
                 value = (form.format(known[key]), "green" if key == "reward" else "")
                 parts += [("  ", ""), (f"{label} " if label else "", "dim"), value]
-            if sum(len(text) for text, _ in parts) <= room:
+            if sum(len(text) for text, _ in parts) <= width:
                 break
         return parts
 
     def _left(self, step: int, metrics: dict[str, float]) -> dict[str, str]:
-        """How long the rest will take at the pace of the last steps, with all that is between them. A first step is
-        often slow: its own seconds count until there is another."""
-        self._ended.append((step, self._clock()))
-        (begun, since), (_, now) = self._ended[0], self._ended[-1]
-        pace = (now - since) / (step - begun) if step > begun else metrics["seconds"]
-        return {"left": duration(pace * (self._steps - step))} if step < self._steps else {}
+        """Estimates the remaining time from the wall-clock pace of the last steps, evaluations and saves included. The
+        first step is often slow, and its own seconds are used only until there is a second one."""
+        self._recent.append((step, self._clock()))
+        (first, since), (_, now) = self._recent[0], self._recent[-1]
+        pace = (now - since) / (step - first) if step > first else metrics["seconds"]
+        return {"left": format_duration(pace * (self._steps - step))} if step < self._steps else {}
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """A heading and its rows, a name and then figures; never cut to the width of the terminal."""
+        """Prints a heading and its rows, a name and then numbers. Lines are never cut to the width of the terminal."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for number, row in enumerate(rows):
-            cells = [cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True))]
+            cells = [
+                cell.rjust(width) if column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
             self.say("  " + "  ".join(cells), "" if number else "dim")
 
     def samples(self, samples: Sequence[Sample]) -> None:
@@ -180,7 +191,11 @@ class Terminal:
         for sample in samples:
             table.add_row(
                 Text(printable(sample.prompt.problem.question, 120)),
-                Text(printable(sample.completion.text, 120)) if sample.completion.text else Text("(empty)", style="dim"),
+                (
+                    Text(printable(sample.completion.text, 120))
+                    if sample.completion.text
+                    else Text("(empty)", style="dim")
+                ),
                 f"{sample.scored.value:.2f}" + (f" ({sample.scored.failure})" if sample.scored.failure else ""),
                 f"{sample.advantage:+.2f}",
             )

@@ -1,4 +1,4 @@
-"""What a run runs with: the versions, the device, and the commit where Ebbtide knows it."""
+"""What a run runs with: the versions, the device, and the commit if it is known."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ import torch
 import ebbtide
 
 GIT_SECONDS = 10.0
-"""A checkout on a slow disk costs its commit, never the run."""
+"""Timeout of a git command. On a slow disk the line has no commit; the run is not held up."""
 
 
-def start(step: int, device: torch.device) -> dict[str, object]:
-    """A line of versions.jsonl, for a process that goes on after this step."""
+def describe_start(step: int, device: torch.device) -> dict[str, object]:
+    """A line of versions.jsonl, for a process that continues after this step (0 for a new run)."""
     return {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "ebbtide": ebbtide.__version__,
-        "commit": commit(),
+        "commit": find_commit(),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "python": platform.python_version(),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "device": _called(device),
+        "device": _device_name(device),
     }
 
 
-def _called(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {os.cpu_count()} cores ({platform.machine()})"
 
 
-def commit() -> str | None:
-    """Of Ebbtide: what pip says it was installed from, or the checkout that it runs in. None for a release."""
+def find_commit() -> str | None:
+    """The commit of Ebbtide that pip installed, or that of the checkout it runs in. None for a release."""
     try:
-        told = json.loads(metadata.distribution("ebbtide").read_text("direct_url.json") or "{}")
-    except metadata.PackageNotFoundError:  # run from a folder on the path, and never installed
-        told = {}
-    installed = told.get("vcs_info", {}).get("commit_id")
-    return installed if isinstance(installed, str) else checked_out(Path(ebbtide.__file__).parent)
+        source = json.loads(metadata.distribution("ebbtide").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:  # it runs from a folder on the path and is not installed
+        source = {}
+    installed = source.get("vcs_info", {}).get("commit_id")
+    return installed if isinstance(installed, str) else checkout_commit(Path(ebbtide.__file__).parent)
 
 
-def checked_out(package: Path) -> str | None:
-    """The commit of the checkout that tracks this package, and whether files of it were changed since. A package that
-    lies in somebody's repository without being tracked there (in its virtual environment) has none."""
+def checkout_commit(package: Path) -> str | None:
+    """The commit of the checkout that tracks this package, and whether files were changed since. None for a package
+    that is inside a repository but not tracked there, such as one in a virtual environment."""
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     head = _git(package, "rev-parse", "HEAD")

@@ -1,1 +1,2 @@
-"""Sampling completions: the engine's interface, prompts, the paged engine, those on transformers' `generate` and on vLLM, and the HTTP server."""
+"""Rollouts: the engine interface, prompts, the paged engine, the engines on transformers' `generate` and on vLLM, the
+weights they generate with, and the HTTP server."""

@@ -1,28 +1,28 @@
-"""From the config to an engine."""
+"""Builds the rollout engine that the config names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ebbtide.config.tree import Config
-from ebbtide.policy.model import Loaded
+from ebbtide.config.root import Config
+from ebbtide.model.load import LoadedModel
 from ebbtide.rollout.engine import Engine
 
 
-def build_engine(loaded: Loaded, config: Config, make_room: Callable[[int], None]) -> Engine:
-    """`make_room` is told of the bytes of a cache before it is made."""
+def build_engine(loaded: LoadedModel, config: Config, make_room: Callable[[int], None]) -> Engine:
+    """`make_room` is called with the bytes of a KV cache before it is allocated."""
     rollout = config.rollout
     if rollout.engine == "vllm":
         from ebbtide.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(loaded, config)
     if rollout.engine == "paged":
-        from ebbtide.rollout.paged.verify import verified_engine
+        from ebbtide.rollout.paged.verify import build_verified_engine
 
         longest = rollout.max_prompt_tokens, rollout.max_new_tokens
-        engine = verified_engine(loaded, rollout.batch, longest=longest, samples=rollout.samples)
-        engine.beforehand = make_room
-        return engine
+        return build_verified_engine(
+            loaded, rollout.max_num_seqs, longest=longest, samples=rollout.group_size, make_room=make_room
+        )
     from ebbtide.rollout.huggingface import HuggingFaceEngine
 
-    return HuggingFaceEngine(loaded, rollout.batch)
+    return HuggingFaceEngine(loaded, rollout.max_num_seqs)

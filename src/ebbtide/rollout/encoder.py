@@ -1,9 +1,10 @@
-"""Texts and chats as tokens. Control tokens come from the chat template, and from the tokenizer's own rule for how a text begins and ends: in data, their
-texts are text.
+"""Encodes texts and chats as tokens. Control tokens come only from the chat template, and from the tokenizer's own rule
+for how a text begins and ends: in data, their texts are plain text.
 
-The usual text holds none of them and goes the usual way. One that does is encoded by a twin of the tokenizer, in which the control tokens have names that
-nobody knows. Those that the template wrote are given these names; all else is text to the twin, and so it gives the tokens that the tokenizer would give if
-the texts of control tokens meant nothing to it: merges across, spaces around and all.
+A text without them is encoded by the tokenizer itself. One that contains some is encoded by a copy of the tokenizer in
+which the control tokens have secret names. Those that the template wrote are given these names; everything else is
+plain text to the copy. So the result is what the tokenizer would give if the texts of control tokens meant nothing to
+it, with the same merges across them and the same spaces around them.
 """
 
 from __future__ import annotations
@@ -28,54 +29,62 @@ from ebbtide.tasks.task import Message
 
 @dataclass(frozen=True)
 class Encoded:
+    """A text and its tokens."""
+
     text: str
     tokens: list[int]
-    quotes: bool
-    """Whether the data in it holds the text of a control token."""
+    has_control_text: bool
+    """Whether its data contain the text of a control token."""
 
 
 class Encoder:
-    """Of one tokenizer."""
+    """Encodes with one tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, *, templated: bool, day: str | None = None) -> None:
-        """`templated`: chats are written by the chat template, if there is one; else their texts are joined.
+        """`templated`: chats are rendered by the chat template, if there is one; else their texts are joined.
 
-        `day`: for templates that say the date, as Llama 3's do; None is today, at each chat.
+        `day`: the date for templates that contain one, as Llama 3's do; None: the current date, at each chat.
         """
         self._template = _dated(tokenizer.chat_template, day)
         self._tokenizer, self._templated = tokenizer, templated and bool(tokenizer.chat_template)
         added = list(tokenizer.added_tokens_decoder.values())
         turns = _turn_tokens(tokenizer, _any_of(token.content for token in added))
         control = [token for token in added if token.content and (token.special or token.content in turns)]
-        secret = secrets.randbelow(10**18)  # digits and brackets: what a template does to texts leaves them alone
+        secret = secrets.randbelow(10**18)  # digits and brackets: no template changes these in a text
         self._before, self._after = f"[{secret}(", f"){secret}]"
         self._secret_names = {token.content: f"[{secret}.{number}]" for number, token in enumerate(control)}
         self._backend: Backend | None = getattr(tokenizer, "backend_tokenizer", None)
         self._normalizer = None if self._backend is None else self._backend.normalizer
-        if not any(token.normalized for token in control):  # the usual case: they are looked for in the text as it is
+        if not any(token.normalized for token in control):  # the usual case: they are matched in the text as it is
             self._normalizer = None
-        normalized = [] if self._normalizer is None else [self._normalizer.normalize_str(token.content) for token in control]
+        normalized = (
+            [] if self._normalizer is None else [self._normalizer.normalize_str(token.content) for token in control]
+        )
         names, before, after = _any_of(self._secret_names), re.escape(self._before), re.escape(self._after)
         self._control, self._normalized = re.compile(names), re.compile(_any_of([*self._secret_names, *normalized]))
-        self._written = re.compile(f"{before}(?P<quoted>{names}){after}|{before}|{after}|(?P<added>{_any_of(t.content for t in added)})")
+        self._written = re.compile(
+            f"{before}(?P<quoted>{names}){after}|{before}|{after}|(?P<added>{_any_of(t.content for t in added)})"
+        )
 
     def text(self, text: str) -> Encoded:
-        """All of it data."""
+        """Encodes a text that is all data."""
         if self._quotes(text):
-            return Encoded(text, self._twin.encode(text).ids, quotes=True)
-        return Encoded(text, self._tokenizer(text)["input_ids"], quotes=False)
+            return Encoded(text, self._plain_tokenizer.encode(text).ids, has_control_text=True)
+        return Encoded(text, self._tokenizer(text)["input_ids"], has_control_text=False)
 
     def chat(self, messages: Sequence[Message]) -> Encoded:
-        """As the model reads them, up to where it answers: roles and contents are data."""
+        """Encodes messages with the generation prompt after them. Roles and contents are data."""
         if not self._templated:
             return self.text("".join(message["content"] for message in messages))
         if not any(self._quotes(message["role"]) or self._quotes(message["content"]) for message in messages):
             text = self._rendered(messages)
-            return Encoded(text, self._tokenizer(text, add_special_tokens=False)["input_ids"], quotes=False)
-        rendered = self._rendered([{"role": self._marked(one["role"]), "content": self._marked(one["content"])} for one in messages])
+            return Encoded(text, self._tokenizer(text, add_special_tokens=False)["input_ids"], has_control_text=False)
+        rendered = self._rendered(
+            [{"role": self._marked(one["role"]), "content": self._marked(one["content"])} for one in messages]
+        )
         text = self._written.sub(lambda found: found["quoted"] or found["added"] or "", rendered)
         secret = self._written.sub(self._renamed, rendered)
-        return Encoded(text, self._twin.encode(secret, add_special_tokens=False).ids, quotes=True)
+        return Encoded(text, self._plain_tokenizer.encode(secret, add_special_tokens=False).ids, has_control_text=True)
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         try:
@@ -84,53 +93,61 @@ class Encoder:
             )
         except TemplateError:
             raise
-        except Exception as error:  # noqa: BLE001  # a template is foreign code: whatever it fails with, it is these messages
+        except Exception as error:  # noqa: BLE001  # a template is foreign code: any error is about these messages
             raise TemplateError(f"{type(error).__name__}: {error}") from None
         return text
 
     def _quotes(self, text: str) -> bool:
         if self._control.search(text):
             return True
-        return self._normalizer is not None and self._normalized.search(self._normalizer.normalize_str(text)) is not None
+        return (
+            self._normalizer is not None and self._normalized.search(self._normalizer.normalize_str(text)) is not None
+        )
 
     def _marked(self, text: str) -> str:
-        """With marks around the texts of control tokens, not in place of them: templates may look for these texts."""
+        """Puts marks around the texts of control tokens. They stay in the text, as templates may search for them."""
         return self._control.sub(lambda found: self._before + found[0] + self._after, text)
 
     def _renamed(self, found: re.Match[str]) -> str:
-        """What stands between marks is text, marks that a template tore apart are nothing, and what stands alone is the template's own."""
+        """Returns what replaces a match: a text between marks is data and stays, a mark that a template separated from
+        its text is removed, and a control token without marks is the template's own and gets its secret name."""
         return found["quoted"] or self._secret_names.get(found["added"], found["added"] or "")
 
     @cached_property
-    def _twin(self) -> Backend:
+    def _plain_tokenizer(self) -> Backend:
+        """The copy of the tokenizer in which the control tokens have secret names."""
         if self._backend is None:
             raise UserError(
-                f"a prompt holds the text of a control token, and {type(self._tokenizer).__name__} cannot read it as text: "
-                "remove it, or use a tokenizer with a tokenizer.json"
+                f"a prompt contains the text of a control token, and {type(self._tokenizer).__name__} cannot encode it"
+                " as plain text: remove it, or use a tokenizer that has a tokenizer.json"
             )
         tree = json.loads(self._backend.to_str())
         names = self._secret_names
         for token in tree["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         _rename(tree["model"], names)
-        twin = Backend.from_str(json.dumps(tree | {"truncation": None, "padding": None}))
-        assert all(twin.token_to_id(name) == self._tokenizer.convert_tokens_to_ids(content) for content, name in names.items())
-        return twin
+        copy = Backend.from_str(json.dumps(tree | {"truncation": None, "padding": None}))
+        assert all(
+            copy.token_to_id(name) == self._tokenizer.convert_tokens_to_ids(content) for content, name in names.items()
+        )
+        return copy
 
 
 def _dated(template: Any, day: str | None) -> Any:
-    """The template, with a day in place of its calls of the clock; as it is where it calls it otherwise than by a format."""
+    """Returns the template with a fixed date in place of its calls of `strftime_now` with a literal format."""
     if day is None or not isinstance(template, str):
         return template
     clock = datetime.fromisoformat(day)
-    return re.sub(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""", lambda call: json.dumps(clock.strftime(call[2])), template)
+    return re.sub(
+        r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""", lambda call: json.dumps(clock.strftime(call[2])), template
+    )
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """In a model's vocabulary too: some would make a control token of its text by themselves."""
+    """Renames control tokens in a tokenizer model's vocabulary too: some models would find them there by their text."""
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
-    else:  # of Unigram: pieces with their scores
+    else:  # a Unigram model: pieces with their scores
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     if "merges" in model:
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
@@ -140,17 +157,25 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _turn_tokens(tokenizer: Tokenizer, added: str) -> set[str]:
-    """Those that the chat template itself writes around messages, where they are neither words nor spaces: some tokenizers do not mark them as special."""
+    """Returns the added tokens that the chat template writes around messages, unless they are words or spaces: some
+    tokenizers do not mark these control tokens as special."""
     found: set[str] = set()
-    chat: list[Message] = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}, {"role": "user", "content": "0"}]
+    chat: list[Message] = [
+        {"role": "user", "content": "0"},
+        {"role": "assistant", "content": "0"},
+        {"role": "user", "content": "0"},
+    ]
     for messages in (chat, [{"role": "system", "content": "0"}, *chat]) if tokenizer.chat_template else ():
-        with suppress(TemplateError, TypeError):  # one that takes no system message, or not these
-            found |= set(re.findall(added, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
+        with suppress(TemplateError, TypeError):  # the template accepts no system message, or not these messages
+            found |= set(
+                re.findall(added, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            )
     return {name for name in found if not (name[0].isalnum() or name[-1].isalnum() or name.isspace())}
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern: the longest wins, as in a tokenizer. It is a tree of characters, so that no text takes a try for each of thousands of names."""
+    """Returns a pattern that matches any of the texts, the longest first, as a tokenizer does. It is a prefix tree, so
+    that matching does not try each of thousands of names."""
     tree: dict[str, Any] = {}
     for text in filter(None, texts):
         node = tree
@@ -165,5 +190,5 @@ def _pattern_of(tree: dict[str, Any]) -> str:
     while len(tree) == 1 and "" not in tree:
         ((character, tree),) = tree.items()
         pattern += re.escape(character)
-    ways = [re.escape(character) + _pattern_of(more) for character, more in tree.items() if character]
-    return pattern + (f"(?:{'|'.join(ways)}){'?' if '' in tree else ''}" if ways else "")
+    branches = [re.escape(character) + _pattern_of(more) for character, more in tree.items() if character]
+    return pattern + (f"(?:{'|'.join(branches)}){'?' if '' in tree else ''}" if branches else "")

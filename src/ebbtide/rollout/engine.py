@@ -1,4 +1,4 @@
-"""What a rollout engine is: prompts and seeds in; token ids, log-probs and finish reasons out."""
+"""The interface of a rollout engine: prompts and seeds in; token ids, log-probs and finish reasons out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ebbtide.progress import Progress
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen."""
+class SamplingParams:
+    """The sampling parameters: how the next token is chosen, and when a completion ends."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -21,13 +21,14 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    ignore_end: bool = False
-    """Go on past end tokens, to the last token: for measuring."""
+    ignore_eos: bool = False
+    """Whether to continue past end tokens, up to `max_new_tokens`: for measurements."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and a seed for each of its samples. A sample's randomness comes from its own seed alone, never from its neighbours."""
+    """One prompt, and a seed for each of its samples. A sample's randomness depends on its own seed alone, never on the
+    rest of the batch."""
 
     prompt: list[int]
     seeds: list[int]
@@ -35,38 +36,46 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample."""
+    """The completion of one sample."""
 
     tokens: list[int]
     """The sampled tokens, with the end token or stop text that ended them."""
     logprobs: list[float]
-    """Of each token, at the sampling temperature (greedy: at 1), over the whole vocabulary."""
+    """The log-prob of each token at the sampling temperature (greedy: at 1), over the whole vocabulary."""
     plain_logprobs: list[float]
-    """The same at temperature 1."""
+    """The log-prob of each token at temperature 1."""
     finish: Literal["stop", "length"]
     text: str
     """The tokens as text, without special tokens and without the stop text."""
 
 
-def diverged() -> UserError:
-    """For an engine that finds log-probs that are no numbers."""
+def diverged_error() -> UserError:
+    """Makes the error of an engine that finds log-probs that are not finite."""
     return UserError(
-        "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr` or `optimizer.weight_decay`, lengthen "
-        "`optimizer.warmup_steps`, or set `optimizer.clip_norm`; metrics.jsonl shows when it began"
+        "the model's logits are not finite: its weights have diverged. Lower `optimizer.lr` or"
+        " `optimizer.weight_decay`, lengthen `optimizer.warmup_steps`, or set `optimizer.clip_norm`; metrics.jsonl"
+        " shows at which step this began"
     )
 
 
 @runtime_checkable
-class Preempting(Protocol):
-    """An engine in which samples give way to others."""
+class PreemptingEngine(Protocol):
+    """An engine that preempts samples when its KV cache is full, and counts them."""
 
     @property
     def preempted(self) -> int:
-        """How many did in the last call."""
+        """How many times a sample was preempted in the last call."""
         ...
 
 
 class Engine(Protocol):
-    def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
-        """For each request, one completion per seed."""
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress
+    ) -> list[list[Completion]]:
+        """Generates one completion for each seed of each request."""
         ...
+
+
+def request_sizes(requests: Sequence[Request], sampling: SamplingParams) -> list[int]:
+    """Returns the most tokens that each request can have, over all of its samples."""
+    return [len(request.seeds) * (len(request.prompt) + sampling.max_new_tokens) for request in requests]

@@ -1,4 +1,5 @@
-"""An engine on transformers' own `generate`, with the very weights that are trained: works for every model, fast for none."""
+"""The engine on transformers' own `generate`, with the weights that are trained: it works for every model and is fast
+for none."""
 
 from __future__ import annotations
 
@@ -12,80 +13,96 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from ebbtide.policy.attention import attention
-from ebbtide.policy.model import Loaded
+from ebbtide.model.load import LoadedModel
+from ebbtide.policy.attention import use_attention
 from ebbtide.progress import Progress
-from ebbtide.rollout.ending import Ending
-from ebbtide.rollout.engine import Completion, Request, Sampling, diverged
-from ebbtide.rollout.sampling import choose, uniforms
+from ebbtide.rollout.engine import Completion, Request, SamplingParams, diverged_error
+from ebbtide.rollout.sampling import sample_tokens, uniforms
+from ebbtide.rollout.stopping import StopCondition
 
 
 class HuggingFaceEngine:
-    def __init__(self, loaded: Loaded, batch: int) -> None:
+    def __init__(self, loaded: LoadedModel, batch: int) -> None:
         self._model, self._tokenizer, self._attention = loaded.model, loaded.tokenizer, loaded.generate_attention
         self._batch = batch
         self._end_tokens = loaded.end_tokens
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, progress: Progress) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress
+    ) -> list[list[Completion]]:
         samples = [(index, request.prompt, seed) for index, request in enumerate(requests) for seed in request.seeds]
-        # Prompts of like length share a batch, so that little of it is padding.
+        # Prompts of similar length share a batch, so that there is little padding.
         order = sorted(range(len(samples)), key=lambda i: len(samples[i][1]))
         batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
         completions: dict[int, Completion] = {}
         for number, members in enumerate(batches):
 
-            def count(position: int, number: int = number) -> None:
+            def report(position: int, number: int = number) -> None:
                 progress(number * sampling.max_new_tokens + position, len(batches) * sampling.max_new_tokens)
 
             prompts, seeds = [samples[i][1] for i in members], [samples[i][2] for i in members]
-            completions.update(zip(members, self._complete(prompts, seeds, sampling, count), strict=True))
+            completions.update(zip(members, self._complete(prompts, seeds, sampling, report), strict=True))
         groups: list[list[Completion]] = [[] for _ in requests]
-        for place, (index, _, _) in enumerate(samples):
-            groups[index].append(completions[place])
+        for number, (index, _, _) in enumerate(samples):
+            groups[index].append(completions[number])
         return groups
 
     def _complete(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: Sampling, count: Callable[[int], None]
+        self,
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        report: Callable[[int], None],
     ) -> list[Completion]:
         device = self._model.device
         longest = max(map(len, prompts))
         pad = 0  # padding is masked: any token will do
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)  # [B, L]
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-        chooser = _Chooser(uniforms(seeds, sampling.max_new_tokens).to(device), sampling, count)
-        ending = Ending(sampling, self._tokenizer, self._end_tokens)
-        stops = _Stops(ending, longest, len(prompts))
-        ends = [] if sampling.ignore_end else self._end_tokens
-        settings = GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=pad)
-        with attention(self._model, self._attention), _plain_defaults(self._model):
+        sampler = _TokenSampler(uniforms(seeds, sampling.max_new_tokens).to(device), sampling, report)
+        stop_condition = StopCondition(sampling, self._tokenizer, self._end_tokens)
+        stops = _StopCriteria(stop_condition, longest, len(prompts))
+        ends = [] if sampling.ignore_eos else self._end_tokens
+        settings = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=pad
+        )
+        with use_attention(self._model, self._attention), _plain_defaults(self._model):
             self._model.generate(
                 ids,
                 attention_mask=mask,
                 generation_config=settings,
-                logits_processor=LogitsProcessorList([chooser]),
+                logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([stops] if sampling.stop else []),
             )
-        tokens, logprobs, plain = (torch.stack(columns, 1).tolist() for columns in zip(*chooser.drawn, strict=True))  # each [B][N]
+        # Each is [B][N].
+        tokens, logprobs, plain = (torch.stack(columns, 1).tolist() for columns in zip(*sampler.sampled, strict=True))
         if not all(map(math.isfinite, itertools.chain(*logprobs))):
-            raise diverged()
+            raise diverged_error()
         return [
-            self._completion(ending, tokens[row], logprobs[row], plain[row], ends, stopped_at) for row, stopped_at in enumerate(stops.ended)
+            self._completion(stop_condition, tokens[row], logprobs[row], plain[row], ends, stopped_at)
+            for row, stopped_at in enumerate(stops.ended)
         ]
 
     @staticmethod
     def _completion(
-        ending: Ending, tokens: list[int], logprobs: list[float], plain: list[float], end_tokens: Sequence[int], stopped_at: int | None
+        stop_condition: StopCondition,
+        tokens: list[int],
+        logprobs: list[float],
+        plain: list[float],
+        end_tokens: Sequence[int],
+        stopped_at: int | None,
     ) -> Completion:
-        ends = (place + 1 for place, token in enumerate(tokens) if token in end_tokens)
+        ends = (index + 1 for index, token in enumerate(tokens) if token in end_tokens)
         stop_points = [point for point in (next(ends, None), stopped_at) if point is not None]
         length = min(stop_points, default=len(tokens))
-        return ending.completion(tokens[:length], logprobs[:length], plain[:length], stopped=bool(stop_points))
+        return stop_condition.completion(tokens[:length], logprobs[:length], plain[:length], stopped=bool(stop_points))
 
 
 @contextmanager
 def _plain_defaults(model: Any) -> Iterator[None]:
-    """`generate` without the model's own habits (repetition penalties and the like): they would change what is sampled unseen."""
+    """Runs `generate` without the model's own generation config: its repetition penalty and the like would silently
+    change what is sampled."""
     before = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -94,29 +111,29 @@ def _plain_defaults(model: Any) -> Iterator[None]:
         model.generation_config = before
 
 
-class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """Samples inside `generate`: leaves only the chosen token possible, and keeps it with its log-prob."""
+class _TokenSampler(LogitsProcessor):  # type: ignore[misc]
+    """Samples inside `generate`: it masks all tokens but the sampled one, and keeps that with its log-probs."""
 
-    def __init__(self, uniform: Tensor, sampling: Sampling, count: Callable[[int], None]) -> None:
-        self._uniform, self._sampling, self._count = uniform, sampling, count  # [B, N]
-        self.drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, log-probs, plain log-probs: [N] of [B] each
+    def __init__(self, uniform: Tensor, sampling: SamplingParams, report: Callable[[int], None]) -> None:
+        self._uniform, self._sampling, self._report = uniform, sampling, report  # [B, N]
+        self.sampled: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, log-probs, plain log-probs: [N] of [B] each
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.drawn.append(choose(scores, self._uniform[:, len(self.drawn)], self._sampling))
-        self._count(len(self.drawn))
-        return torch.full_like(scores, -torch.inf).scatter_(-1, self.drawn[-1][0][:, None], 0.0)
+        self.sampled.append(sample_tokens(scores, self._uniform[:, len(self.sampled)], self._sampling))
+        self._report(len(self.sampled))
+        return torch.full_like(scores, -torch.inf).scatter_(-1, self.sampled[-1][0][:, None], 0.0)
 
 
-class _Stops(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row where its completion ends; `ended` keeps after how many tokens."""
+class _StopCriteria(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row where its completion ends; `ended` has the number of its tokens then."""
 
-    def __init__(self, ending: Ending, prompt_length: int, rows: int) -> None:
-        self._ending, self._prompt_length = ending, prompt_length
+    def __init__(self, stop_condition: StopCondition, prompt_length: int, rows: int) -> None:
+        self._stop_condition, self._prompt_length = stop_condition, prompt_length
         self.ended: list[int | None] = [None] * rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         length = input_ids.shape[1] - self._prompt_length
-        for row, tokens in enumerate(input_ids[:, -min(length, self._ending.window + 1) :].tolist()):
-            if self.ended[row] is None and self._ending.reached(tokens[:-1], tokens[-1]):
+        for row, tokens in enumerate(input_ids[:, -min(length, self._stop_condition.window + 1) :].tolist()):
+            if self.ended[row] is None and self._stop_condition.is_reached(tokens[:-1], tokens[-1]):
                 self.ended[row] = length
         return torch.tensor([end is not None for end in self.ended], device=input_ids.device)

@@ -1,1 +1,2 @@
-"""Prompts and rewards: what a task is, the ones that ship, adapters for the rest, and scoring in worker processes. Imports no torch."""
+"""Prompts and rewards: the interface of a task, the tasks that ship, adapters for others, and scoring (reward
+functions) in worker processes. Imports no torch."""

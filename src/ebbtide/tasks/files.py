@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ebbtide.config.tree import FileTask
+from ebbtide.config.task import FileTaskConfig
 from ebbtide.errors import UserError
-from ebbtide.json_text import DEEPEST, too_deep
-from ebbtide.tasks.scorers import check_answer, scorer
-from ebbtide.tasks.task import Message, Problem, Problems, Score, ask, why_no_messages
+from ebbtide.system.json_text import DEEPEST, is_too_deep
+from ebbtide.tasks.scorers import check_answer, find_scorer
+from ebbtide.tasks.task import Message, Problem, Problems, Score, ask, find_message_problem
 
 HUB = "hf://datasets/"
 
 
-class Files:
-    """Rows of a file as problems, scored by a scorer named in the config."""
+class FileTask:
+    """A task whose problems are the rows of a file, scored by the configured scorer."""
 
-    def __init__(self, config: FileTask, *, held_out: int) -> None:
+    def __init__(self, config: FileTaskConfig, *, held_out: int) -> None:
         self.config, self.held_out = config, held_out
-        self._scorer = scorer(config.scorer)
+        self._scorer = find_scorer(config.scorer)
 
     def problems(self) -> Problems:
         rows = self._problems(self.config.train)
@@ -29,7 +29,8 @@ class Files:
             return Problems(train=rows, held_out=self._problems(self.config.held_out))
         if self.held_out >= len(rows):
             raise UserError(
-                f"`task.held_out: {self.held_out}` takes all {len(rows)} problems of {self.config.train}: lower it, or name a file in `task.file.held_out`"
+                f"`task.held_out: {self.held_out}` sets all {len(rows)} problems of {self.config.train} aside: lower"
+                " it, or name a file in `task.file.held_out`"
             )
         cut = len(rows) - self.held_out
         return Problems(train=rows[:cut], held_out=rows[cut:])
@@ -39,36 +40,44 @@ class Files:
         return Score(value, {self.config.scorer: value})
 
     def _problems(self, path: str) -> list[Problem]:
-        made = [self._problem(row, where) for row, where in _rows(path)]
-        if not made:
-            raise UserError(f"the dataset {path} has no problems in it: it needs one row per problem")
-        return made
+        problems = [self._problem(row, where) for row, where in _rows(path)]
+        if not problems:
+            raise UserError(f"the dataset {path} is empty: write one row per problem")
+        return problems
 
     def _problem(self, row: dict[str, Any], where: str) -> Problem:
-        if too_deep(row):
-            raise UserError(f"{where} has lists or objects more than {DEEPEST} deep inside each other: flatten it")
+        if is_too_deep(row):
+            raise UserError(f"{where} has lists or objects nested more than {DEEPEST} deep: flatten them")
         for key, name in (("prompt_field", self.config.prompt_field), ("answer_field", self.config.answer_field)):
             if name not in row:
                 raise UserError(
-                    f"{where} has no field `{name}`, which `task.file.{key}` names; its fields are: {', '.join(map(str, row)) or 'none'}"
+                    f"{where} has no field `{name}` (`task.file.{key}`); its fields are:"
+                    f" {', '.join(map(str, row)) or 'none'}"
                 )
         answer = row[self.config.answer_field]
         try:
             check_answer(self.config.scorer, answer)
         except ValueError as error:
             raise UserError(
-                f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot judge by, {str(answer)[:60]!r}: {error}. Mend the row, or choose another scorer"
+                f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot use,"
+                f" {str(answer)[:60]!r}: {error}. Fix the row, or choose another scorer"
             ) from None
-        rest = {key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)}
-        return Problem(_messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest)
+        rest = {
+            key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)
+        }
+        return Problem(
+            _messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest
+        )
 
 
 def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each row of the file, and where it stands for error messages."""
+    """Each row of the file, with its place in the file for error messages."""
     file = _from_hub(path) if path.startswith(HUB) else Path(path).expanduser()
     if not file.is_file():
-        found = "is a folder" if file.is_dir() else "is no ordinary file" if file.exists() else "does not exist"
-        raise UserError(f"the dataset {path} {found} (looked for {file.absolute()}): `task.file` names .jsonl or .parquet files")
+        found = "is a folder" if file.is_dir() else "is not a regular file" if file.exists() else "does not exist"
+        raise UserError(
+            f"the dataset {path} {found} (looked for {file.absolute()}): name a .jsonl or .parquet file in `task.file`"
+        )
     if file.suffix == ".parquet":
         yield from _parquet(file)
     elif file.suffix in (".jsonl", ".ndjson"):
@@ -92,7 +101,9 @@ def _from_hub(path: str) -> Path:
         why = "the hub cannot be reached, and there is no copy in its cache"
     except (HfHubHTTPError, HFValidationError) as error:
         why = str(error).strip().splitlines()[0]
-    raise UserError(f"the dataset {path} could not be had: {why}. Name a .jsonl or .parquet file on this machine in its place")
+    raise UserError(
+        f"the dataset {path} could not be downloaded: {why}. Name a .jsonl or .parquet file on this machine instead"
+    )
 
 
 def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -103,10 +114,10 @@ def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
             where = f"{file}, line {number},"
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and a thousand brackets
+            except (ValueError, RecursionError) as error:  # Also for numbers of thousands of digits, and deep nesting.
                 raise UserError(f"{where} is not JSON in UTF-8: {error}") from None
             if not isinstance(row, dict):
-                raise UserError(f"{where} must be a JSON object with fields, and is {type(row).__name__}")
+                raise UserError(f"{where} must be a JSON object with fields, but is a {type(row).__name__}")
             yield row, where
 
 
@@ -125,7 +136,9 @@ def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _messages(prompt: Any, where: str) -> list[Message]:
-    made = ask(prompt) if isinstance(prompt, str) else prompt
-    if (why := why_no_messages(made)) is not None:
-        raise UserError(f"{where} must be a text or a list of messages with `role` and `content`, and has messages that {why}")
-    return [{"role": message["role"], "content": message["content"]} for message in made]
+    messages = ask(prompt) if isinstance(prompt, str) else prompt
+    if (why := find_message_problem(messages)) is not None:
+        raise UserError(
+            f"{where} must be a text or a list of messages with `role` and `content`, but has messages that {why}"
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

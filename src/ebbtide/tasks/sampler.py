@@ -1,4 +1,4 @@
-"""Which problems come next: every problem once per epoch, in an order that the seed fixes."""
+"""Draws the next problems: every problem once per epoch, in an order that depends on the seed."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ class Sampler(Generic[Item]):
         return order
 
     def seek(self, epoch: int, position: int) -> None:
-        """Goes to where another sampler of the same items and seed was."""
+        """Continues where another sampler of the same items and seed was."""
         if position > len(self._items):
             raise UserError(
-                f"the checkpoint had taken {position} problems of an epoch, and this `task` has {len(self._items)}: "
-                "resume with the task it was made with"
+                f"the checkpoint is at problem {position} of an epoch, but this `task` has {len(self._items)} problems:"
+                " resume with the task of the checkpoint"
             )
         self.epoch, self.position = epoch, position
         self._order = self._shuffled()
 
-    def take(self, count: int) -> list[Item]:
-        taken = []
+    def draw(self, count: int) -> list[Item]:
+        """The next items."""
+        drawn = []
         for _ in range(count):
             if self.position == len(self._order):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._shuffled()
-            taken.append(self._items[self._order[self.position]])
+            drawn.append(self._items[self._order[self.position]])
             self.position += 1
-        return taken
+        return drawn

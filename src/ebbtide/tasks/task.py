@@ -1,4 +1,4 @@
-"""What a task is: problems to practise on, and a score for each completion. Imports no torch."""
+"""The interface of a task: problems to train on, and a score (reward) for each completion. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any, Protocol, TypedDict
 
 
 class Message(TypedDict):
+    """A chat message."""
+
     role: str
     content: str
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt, as messages, with what its scorer needs."""
+    """One prompt as messages, with what its scorer needs."""
 
     messages: list[Message]
     answer: Any = None
@@ -21,14 +23,14 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """What is asked last, for people to see: without a system message, and without a chat template around it."""
-        asked = [message["content"] for message in self.messages if message["role"] == "user"]
-        return (asked or [message["content"] for message in self.messages] or [""])[-1]
+        """The last user message, for people to read: without a system message and without a chat template."""
+        users = [message["content"] for message in self.messages if message["role"] == "user"]
+        return (users or [message["content"] for message in self.messages] or [""])[-1]
 
 
 @dataclass(frozen=True)
 class Problems:
-    """The problems of a task: to train on, and held out from training."""
+    """The problems of a task: those to train on, and those held out for evaluation."""
 
     train: list[Problem]
     held_out: list[Problem]
@@ -36,34 +38,43 @@ class Problems:
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of a completion, and the named parts it is made of."""
+    """The reward of a completion, and named parts of it to report."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
 
 
 class Task(Protocol):
-    """What Ebbtide asks of a task. `score` runs in worker processes that build the task anew: keep it free of shared state."""
+    """The interface of a task. `score` runs in worker processes that each build the task: do not rely on shared
+    state."""
 
-    def problems(self) -> Problems: ...
+    def problems(self) -> Problems:
+        """The problems to train on and to evaluate with."""
+        ...
 
-    def score(self, problem: Problem, completion: str) -> Score: ...
+    def score(self, problem: Problem, completion: str) -> Score:
+        """The reward of a completion."""
+        ...
 
 
 def ask(text: str) -> list[Message]:
-    """One user message."""
+    """A prompt of one user message."""
     return [{"role": "user", "content": text}]
 
 
-def why_no_messages(found: object) -> str | None:
+def find_message_problem(found: object) -> str | None:
     """What is wrong with something that should be a list of messages; None if nothing is."""
     if not isinstance(found, list) or not found:
-        return "are no list of messages with `role` and `content`"
+        return "are not a list of messages with `role` and `content`"
     for message in found:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
             return "are not all texts with a `role` and a `content`"
     try:
         "".join(message["role"] + message["content"] for message in found).encode()
     except UnicodeEncodeError:
-        return "hold half of a character (a lone surrogate), which no tokenizer takes"
+        return "contain half of a character (a lone surrogate), which no tokenizer accepts"
     return None

@@ -1,4 +1,5 @@
-"""CISPO: REINFORCE weighted by a clipped, detached ratio. No token loses its gradient; large ratios only count less."""
+"""CISPO: REINFORCE weighted by a clipped, detached ratio. Every token keeps its gradient; clipping only limits its
+weight."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from torch import Tensor
 def cispo(
     logprobs: Tensor,  # [P]
     old_logprobs: Tensor,  # [P]
-    advantages: Tensor,  # [P]: that of the token's sequence
+    advantages: Tensor,  # [P]: the advantage of the token's sequence
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token [P], and whether its ratio was clipped [P]."""
+    """(loss of each token [P], whether its ratio was clipped [P])."""
     ratio = (logprobs.detach() - old_logprobs).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -weight * advantages * logprobs, ratio != weight

@@ -1,4 +1,4 @@
-"""GRPO: PPO's clipped ratio, token by token. Asymmetric when `clip_high` differs from `clip_low` (DAPO's clip-higher)."""
+"""GRPO: PPO's clipped ratio per token; asymmetric if `clip_high` differs from `clip_low` (DAPO's clip-higher)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 def grpo(
     logprobs: Tensor,  # [P]
     old_logprobs: Tensor,  # [P]
-    advantages: Tensor,  # [P]: that of the token's sequence
+    advantages: Tensor,  # [P]: the advantage of the token's sequence
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token [P], and whether its clip took the gradient away [P]."""
+    """(loss of each token [P], whether clipping removed its gradient [P])."""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)

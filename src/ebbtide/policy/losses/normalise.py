@@ -1,4 +1,5 @@
-"""How much each token counts. Decided for a whole step before anything is packed, so that micro-batches only add up."""
+"""The weight of each token in the loss. It is set for a whole step before packing, so that losses of micro-batches are
+summed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ def token_weights(
     normalise: Literal["sequence", "token", "constant"],
     max_new_tokens: int,
 ) -> list[float]:
-    """[N]: the weight of each token of each sequence, in a step of one update. The loss is the weighted sum over all tokens; of several minibatches each has as many times these weights."""
-    if not lengths:  # every completion of the step was cut off and masked
+    """The weight of the tokens of each sequence [N], in a step of one update. The loss is the weighted sum over all
+    tokens; with several minibatches these weights are multiplied by their number."""
+    if not lengths:  # Every completion of the step was truncated and masked.
         return []
     if normalise == "sequence":
         return [1 / (length * len(lengths)) for length in lengths]

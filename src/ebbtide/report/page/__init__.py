@@ -1,1 +1,1 @@
-"""report.html: a run's folder as one page, written or served. Imports no torch."""
+"""report.html: a run folder as one HTML page, written or served. Imports no torch."""

@@ -1,4 +1,5 @@
-// Which metrics are drawn: all that the runs have, grouped by what stands before the slash, found by a part of their names.
+// Which metrics are drawn: all that the runs have, grouped by what stands before the slash, found by a part of their
+// names.
 "use strict";
 
 const USUAL = ["reward", "evaluate/reward", "loss", "entropy", "grad_norm", "completion_tokens"];
@@ -50,7 +51,12 @@ function groupBox([name, keys]) {
     choice.dataset.key = key;
     return choice;
   });
-  const box = make("details", { open: name === GENERAL }, make("summary", {}, `${name} `, make("span", { className: "quiet" })), ...choices);
+  const box = make(
+    "details",
+    { open: name === GENERAL },
+    make("summary", {}, `${name} `, make("span", { className: "quiet" })),
+    ...choices,
+  );
   box.dataset.group = name;
   return box;
 }
@@ -70,7 +76,9 @@ function markChosen() {
   const drawn = new Set(drawnMetrics());
   for (const group of byId("metric-groups").children) {
     const boxes = [...group.querySelectorAll("input")];
-    boxes.forEach((box) => { box.checked = drawn.has(box.value); });
+    boxes.forEach((box) => {
+      box.checked = drawn.has(box.value);
+    });
     group.querySelector("summary span").textContent = `${boxes.filter((box) => box.checked).length} of ${boxes.length}`;
   }
   byId("metrics-drawn").textContent = `${drawn.size} of ${allMetrics().length} drawn`;
@@ -83,7 +91,9 @@ function searchMetrics() {
   const found = new Set(foundMetrics());
   for (const group of byId("metric-groups").children) {
     const choices = [...group.querySelectorAll("label")];
-    choices.forEach((choice) => { choice.hidden = !found.has(choice.dataset.key); });
+    choices.forEach((choice) => {
+      choice.hidden = !found.has(choice.dataset.key);
+    });
     group.hidden = choices.every((choice) => choice.hidden);
     if (sought()) group.open = true;
   }
@@ -92,7 +102,9 @@ function searchMetrics() {
 }
 
 byId("metric-search").addEventListener("input", searchMetrics);
-byId("metrics-found").addEventListener("click", () => chooseMetrics([...new Set([...drawnMetrics(), ...foundMetrics()])]));
+byId("metrics-found").addEventListener("click", () =>
+  chooseMetrics([...new Set([...drawnMetrics(), ...foundMetrics()])]),
+);
 byId("metrics-usual").addEventListener("click", () => chooseMetrics(null));
 byId("metrics-none").addEventListener("click", () => chooseMetrics([]));
 byId("chooser").open = matchMedia("(min-width: 1001px)").matches;

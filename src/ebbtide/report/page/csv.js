@@ -4,7 +4,8 @@
 const FORMULA = /^\s*[=+\-@|]/;
 const NUMBER = /^[+-]?\d+(\.\d+)?$/;
 
-/** A cell by RFC 4180. A text that a spreadsheet would read as a formula gets an apostrophe before it: models write what they like. */
+/** A cell by RFC 4180. A text that a spreadsheet would read as a formula gets an apostrophe before it: models write
+ * what they like. */
 function cell(value) {
   if (value === null || value === undefined) return "";
   if (typeof value === "number") return String(value);
@@ -18,14 +19,25 @@ function asCsv(rows) {
 }
 
 function download(what, rows) {
-  const run = shown.runs.map((one) => one.name).join("-").replace(/[^\w.-]+/g, "_").slice(0, 60);
+  const run = shown.runs
+    .map((one) => one.name)
+    .join("-")
+    .replace(/[^\w.-]+/g, "_")
+    .slice(0, 60);
   const file = URL.createObjectURL(new Blob([asCsv(rows)], { type: "text/csv;charset=utf-8" }));
   make("a", { href: file, download: `${run}-${what}.csv` }).click();
   setTimeout(() => URL.revokeObjectURL(file), 10_000);
 }
 
 function tableOf(heading, rows) {
-  return make("table", {},
+  return make(
+    "table",
+    {},
     make("thead", {}, make("tr", {}, ...heading.map((text) => make("th", { scope: "col", textContent: text })))),
-    make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells.map((text) => make("td", { textContent: text }))))));
+    make(
+      "tbody",
+      {},
+      ...rows.map((cells) => make("tr", {}, ...cells.map((text) => make("td", { textContent: text })))),
+    ),
+  );
 }

@@ -2,12 +2,18 @@
 "use strict";
 
 const POINTS_WITH_MARKS = 40; // up to which each point of a curve is marked
-const TIME_UNITS = [[300, 1, "s"], [3 * 3600, 60, "min"], [3 * 86400, 3600, "h"], [Infinity, 86400, "days"]]; // up to, seconds, name
+const TIME_UNITS = [
+  [300, 1, "s"],
+  [3 * 3600, 60, "min"],
+  [3 * 86400, 3600, "h"],
+  [Infinity, 86400, "days"],
+]; // up to, seconds, name
 const frames = new Map(); // metric -> its figure on the page
 const near = new Set(); // figures that are on the screen or almost
 
 const overTime = () => control("x").value === "time";
-const drawnRuns = () => shown.runs.map((run, number) => ({ run, number })).filter(({ run }) => !view.hidden.has(run.name));
+const drawnRuns = () =>
+  shown.runs.map((run, number) => ({ run, number })).filter(({ run }) => !view.hidden.has(run.name));
 
 function timeUnit() {
   const longest = Math.max(0, ...drawnRuns().map(({ run }) => run.tables[0].time.at(-1) || 0));
@@ -27,7 +33,13 @@ function series(run, key) {
   const [from, to] = [numberOf("from") ?? -Infinity, numberOf("to") ?? Infinity];
   const seen = [...known.keys()].filter((place) => at[known[place]] >= from && at[known[place]] <= to);
   const pick = (list) => seen.map((place) => list[known[place]]);
-  return { step: pick(table.step), time: pick(table.time), x: pick(at), y: seen.map((place) => all[place]), smooth: seen.map((place) => smooth[place]) };
+  return {
+    step: pick(table.step),
+    time: pick(table.time),
+    x: pick(at),
+    y: seen.map((place) => all[place]),
+    smooth: seen.map((place) => smooth[place]),
+  };
 }
 
 /** The exponential moving average that TensorBoard draws: begun without a bias towards 0. */
@@ -47,8 +59,13 @@ function tracesOf({ run, number }, key, seconds) {
   if (!y.length) return [];
   const line = { color: theme().runs[number % RUN_COLOURS], width: 2, dash: dashOf(number)[0] };
   const base = {
-    type: "scatter", mode: y.length <= POINTS_WITH_MARKS ? "lines+markers" : "lines", name: plain(brief(run.name)), line,
-    marker: { color: line.color, size: 5 }, x: overTime() ? x.map((value) => value / seconds) : x, showlegend: false,
+    type: "scatter",
+    mode: y.length <= POINTS_WITH_MARKS ? "lines+markers" : "lines",
+    name: plain(brief(run.name)),
+    line,
+    marker: { color: line.color, size: 5 },
+    x: overTime() ? x.map((value) => value / seconds) : x,
+    showlegend: false,
   };
   if (!Number(control("smooth").value)) return [{ ...base, y, hovertemplate: "%{y:.4~g}" }];
   const raw = { ...base, y, mode: "lines", line: { ...line, width: 1 }, opacity: 0.35, hoverinfo: "skip" };
@@ -76,7 +93,13 @@ function frame(key) {
   remove.className = "remove";
   const chart = make("div", { className: "chart" });
   chart.setAttribute("role", "img");
-  const caption = make("figcaption", {}, make("span", { className: "metric" }, make("b", { textContent: key }), ` ${meaningOf(key).words}`), log, remove);
+  const caption = make(
+    "figcaption",
+    {},
+    make("span", { className: "metric" }, make("b", { textContent: key }), ` ${meaningOf(key).words}`),
+    log,
+    remove,
+  );
   const made = make("figure", {}, caption, make("ul", { className: "latest" }), chart);
   made.dataset.metric = key;
   frames.set(key, made);
@@ -85,15 +108,18 @@ function frame(key) {
 }
 
 /** A chart is drawn when it comes near the screen: fifty at once would take seconds. */
-const watching = new IntersectionObserver((entries) => {
-  for (const { target, isIntersecting } of entries) {
-    if (!isIntersecting) near.delete(target);
-    else {
-      near.add(target);
-      drawCurve(target.dataset.metric);
+const watching = new IntersectionObserver(
+  (entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (!isIntersecting) near.delete(target);
+      else {
+        near.add(target);
+        drawCurve(target.dataset.metric);
+      }
     }
-  }
-}, { rootMargin: "400px" });
+  },
+  { rootMargin: "400px" },
+);
 
 const recent = (value) => figure(value, Math.abs(value) < 10 ? 4 : 1);
 
@@ -104,21 +130,42 @@ function drawCurve(key) {
   const log = view.log.has(key);
   const runs = drawnRuns();
   made.querySelector(".log").setAttribute("aria-pressed", String(log));
-  const latest = runs.map(({ run, number }) => ({ run, number, value: series(run, key).smooth.at(-1) })).filter(({ value }) => value !== undefined);
-  made.querySelector(".latest").replaceChildren(...latest.map(({ run, number, value }) =>
-    make("li", { title: run.name }, ...(several() ? [swatch(number)] : ["last "]), recent(value))));
-  chart.setAttribute("aria-label", `${key}: ${latest.map(({ run, value }) => `${run.name} ${recent(value)}`).join(", ") || "no values yet"}`);
+  const latest = runs
+    .map(({ run, number }) => ({ run, number, value: series(run, key).smooth.at(-1) }))
+    .filter(({ value }) => value !== undefined);
+  made
+    .querySelector(".latest")
+    .replaceChildren(
+      ...latest.map(({ run, number, value }) =>
+        make("li", { title: run.name }, ...(several() ? [swatch(number)] : ["last "]), recent(value)),
+      ),
+    );
+  chart.setAttribute(
+    "aria-label",
+    `${key}: ${latest.map(({ run, value }) => `${run.name} ${recent(value)}`).join(", ") || "no values yet"}`,
+  );
   const range = [control("from"), control("to")].map(({ value }) => value).join();
   const began = chart.classList.contains("js-plotly-plot");
-  draw(chart, runs.flatMap((one) => tracesOf(one, key, seconds)), {
-    margin: { l: 50, r: 10, t: 6, b: 40 },
-    hovermode: "x unified",
-    xaxis: {
-      title: { text: overTime() ? `time in ${unit}` : "step" }, uirevision: `${overTime()} ${range}`,
-      unifiedhovertitle: { text: overTime() ? `%{x:.4~g} ${unit}` : "step %{x}" },
+  draw(
+    chart,
+    runs.flatMap((one) => tracesOf(one, key, seconds)),
+    {
+      margin: { l: 50, r: 10, t: 6, b: 40 },
+      hovermode: "x unified",
+      xaxis: {
+        title: { text: overTime() ? `time in ${unit}` : "step" },
+        uirevision: `${overTime()} ${range}`,
+        unifiedhovertitle: { text: overTime() ? `%{x:.4~g} ${unit}` : "step %{x}" },
+      },
+      yaxis: {
+        title: { text: plain(meaningOf(key).unit) },
+        type: log ? "log" : "linear",
+        uirevision: `${log} ${range}`,
+        exponentformat: "e",
+        minorloglabels: "none",
+      },
     },
-    yaxis: { title: { text: plain(meaningOf(key).unit) }, type: log ? "log" : "linear", uirevision: `${log} ${range}`, exponentformat: "e", minorloglabels: "none" },
-  });
+  );
   if (!began) chart.on("plotly_relayout", (change) => zoomed(change, overTime() ? timeUnit()[1] : 1));
 }
 
@@ -147,7 +194,11 @@ function drawCurves() {
   }
   const before = [...byId("curves").children].map((made) => made.dataset.metric).join("\n");
   if (before !== keys.join("\n") || !keys.length) {
-    byId("curves").replaceChildren(...(keys.length ? keys.map(frame) : [make("p", { className: "quiet", textContent: "No metric is drawn: choose some." })]));
+    byId("curves").replaceChildren(
+      ...(keys.length
+        ? keys.map(frame)
+        : [make("p", { className: "quiet", textContent: "No metric is drawn: choose some." })]),
+    );
   }
   near.forEach((made) => drawCurve(made.dataset.metric));
 }
@@ -156,23 +207,29 @@ function drawCurves() {
 function frameRuns() {
   const there = byId("drawn-runs");
   there.hidden = !several();
-  there.append(...shown.runs.map((run, number) => {
-    const box = make("input", { type: "checkbox", value: run.name });
-    box.addEventListener("change", () => {
-      if (box.checked) view.hidden.delete(run.name);
-      else view.hidden.add(run.name);
-      drawCurves();
-      keepView();
-    });
-    return make("label", { title: run.name }, box, swatch(number), brief(run.name));
-  }));
+  there.append(
+    ...shown.runs.map((run, number) => {
+      const box = make("input", { type: "checkbox", value: run.name });
+      box.addEventListener("change", () => {
+        if (box.checked) view.hidden.delete(run.name);
+        else view.hidden.add(run.name);
+        drawCurves();
+        keepView();
+      });
+      return make("label", { title: run.name }, box, swatch(number), brief(run.name));
+    }),
+  );
 }
 
 function markRuns() {
-  byId("drawn-runs").querySelectorAll("input").forEach((box) => { box.checked = !view.hidden.has(box.value); });
+  byId("drawn-runs")
+    .querySelectorAll("input")
+    .forEach((box) => {
+      box.checked = !view.hidden.has(box.value);
+    });
 }
 
-/** What the charts show: each run's steps, and every metric as it was recorded and, where that is asked for, smoothed. */
+/** What the charts show: each run's steps, and every metric as it was recorded and, where chosen, smoothed. */
 function curvesAsRows() {
   const keys = drawnMetrics();
   const weight = Number(control("smooth").value);
@@ -203,5 +260,7 @@ byId("whole-run").addEventListener("click", () => {
 control("x").addEventListener("change", () => {
   control("from").value = control("to").value = ""; // steps are no seconds
 });
-["x", "smooth", "from", "to"].forEach((name) => control(name).addEventListener("input", () => requestAnimationFrame(drawCurves)));
+["x", "smooth", "from", "to"].forEach((name) =>
+  control(name).addEventListener("input", () => requestAnimationFrame(drawCurves)),
+);
 addEventListener("beforeprint", () => frames.forEach((_, key) => drawCurve(key)));

@@ -39,7 +39,8 @@ async function refresh() {
     data = await asked();
     byId("state").textContent = `live, read at ${new Date().toLocaleTimeString()}`;
   } catch (problem) {
-    byId("state").textContent = `not live, as the server cannot be read (${problem.message}): this is what was read last`;
+    byId("state").textContent =
+      `not live, as the server cannot be read (${problem.message}): this is what was read last`;
   }
   setTimeout(refresh, EVERY_MS);
   if (data) {

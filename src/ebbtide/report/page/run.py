@@ -1,4 +1,4 @@
-"""A run's folder as the data of its page."""
+"""Reads a run folder into the data of its page."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ from typing import Any
 
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
-from ebbtide.report.page.lines import JSON, Followed, foreign, opened, some_of
-from ebbtide.report.page.metrics import looked_at, middle, number, tables
-from ebbtide.report.page.settings import flat
+from ebbtide.report.page.lines import JSON, GrowingFile, find_foreign_line, open_regular_file, read_selection
+from ebbtide.report.page.metrics import build_tables, median_step, select_steps, to_number
+from ebbtide.report.page.settings import flatten_settings
 
 ROLLOUT_BYTES = 4_000_000
-"""Of rollouts.jsonl in a page: some thousand samples, which a browser filters at once."""
+"""The part of rollouts.jsonl on a page: some thousand samples, which a browser filters instantly."""
 SPREAD = 100
-"""Prompts from before those, each with all its samples, spread over the whole run."""
+"""The prompts from before those, each with all its samples, spread over the whole run."""
 VERSIONS = ("ebbtide", "commit", "torch", "transformers", "python", "cuda", "device")
 KEPT = ("step", "group", "sample", "prompt", "answer", "completion", "reward", "parts", "advantage", "finish", "tokens")
 PER_TOKEN = ("token_chars", "logprobs")
 KEPT_IF_ANY = ("failure", "failure_message", *PER_TOKEN)
 MOST_TEXT = 200_000
-"""Characters of a text in a page; rollouts.jsonl has all of it."""
+"""The most characters of a text on a page; rollouts.jsonl has all of it."""
 
 
-class Run:
-    """One run's folder, read again and again while the run goes on."""
+class PageRun:
+    """The folder of one run, which may be read repeatedly while the run is going."""
 
     def __init__(self, folder: Path, name: str | None = None, share: int = 1) -> None:
-        """`share`: how many runs are on the page."""
+        """`share`: the number of runs on the page, which share its space."""
         if not (folder / "metrics.jsonl").is_file():
-            raise UserError(f"{folder} is no run folder, as it has no metrics.jsonl: name one such as runs/quickstart-001")
-        if (number := foreign(folder / "metrics.jsonl")) is not None:
             raise UserError(
-                f'{folder / "metrics.jsonl"}, line {number}: not the figures of a step, which begin with `{{"step": `. Remove that line'
+                f"{folder} is no run folder, as it has no metrics.jsonl: name a run folder, such as runs/quickstart-001"
+            )
+        if (number := find_foreign_line(folder / "metrics.jsonl")) is not None:
+            raise UserError(
+                f'{folder / "metrics.jsonl"}, line {number}: not the figures of a step, which begin with `{{"step": `.'
+                " Remove that line"
             )
         self._folder, self.name, self._share = folder, name or folder.resolve().name, share
-        self._metrics, self._starts = Followed(folder / "metrics.jsonl"), Followed(folder / "versions.jsonl")
+        self._metrics, self._starts = GrowingFile(folder / "metrics.jsonl"), GrowingFile(folder / "versions.jsonl")
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Other when a file is other than it was."""
+        """A value that changes whenever one of the files does."""
         found: list[int] = []
         for name in ("metrics.jsonl", "rollouts.jsonl", "plan.json", "config.yaml", "versions.jsonl"):
             try:
-                known = (self._folder / name).stat()
-                found += [known.st_ino, known.st_size, known.st_mtime_ns]
+                status = (self._folder / name).stat()
+                found += [status.st_ino, status.st_size, status.st_mtime_ns]
             except FileNotFoundError:
                 found.append(0)
         return tuple(found)
@@ -53,34 +56,34 @@ class Run:
     def read(self) -> dict[str, Any]:
         lines = self._metrics.read()
         newest = ROLLOUT_BYTES // self._share
-        samples, whole = some_of(self._folder / "rollouts.jsonl", newest, SPREAD // self._share, newest // 4)
+        samples, whole = read_selection(self._folder / "rollouts.jsonl", newest, SPREAD // self._share, newest // 4)
         config = _mapping(self._folder / "config.yaml")
-        made = sum(int(number(line.get("samples")) or 0) for line in lines)
+        made = sum(int(to_number(line.get("samples")) or 0) for line in lines)
         return {
             "name": self.name,
             "about": _about(config),
             "steps": _at(config, "train", "steps"),
-            "group": _at(config, "rollout", "samples"),
-            "config": flat(config),
-            "starts": in_effect(self._starts.read()),
-            "tables": tables(lines),
-            "phases": looked_at(lines),
-            "middle": middle(lines),
+            "group": _group_size(config),
+            "config": flatten_settings(config),
+            "starts": effective_starts(self._starts.read()),
+            "tables": build_tables(lines),
+            "phases": select_steps(lines),
+            "middle": median_step(lines),
             "rollouts": [_sample(line) for line in samples],
             "samples": len(samples) if whole else max(made, len(samples)),
             "plan": _plan(self._folder / "plan.json"),
         }
 
 
-def named(folders: Sequence[Path]) -> list[Run]:
-    """Runs of one page, by the names of their folders; where two have one name, by their paths."""
+def open_runs(folders: Sequence[Path]) -> list[PageRun]:
+    """The runs of one page, named by their folders, or by their paths if two folders have the same name."""
     names = [folder.resolve().name for folder in folders]
     unique = len(set(names)) == len(names)
-    return [Run(folder, None if unique else str(folder), len(folders)) for folder in folders]
+    return [PageRun(folder, None if unique else str(folder), len(folders)) for folder in folders]
 
 
-def in_effect(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Which versions made which steps: a process that resumed after a step took the place of all that went on there."""
+def effective_starts(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Which versions made which steps: a process that resumed after a step replaces all that continued from there."""
     kept: list[dict[str, Any]] = []
     for line in starts:
         shown = {key: str(line[key]) for key in VERSIONS if line.get(key) is not None}
@@ -90,8 +93,11 @@ def in_effect(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sample(line: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a sample. Log-probs are of the text's characters: those of one that is cut are left out."""
-    found: dict[str, Any] = {key: line.get(key) for key in KEPT} | {key: line[key] for key in KEPT_IF_ANY if line.get(key)}
+    """What the page shows of a sample. Log-probs belong to the characters of the text: a sample whose text is cut has
+    none."""
+    found: dict[str, Any] = {key: line.get(key) for key in KEPT} | {
+        key: line[key] for key in KEPT_IF_ANY if line.get(key)
+    }
     long = [key for key, value in found.items() if isinstance(value, str) and len(value) > MOST_TEXT]
     whole = "completion" not in long and all(isinstance(line.get(key) or [], list) for key in PER_TOKEN)
     cut = {key: f"{found[key][:MOST_TEXT]} … ({len(found[key]):,} characters)" for key in long}
@@ -99,9 +105,9 @@ def _sample(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plan(path: Path) -> Any:
-    """What plan.json says; None where there is none, or where it is being written."""
+    """The contents of plan.json; None if there is none or it is being written."""
     try:
-        with opened(path) as file:
+        with open_regular_file(path) as file:
             plan = JSON.decode(file.read().decode())
     except (FileNotFoundError, ValueError, RecursionError):
         return None
@@ -109,9 +115,9 @@ def _plan(path: Path) -> Any:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """config.yaml as it is: it may be of another version, whose keys this one does not know."""
+    """The contents of config.yaml, not validated: another version with other keys may have written it."""
     try:
-        with opened(path) as file:
+        with open_regular_file(path) as file:
             found = read_yaml(file.read().decode(), str(path))
     except (FileNotFoundError, UnicodeDecodeError, UserError):
         return {}
@@ -124,16 +130,26 @@ def _at(config: Any, *keys: str) -> Any:
     return config
 
 
+def _prompts_per_step(config: dict[str, Any]) -> Any:
+    return _at(config, "rollout", "prompts_per_step") or _at(config, "rollout", "prompts")  # the key of earlier runs
+
+
+def _group_size(config: dict[str, Any]) -> Any:
+    return _at(config, "rollout", "group_size") or _at(config, "rollout", "samples")  # the key of earlier runs
+
+
 def _about(config: dict[str, Any]) -> dict[str, str]:
-    """What a run is, in a few words."""
+    """A run in a few words."""
     model = _at(config, "model", "path") or f"{_at(config, 'model', 'scratch', 'architecture') or '?'} from scratch"
     kind = next((name for name in ("builtin", "gym", "file", "python") if _at(config, "task", name)), "")
-    task = next((found for key in ("name", "dataset", "train", "object") if (found := _at(config, "task", kind, key))), kind)
+    task = next(
+        (found for key in ("name", "dataset", "train", "object") if (found := _at(config, "task", kind, key))), kind
+    )
     shown = {
         "model": model,
         "task": task,
         "loss": _at(config, "loss", "kind"),
-        "samples a step": f"{_at(config, 'rollout', 'prompts')} x {_at(config, 'rollout', 'samples')}",
+        "samples per step": f"{_prompts_per_step(config)} x {_group_size(config)}",
         "lr": _at(config, "optimizer", "lr"),
         "seed": _at(config, "seed"),
     }

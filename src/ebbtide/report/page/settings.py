@@ -1,4 +1,4 @@
-"""config.yaml as a flat list of settings, so that those of several runs can be laid side by side."""
+"""config.yaml as a flat list of settings, so that several runs can be compared side by side."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import chain, islice
 from typing import Any
 
 MOST_SETTINGS = 2_000
-"""Ebbtide has some two hundred. A file that names itself in itself (YAML can) would have them without end."""
-DEEPEST = 12
+"""Ebbtide has about two hundred. A YAML file can contain itself by an alias, and would have infinitely many."""
+DEEPEST = 12  # nested levels, for the same reason
 
 
-def flat(config: dict[str, Any]) -> dict[str, str]:
-    """`optimizer.lr` -> `0.001`, in the order of the file."""
+def flatten_settings(config: dict[str, Any]) -> dict[str, str]:
+    """Maps keys such as `optimizer.lr` to values such as `0.001`, in the order of the file."""
     found = chain.from_iterable(_settings(str(name), value, 0) for name, value in config.items())
     return dict(islice(found, MOST_SETTINGS))
 

@@ -3,18 +3,44 @@
 "use strict";
 
 const HOLDING_COLOURS = {
-  weights: "#4e79a7", grads: "#f28e2b", master: "#59a14f", moments: "#86c5bd", reference: "#b07aa1",
-  kv_cache: "#edc948", activations: "#e15759", logits: "#ff9da7", workspace: "#9c755f", gathered: "#7b6888", other: "#a9b1bb",
+  weights: "#4e79a7",
+  grads: "#f28e2b",
+  master: "#59a14f",
+  moments: "#86c5bd",
+  reference: "#b07aa1",
+  kv_cache: "#edc948",
+  activations: "#e15759",
+  logits: "#ff9da7",
+  workspace: "#9c755f",
+  gathered: "#7b6888",
+  other: "#a9b1bb",
 };
-const HOLDING_PATTERNS = { // so that no two are told apart by their hue alone
-  grads: "/", moments: "x", reference: "\\", activations: "-", logits: ".", workspace: "|", gathered: "+",
+const HOLDING_PATTERNS = {
+  // so that no two are told apart by their hue alone
+  grads: "/",
+  moments: "x",
+  reference: "\\",
+  activations: "-",
+  logits: ".",
+  workspace: "|",
+  gathered: "+",
 };
 const PHASE_COLOURS = {
-  generate: "#4477aa", score: "#66ccee", logprob: "#228833", train: "#c9a227", step: "#aa3377", save: "#8c6d5a", evaluate: "#9aa3ad",
+  generate: "#4477aa",
+  score: "#66ccee",
+  logprob: "#228833",
+  train: "#c9a227",
+  step: "#aa3377",
+  save: "#8c6d5a",
+  evaluate: "#9aa3ad",
 };
 const EXPOSED_COLOUR = "#d62728";
 const RUN_COLOURS = 6; // --run-0 to --run-5 of page.css
-const DASHES = [["solid", "solid"], ["dash", "dashed"], ["dot", "dotted"]]; // of Plotly and of CSS
+const DASHES = [
+  ["solid", "solid"],
+  ["dash", "dashed"],
+  ["dot", "dotted"],
+]; // of Plotly and of CSS
 
 let shown = JSON.parse(document.getElementById("data").textContent);
 
@@ -49,7 +75,8 @@ function figure(value, digits = 3) {
 /** Seconds for people: the two largest units. */
 function duration(seconds) {
   if (seconds < 60) return `${figure(seconds, seconds < 10 ? 1 : 0)} s`;
-  const [large, small, of, parts] = seconds < 3600 ? ["min", "s", 60, 60] : seconds < 86400 ? ["h", "min", 3600, 60] : ["d", "h", 86400, 24];
+  const [large, small, of, parts] =
+    seconds < 3600 ? ["min", "s", 60, 60] : seconds < 86400 ? ["h", "min", 3600, 60] : ["d", "h", 86400, 24];
   const whole = Math.round(seconds / (of / parts));
   return `${Math.floor(whole / parts)} ${large} ${whole % parts} ${small}`;
 }
@@ -68,15 +95,24 @@ function fillChoice(select, options) {
 }
 
 function figures(pairs) {
-  return make("dl", { className: "figures" }, ...pairs.map(([name, value]) =>
-    make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
+  return make(
+    "dl",
+    { className: "figures" },
+    ...pairs.map(([name, value]) =>
+      make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value })),
+    ),
+  );
 }
 
 function theme() {
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue(name).trim();
   return {
-    ink: of("--ink"), quiet: of("--quiet"), grid: of("--grid"), rule: of("--rule"), card: of("--card"),
+    ink: of("--ink"),
+    quiet: of("--quiet"),
+    grid: of("--grid"),
+    rule: of("--rule"),
+    card: of("--card"),
     runs: Array.from({ length: RUN_COLOURS }, (_, number) => of(`--run-${number}`)),
   };
 }
@@ -87,17 +123,28 @@ function draw(element, traces, { xaxis = {}, yaxis = {}, ...layout } = {}) {
   const axis = { gridcolor: colours.grid, zerolinecolor: colours.rule, linecolor: colours.rule, automargin: true };
   const touch = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page
   const still = { showgrid: false };
-  return Plotly.react(element, traces, {
-    paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "system-ui, sans-serif", size: 12, color: colours.quiet },
-    margin: { l: 56, r: 12, t: 8, b: 44 },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: colours.ink } },
-    hoverlabel: { bgcolor: colours.card, bordercolor: colours.rule, font: { color: colours.ink }, align: "left", namelength: -1 },
-    dragmode: touch ? false : "zoom",
-    uirevision: "kept",
-    ...layout,
-    xaxis: { ...axis, ...still, ...xaxis },
-    yaxis: { ...axis, ...yaxis },
-  }, { displayModeBar: false, responsive: true });
+  return Plotly.react(
+    element,
+    traces,
+    {
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: "system-ui, sans-serif", size: 12, color: colours.quiet },
+      margin: { l: 56, r: 12, t: 8, b: 44 },
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: colours.ink } },
+      hoverlabel: {
+        bgcolor: colours.card,
+        bordercolor: colours.rule,
+        font: { color: colours.ink },
+        align: "left",
+        namelength: -1,
+      },
+      dragmode: touch ? false : "zoom",
+      uirevision: "kept",
+      ...layout,
+      xaxis: { ...axis, ...still, ...xaxis },
+      yaxis: { ...axis, ...yaxis },
+    },
+    { displayModeBar: false, responsive: true },
+  );
 }

@@ -15,13 +15,14 @@ function valueOf(element) {
 
 function setValue(element, value) {
   if (element.type === "checkbox") element.checked = value === "1";
-  else if (element.tagName !== "SELECT" || [...element.options].some((option) => option.value === value)) element.value = value;
+  else if (element.tagName !== "SELECT" || [...element.options].some((option) => option.value === value))
+    element.value = value;
 }
 
 /** What a control says on a page that nobody has touched. */
 function untouched(element) {
   if (element.type === "checkbox") return element.defaultChecked ? "1" : "0";
-  return element.tagName === "SELECT" ? element.options[0]?.value ?? "" : element.defaultValue;
+  return element.tagName === "SELECT" ? (element.options[0]?.value ?? "") : element.defaultValue;
 }
 
 function numberOf(name) {
@@ -34,7 +35,9 @@ function address() {
   if (view.metrics) (view.metrics.length ? view.metrics : [""]).forEach((key) => kept.append("metric", key));
   view.log.forEach((key) => kept.append("log", key));
   view.hidden.forEach((name) => kept.append("hide", name));
-  controls().filter((element) => valueOf(element) !== untouched(element)).forEach((element) => kept.set(element.dataset.view, valueOf(element)));
+  controls()
+    .filter((element) => valueOf(element) !== untouched(element))
+    .forEach((element) => kept.set(element.dataset.view, valueOf(element)));
   return kept.size ? `#${kept}` : "";
 }
 

@@ -1,1 +1,2 @@
-"""An engine inside the process: it decodes with the very tensors that are trained, in a paged cache of keys and values."""
+"""The paged engine, inside the training process: it decodes with the very tensors that are trained, over a paged KV
+cache."""

@@ -1,4 +1,4 @@
-"""The paged cache, and the attention function through which any transformers model reads and writes it."""
+"""The paged KV cache, and the attention function through which any transformers model reads and writes it."""
 
 from __future__ import annotations
 
@@ -9,56 +9,59 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ebbtide.errors import UserError
-from ebbtide.policy.attention import FUNCTIONS, unsupported, window_asked
-from ebbtide.rollout.paged.room import Room
+from ebbtide.policy.attention import FUNCTIONS, requested_window, unsupported_layer
+from ebbtide.rollout.paged.cache_costs import CacheCosts
 
 PAGED = "ebbtide_paged"
 
 
-class Cache:
-    """Per layer, places for the keys and the values of one token each; kernels lay them out anew within each block. A tensor for each, so that they fit between what else is in memory."""
+class KVCache:
+    """The KV cache: for each layer a tensor of keys and one of values, with a slot for each token. They are separate
+    tensors so that they fit into fragmented memory. The GPU kernels use another layout within each block."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))  # keys, values: each [slots, kv heads, channels]
+        # (keys, values) of each layer: both [slots, kv heads, channels]
+        self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
-def room_of(config: PretrainedConfig) -> Room:
-    """What a model keeps of a token, and what a pass takes beside that."""
+def model_cache_costs(config: PretrainedConfig) -> CacheCosts:
+    """Returns the sizes of a model that decide how much memory the paged engine needs for it."""
     text = config.get_text_config()
     try:
         heads = int(text.num_attention_heads)
         experts = int(getattr(text, "num_experts_per_tok", None) or 1)
         sparse = experts * int(getattr(text, "moe_intermediate_size", None) or 0)
-        return Room(
+        return CacheCosts(
             layers=int(text.num_hidden_layers),
-            heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             channels=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             hidden=int(text.hidden_size),
             query_heads=heads,
             mlp=max(_largest(getattr(text, "intermediate_size", 0)), sparse),
             vocabulary=int(text.vocab_size),
         )
-    except RuntimeError:  # how transformers answers for what differs from layer to layer
-        raise not_paged(config, "its layers are of different sizes") from None
+    except RuntimeError:  # transformers raises this for a value that differs between layers
+        raise paged_cannot_run(config, "its layers are of different sizes") from None
 
 
 def _largest(size: int | Sequence[int]) -> int:
-    """Of a size that may be given for each layer."""
+    """Returns the largest of a size that may be given as one number or as one per layer."""
     return int(size) if isinstance(size, int) else max(size)
 
 
-def not_paged(config: PretrainedConfig, why: str) -> UserError:
-    """For a model that this engine does not compute, and another one does."""
+def paged_cannot_run(config: PretrainedConfig, why: str) -> UserError:
+    """Makes the error for a model that this engine cannot run and the huggingface engine can."""
     family = config.get_text_config().model_type
     other = "set `rollout.engine: huggingface` (`ebbtide serve` has no other engine)"
     return UserError(f"the paged engine cannot run `{family}` ({why}): {other}")
 
 
-class Attends(Protocol):
-    """One pass through the model."""
+class AttentionPass(Protocol):
+    """One pass through the model: it knows the KV cache and what each token attends to."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Writes the keys and values [T, kv heads, channels] of new tokens; what their queries [T, heads, channels] find: [T, heads, channels]."""
+        """Writes the keys and values [T, kv heads, channels] of the new tokens to the cache, and returns the attention
+        output [T, heads, channels] of their queries [T, heads, channels]."""
         ...
 
 
@@ -70,13 +73,13 @@ def paged_attention(
     attention_mask: None,
     scaling: float | None = None,
     *,
-    paged_pass: Attends | None = None,
-    **asked: Any,
+    paged_pass: AttentionPass | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, heads, channels]."""
-    window = window_asked(module, attention_mask, asked)
+    """Returns the attention output [1, T, heads, channels]."""
+    window = requested_window(module, attention_mask, kwargs)
     if paged_pass is None:
-        raise unsupported(module, "does not tell attention where the cache is")
+        raise unsupported_layer(module, "does not pass attention the KV cache (`paged_pass`)")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""What computes a step of the schedule: prompts read, samples decoded by one token, tokens drawn."""
+"""The interface of a model runner, which runs what the scheduler decides: it prefills chunks, decodes samples by one
+token each, and samples tokens from the logits."""
 
 from __future__ import annotations
 
@@ -7,46 +8,47 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ebbtide.rollout.engine import Sampling
-from ebbtide.rollout.paged.attention import Cache
-from ebbtide.rollout.paged.schedule import Chunk, Sample
+from ebbtide.rollout.engine import SamplingParams
+from ebbtide.rollout.paged.attention import KVCache
+from ebbtide.rollout.paged.scheduler import PrefillChunk, ScheduledSample
 
 
 @dataclass(frozen=True)
-class Draw:
-    """A token to be drawn: whose, how, and the number that decides."""
+class SampleOp:
+    """One token to sample: for which sample, with which parameters, and by which uniform number."""
 
-    sample: Sample
-    sampling: Sampling
+    sample: ScheduledSample
+    sampling: SamplingParams
     uniform: float
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Tokens that were drawn, or are under way."""
+class PendingTokens:
+    """The sampled tokens of a pass, which may still be in flight."""
 
-    samples: list[Sample]
+    samples: list[ScheduledSample]
     wait: Callable[[], tuple[Sequence[int], Sequence[float], Sequence[float]]]
-    """The tokens, their log-probs at the sampling temperature, and at 1."""
+    """Waits for the pass. Returns the tokens, their log-probs at the sampling temperature, and at temperature 1."""
 
 
 class Runner(Protocol):
-    def begin(self, cache: Cache, prompt_blocks: int, own_blocks: int) -> None:
-        """Uses a cache from now on, for prompts and samples of at most so many blocks."""
+    def attach_cache(self, cache: KVCache, prompt_blocks: int, own_blocks: int) -> None:
+        """Uses this KV cache from now on, for prompts of at most `prompt_blocks` blocks and completions of at most
+        `own_blocks`."""
         ...
 
-    def end(self) -> None:
-        """Lets go of the cache."""
+    def detach_cache(self) -> None:
+        """Releases the KV cache."""
         ...
 
-    def read(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> Drawn:
-        """Reads chunks, and draws the first tokens that follow from each."""
+    def prefill(self, chunks: Sequence[PrefillChunk], ops: Sequence[Sequence[SampleOp]]) -> PendingTokens:
+        """Prefills chunks, and samples the first tokens that follow each of them."""
         ...
 
-    def decode(self, draws: Sequence[Draw]) -> Drawn:
-        """The next token of samples; their last one becomes part of the cache."""
+    def decode(self, ops: Sequence[SampleOp]) -> PendingTokens:
+        """Samples the next token of each sample; its newest one becomes part of the KV cache."""
         ...
 
-    def trying(self) -> AbstractContextManager[None]:
-        """Inside this block, what is computed is a try: nothing is captured or kept for it."""
+    def probing(self) -> AbstractContextManager[None]:
+        """Within this context, passes are probes: no CUDA graph is captured and no buffer is kept for later."""
         ...

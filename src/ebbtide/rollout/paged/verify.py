@@ -1,54 +1,74 @@
-"""The paged engine, tried against the model's own forward before it samples anything."""
+"""Checks the paged engine against the model's own forward before it samples anything."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from transformers import PretrainedConfig
 
-from ebbtide.policy.model import Loaded
-from ebbtide.policy.probe import TOLERANCE, Asked, Probe, examine, own_logprobs, probes, refusing
-from ebbtide.rollout.engine import Request, Sampling
-from ebbtide.rollout.paged.attention import not_paged, room_of
+from ebbtide.model.load import LoadedModel
+from ebbtide.policy.probe import (
+    TOLERANCE,
+    AttentionCall,
+    ProbeSequence,
+    check_attention,
+    own_logprobs,
+    probes,
+    refuse_broken_model,
+)
+from ebbtide.rollout.engine import Request, SamplingParams
+from ebbtide.rollout.paged.attention import model_cache_costs, paged_cannot_run
 from ebbtide.rollout.paged.engine import PagedEngine
 
-# Of TOLERANCE: decoding rounds otherwise than a forward of whole sequences, in every layer. In bfloat16 both were 0.03
-# to 0.06 nats apart in measured runs.
+# The allowed difference, in units of TOLERANCE: decode rounds differently from a forward of whole sequences, in every
+# layer. In bfloat16 the difference was 0.03 to 0.06 nats in measured runs.
 ALLOWED = 2.5
-NEW = 4  # tokens that are sampled: the first when the prompt is read, the others by decoding
+NEW = 4  # tokens that are sampled: the first by prefill, the others by decode
 
 
-def verified_engine(loaded: Loaded, batch: int, *, longest: tuple[int, int], samples: int = 1) -> PagedEngine:
-    """An engine for prompts and completions of at most `longest` tokens, `samples` of a prompt, that is known to
-    compute what the model's own forward computes."""
+def build_verified_engine(
+    loaded: LoadedModel,
+    batch: int,
+    *,
+    longest: tuple[int, int],
+    samples: int = 1,
+    make_room: Callable[[int], None] = lambda size: None,
+) -> PagedEngine:
+    """Builds an engine for prompts and completions of at most `longest` tokens, with `samples` samples for each prompt.
+    It raises if the engine does not compute what the model's own forward computes. `make_room` is called with the bytes
+    of a KV cache before it is allocated, except for this check."""
     model, total = loaded.model, sum(longest)
-    both = probes(model.config, total, min(len(loaded.tokenizer), loaded.rows))
-    _check_cache(examine(model, total, both), model.config)
-    engine = PagedEngine(loaded, batch, longest=longest)
+    both = probes(model.config, total, min(len(loaded.tokenizer), loaded.vocabulary_rows))
+    _check_cache(check_attention(model, total, both), model.config)
+    engine = PagedEngine(loaded, batch, longest=longest, make_room=make_room)
     new = min(NEW, len(both[0].completion))
-    # As many samples of a prompt as there will be, so that no kernel is compiled for this alone.
-    asked = [Request(both[0].prompt, list(range(min(samples, 16)))), Request(both[1].prompt, [0])]
-    with refusing(lambda why: not_paged(model.config, why)), engine.trying():
-        found = [group[0] for group in engine.generate(asked, Sampling(new, ignore_end=True), lambda done, of: None)]
-    sequences = [Probe(one.prompt, sample.tokens) for one, sample in zip(both, found, strict=True)]
-    own = [own_logprobs(model, loaded.generate_attention, one) for one in sequences]
+    # As many samples for a prompt as a run will have, so that no kernel is compiled only for this check.
+    requests = [Request(both[0].prompt, list(range(min(samples, 16)))), Request(both[1].prompt, [0])]
+    with refuse_broken_model(lambda why: paged_cannot_run(model.config, why)), engine.probing():
+        found = [
+            group[0] for group in engine.generate(requests, SamplingParams(new, ignore_eos=True), lambda done, of: None)
+        ]
+    sequences = [ProbeSequence(probe.prompt, sample.tokens) for probe, sample in zip(both, found, strict=True)]
+    own = [own_logprobs(model, loaded.generate_attention, sequence) for sequence in sequences]
     sampled = torch.tensor([logprob for sample in found for logprob in sample.plain_logprobs])
     difference = (torch.cat(own).cpu() - sampled).abs().mean().item()
     if not difference <= ALLOWED * TOLERANCE[model.dtype]:
-        off = f"its log-probs are {difference:.3g} nats from the model's own on average, which is more than rounding"
-        raise not_paged(model.config, off)
+        why = f"its log-probs are {difference:.3g} nats from the model's own on average, which is more than rounding"
+        raise paged_cannot_run(model.config, why)
     return engine
 
 
-def _check_cache(asked: list[Asked], config: PretrainedConfig) -> None:
-    """That each layer has one key and one value of a token to keep, of the sizes that the cache has."""
-    room = room_of(config)
-    if sorted(call.layer for call in asked if call.layer is not None) != list(range(room.layers)):
-        raise not_paged(config, f"its {room.layers} layers do not attend once each")
-    for call in asked:
-        if (call.heads, *call.channels) != (room.heads, room.channels, room.channels):
-            raise not_paged(
+def _check_cache(calls: list[AttentionCall], config: PretrainedConfig) -> None:
+    """Checks that each layer calls attention once, with keys and values of the sizes that the KV cache has."""
+    costs = model_cache_costs(config)
+    if sorted(call.layer for call in calls if call.layer is not None) != list(range(costs.layers)):
+        raise paged_cannot_run(config, f"its {costs.layers} layers do not call attention once each")
+    for call in calls:
+        if (call.heads, *call.channels) != (costs.kv_heads, costs.channels, costs.channels):
+            raise paged_cannot_run(
                 config,
-                f"layer {call.layer} has keys and values of {call.heads} heads with "
-                f"{call.channels[0]} and {call.channels[1]} channels, "
-                f"and the cache has room for {room.heads} with {room.channels} each",
+                f"layer {call.layer} has keys and values of {call.heads} heads with {call.channels[0]} and"
+                f" {call.channels[1]} channels, and the KV cache holds {costs.kv_heads} heads with {costs.channels}"
+                " each",
             )

@@ -1,4 +1,6 @@
-"""An OpenAI-compatible HTTP server over the paged engine: alone (`ebbtide serve`), or beside training (`rollout.serve_port`).
+"""An OpenAI-compatible HTTP server over the paged engine, either by itself (`ebbtide serve`) or during training
+(`rollout.serve_port`).
 
-One thread owns the engine and does all of torch's work; another one runs the event loop of the HTTP server. They meet in desk.py.
+One thread owns the engine and does all torch work; another runs the event loop of the HTTP server. They communicate
+through the RequestQueue of queue.py.
 """

@@ -1,4 +1,4 @@
-"""The HTTP API: routes, the key, bodies, and answers that end when their client is gone."""
+"""The HTTP API: routes, the API key, request bodies, and responses that end when their client disconnects."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ebbtide.hosts import OWN, is_own
-from ebbtide.rollout.serve.answer import Answer, Said
-from ebbtide.rollout.serve.ask import Served, asked_of, encoded, job_of
-from ebbtide.rollout.serve.body import ChatBody, CompletionBody, check_name, parsed
-from ebbtide.rollout.serve.desk import Desk, Job, Piece
 from ebbtide.rollout.serve.error import ApiError
+from ebbtide.rollout.serve.queue import QueuedRequest, RequestQueue, TokenEvent
+from ebbtide.rollout.serve.response import ResponseBuilder, SampleDelta
+from ebbtide.rollout.serve.schema import ChatBody, CompletionBody, check_name, parse_body
+from ebbtide.rollout.serve.to_request import ServedModel, build_queued_request, encode_prompt, parse_prompts
+from ebbtide.system.hosts import LOOPBACK, is_loopback
 
-GONE = 499  # a status that nobody sees: nginx's for a client that is gone
+GONE = 499  # nginx's status for a client that has disconnected; nobody sees it
 
 
 class Api:
-    def __init__(self, desk: Desk, served: Served, *, key: str | None, max_body: int) -> None:
-        self._desk, self._served, self._max_body = desk, served, max_body
+    """The routes, as a Starlette app."""
+
+    def __init__(self, queue: RequestQueue, served: ServedModel, *, key: str | None, max_body: int) -> None:
+        self._queue, self._served, self._max_body = queue, served, max_body
         self._key = None if key is None else key.encode()
         self._since = int(time.time())
-        self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not hold up those that are being answered
+        self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not hold up the responses of others
         self.app = Starlette(
             routes=[
                 Route("/health", self.health),
@@ -48,7 +50,7 @@ class Api:
         self._encoder.shutdown()
 
     async def health(self, _: Request) -> Response:
-        if (closed := self._desk.closed) is not None:
+        if (closed := self._queue.closed_error) is not None:
             raise closed
         return JSONResponse({"status": "ok"})
 
@@ -67,7 +69,7 @@ class Api:
             "object": "model",
             "created": self._since,
             "owned_by": "ebbtide",
-            "max_model_len": self._served.limits.together,
+            "max_model_len": self._served.limits.total,
         }
 
     async def completions(self, request: Request) -> Reply:
@@ -78,22 +80,27 @@ class Api:
 
     async def _reply(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Reply:
         self._admit(request)
-        body = parsed(kind, await self._read(request), self._served.name)
-        return Reply(self._desk, self._served, body, self._encoder)
+        body = parse_body(kind, await self._read(request), self._served.name)
+        return Reply(self._queue, self._served, body, self._encoder)
 
     def _admit(self, request: Request) -> None:
         if self._key is None:
-            if (request.scope.get("server") or ("",))[0] in OWN and not is_own(request.headers.get("host", "")):
-                raise ApiError(403, "ask for 127.0.0.1 or localhost, or have the server started with a key")
+            if (request.scope.get("server") or ("",))[0] in LOOPBACK and not is_loopback(
+                request.headers.get("host", "")
+            ):
+                raise ApiError(403, "use 127.0.0.1 or localhost as the host name, or start the server with an API key")
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
-            raise ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
+            raise ApiError(
+                401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`", code="invalid_api_key"
+            )
 
     async def _read(self, request: Request) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "the body must be JSON: send it with `Content-Type: application/json`")  # which a foreign web page may not
-        too_large = ApiError(413, f"the body has more than {self._max_body} bytes")
+            # A web page of another site cannot send this type without a CORS preflight, which is not answered here.
+            raise ApiError(415, "the body must be JSON: send it with `Content-Type: application/json`")
+        too_large = ApiError(413, f"the body is larger than the limit of {self._max_body} bytes")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body:
             raise too_large
@@ -106,65 +113,70 @@ class Api:
 
 
 class Reply:
-    """The answer to a request, sent as it comes or whole. When the client is gone, all that is done for it ends."""
+    """The response to a request, streamed or whole. When the client disconnects, all work for it ends."""
 
-    def __init__(self, desk: Desk, served: Served, body: CompletionBody | ChatBody, encoder: Executor) -> None:
-        self._desk, self._served, self._body, self._encoder = desk, served, body, encoder
+    def __init__(
+        self, queue: RequestQueue, served: ServedModel, body: CompletionBody | ChatBody, encoder: Executor
+    ) -> None:
+        self._queue, self._served, self._body, self._encoder = queue, served, body, encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work, gone = asyncio.create_task(self._work(scope, send)), asyncio.create_task(_gone_client(receive))
+        response, gone = asyncio.create_task(self._respond(scope, send)), asyncio.create_task(_gone_client(receive))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((response, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            work.cancel()
-            await asyncio.wait((work,))
-        if not work.cancelled():
-            work.result()  # what was refused is answered by the app
+            response.cancel()
+            await asyncio.wait((response,))
+        if not response.cancelled():
+            response.result()  # raises an ApiError, to which the app responds
 
-    async def _work(self, scope: Scope, send: Send) -> None:
-        self._job = await self._encoded(scope["state"]["cut"])
-        self._answer = Answer(self._body, self._job, self._served)
-        self._desk.submit(self._job)
+    async def _respond(self, scope: Scope, send: Send) -> None:
+        self._request = await self._encoded(scope["state"]["cut"])
+        self._answer = ResponseBuilder(self._body, self._request, self._served)
+        self._queue.submit(self._request)
         try:
-            first = await self._next()  # before the status is sent: it may be that there will be no answer
+            first = await self._next()  # before the status is sent, as the request may still fail
             if self._body.stream:
                 await self._send_stream(first, send)
             else:
                 await self._send_whole(first, send)
         finally:
-            self._desk.withdraw(self._job)
+            self._queue.withdraw(self._request)
 
-    async def _encoded(self, cut: Callable[[], None]) -> Job:
-        """One prompt at a time: those of other requests come between them."""
+    async def _encoded(self, cut: Callable[[], None]) -> QueuedRequest:
+        """Encodes one prompt at a time, so that the prompts of other requests get their turn in between."""
         loop, served = asyncio.get_running_loop(), self._served
-        prompts = [await loop.run_in_executor(self._encoder, encoded, asked, served) for asked in asked_of(self._body, served)]
-        return job_of(self._body, prompts, served, cut)
+        prompts = [
+            await loop.run_in_executor(self._encoder, encode_prompt, prompt, served)
+            for prompt in parse_prompts(self._body, served)
+        ]
+        return build_queued_request(self._body, prompts, served, cut)
 
-    async def _next(self) -> Said:
-        event = await self._job.events.get()
-        if isinstance(event, Piece):
-            return self._answer.take(event)
+    async def _next(self) -> SampleDelta:
+        event = await self._request.events.get()
+        if isinstance(event, TokenEvent):
+            return self._answer.add_event(event)
         raise event
 
-    async def _whole(self, first: Said) -> dict[str, Any]:
-        samples = [Said(index) for index in range(self._answer.samples)]
+    async def _whole(self, first: SampleDelta) -> dict[str, Any]:
+        samples = [SampleDelta(index) for index in range(self._answer.samples)]
         samples[first.index] += first
         while not self._answer.done:
-            said = await self._next()
-            samples[said.index] += said
-        for said in samples:
-            said.offsets = [min(offset, len(said.text)) for offset in said.offsets]
-        return self._answer.whole(samples)
+            delta = await self._next()
+            samples[delta.index] += delta
+        for delta in samples:
+            delta.offsets = [min(offset, len(delta.text)) for offset in delta.offsets]
+        return self._answer.build_response(samples)
 
-    async def _send_whole(self, first: Said, send: Send) -> None:
+    async def _send_whole(self, first: SampleDelta, send: Send) -> None:
         answer = JSONResponse(await self._whole(first))
         await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
-        # This waits until the client has taken it all: till then it is kept in memory.
+        # This waits until the client has received all of it, which stays in memory until then.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_stream(self, said: Said, send: Send) -> None:
+    async def _send_stream(self, delta: SampleDelta, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -173,21 +185,21 @@ class Reply:
 
         try:
             while True:
-                if (chunk := self._answer.chunk(said)) is not None:
+                if (chunk := self._answer.build_chunk(delta)) is not None:
                     await event(json.dumps(chunk))
                 if self._answer.done:
                     break
-                said = await self._next()
+                delta = await self._next()
         except ApiError as refused:
             await event(json.dumps(refused.body()), more=False)
             return
-        if self._answer.tells_usage:
-            await event(json.dumps(self._answer.last_chunk()))
+        if self._answer.includes_usage:
+            await event(json.dumps(self._answer.build_usage_chunk()))
         await event("[DONE]", more=False)
 
 
 async def _gone_client(receive: Receive) -> None:
-    """Ends when the client is gone."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -200,8 +212,10 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} does not take {request.method}"}
-    return JSONResponse(ApiError(error.status_code, what.get(error.status_code, error.detail)).body(), error.status_code, error.headers)
+    what = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} does not support {request.method}"}
+    return JSONResponse(
+        ApiError(error.status_code, what.get(error.status_code, error.detail)).body(), error.status_code, error.headers
+    )
 
 
 async def _gone(_: Request, error: Exception) -> Response:
@@ -209,4 +223,4 @@ async def _gone(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, "the server failed at this request; its own output says why").body(), 500)
+    return JSONResponse(ApiError(500, "the server failed on this request; see the server's output").body(), 500)

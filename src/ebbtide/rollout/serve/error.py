@@ -1,4 +1,4 @@
-"""What the server says when it cannot answer: OpenAI's shape of an error."""
+"""Errors of the HTTP API, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import json
 from http import HTTPStatus
 from typing import Any
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 class ApiError(Exception):
+    """An error that the client gets as a response."""
+
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
@@ -19,7 +27,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> bytes:
-        """For a connection that is closed behind it, where no app answers."""
+        """The raw HTTP response, for a connection that is closed after it and that no app answers."""
         body = json.dumps(self.body()).encode()
         head = (
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"

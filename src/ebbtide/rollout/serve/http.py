@@ -1,4 +1,4 @@
-"""The HTTP server in a thread of its own, beside the one that owns the engine."""
+"""Runs the HTTP server in a thread of its own, beside the one that owns the engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ebbtide.errors import UserError
-from ebbtide.rollout.serve.ask import Served
-from ebbtide.rollout.serve.desk import Desk
+from ebbtide.rollout.serve.queue import RequestQueue
+from ebbtide.rollout.serve.to_request import ServedModel
 
-BACKLOG = 1024  # connections that wait to be taken: of more, clients ask again a second later
-PATIENCE = 30.0  # seconds for a request to arrive, and for a client to take something of its answer
+BACKLOG = 1024  # connections that wait to be accepted; beyond it, clients retry after a second
+PATIENCE = 30.0  # seconds for a request to arrive, and for a client to receive a part of its response
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -21,40 +21,48 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"cannot listen at {host}, port {port}: {error}. Choose another, or end what uses it") from None
+        raise UserError(
+            f"cannot listen at {host}, port {port}: {error}. Choose another host or port, or stop what uses it"
+        ) from None
 
 
-def url(listening: socket.socket) -> str:
+def server_url(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 @contextmanager
-def answering(
-    desk: Desk, served: Served, listening: socket.socket, *, key: str | None, max_body: int, patience: float = PATIENCE
+def run_http_server(
+    queue: RequestQueue,
+    served: ServedModel,
+    listening: socket.socket,
+    *,
+    key: str | None,
+    max_body: int,
+    patience: float = PATIENCE,
 ) -> Iterator[None]:
-    """Requests reach the desk; at the end those that are left are refused."""
+    """Runs the HTTP server, which puts requests into the queue. On exit the remaining requests are refused."""
     import uvicorn
 
     from ebbtide.rollout.serve.app import Api
-    from ebbtide.rollout.serve.door import Server, most_connections
+    from ebbtide.rollout.serve.server import HttpServer, max_connections
 
-    api = Api(desk, served, key=key, max_body=max_body)
+    api = Api(queue, served, key=key, max_body=max_body)
     settings = uvicorn.Config(
         api.app,
         http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="error",  # what clients do wrong is told to them alone
+        log_level="error",  # errors of clients are reported to the clients only
         access_log=False,
         server_header=False,
     )
-    server = Server(settings, desk, most=most_connections(served.limits.samples), patience=patience)
+    server = HttpServer(settings, queue, most=max_connections(served.limits.samples), patience=patience)
     ready = threading.Event()
 
     async def serve() -> None:
-        desk.loop = asyncio.get_running_loop()
+        queue.loop = asyncio.get_running_loop()
         ready.set()
         await server.serve(sockets=[listening])
 
@@ -62,20 +70,20 @@ def answering(
         try:
             asyncio.run(serve())
         finally:
-            desk.lose()
+            queue.note_server_end()
             ready.set()
 
     thread = threading.Thread(target=run, name="http", daemon=True)
     thread.start()
     ready.wait()
-    why = 503, "the server has stopped"
+    reason = 503, "the server has stopped"
     try:
         yield
     except Exception:
-        why = 500, "the engine failed; the server's own output says why"
+        reason = 500, "the engine failed; see the server's output"
         raise
     finally:
-        desk.call(desk.close, *why)
+        queue.call_in_event_loop(queue.close, *reason)
         server.should_exit = True
         thread.join()
         api.close()

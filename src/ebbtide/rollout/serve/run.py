@@ -1,4 +1,4 @@
-"""`ebbtide serve`: a model or a run's newest checkpoint, alone on its device."""
+"""`ebbtide serve`: serves a model, or the newest checkpoint of a run, on a device of its own."""
 
 from __future__ import annotations
 
@@ -9,74 +9,78 @@ from pathlib import Path
 
 from ebbtide.checkpoint.export import read_newest
 from ebbtide.checkpoint.resume import FOLDER
-from ebbtide.config.serve import Serve
-from ebbtide.config.tree import Model
+from ebbtide.config.model import ModelConfig
+from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
-from ebbtide.hosts import OWN
-from ebbtide.policy.model import Loaded, load_pretrained, pick_device, pick_dtype, ready
-from ebbtide.rollout.paged.verify import verified_engine
-from ebbtide.rollout.serve.ask import Limits, serve_as
-from ebbtide.rollout.serve.checks import KEY
-from ebbtide.rollout.serve.desk import Desk
-from ebbtide.rollout.serve.http import answering, listen, url
-from ebbtide.rollout.serve.shift import work
+from ebbtide.model.load import LoadedModel, load_pretrained, pick_device, pick_dtype, prepare_model
+from ebbtide.rollout.paged.verify import build_verified_engine
+from ebbtide.rollout.serve.engine_loop import run_engine_loop
+from ebbtide.rollout.serve.http import listen, run_http_server, server_url
+from ebbtide.rollout.serve.preflight import API_KEY_VARIABLE
+from ebbtide.rollout.serve.queue import RequestQueue
+from ebbtide.rollout.serve.to_request import RequestLimits, describe_served_model
+from ebbtide.system.hosts import LOOPBACK
 
 
-def serve(source: str, config: Serve, key: str | None, say: Callable[[str], None]) -> None:
-    """Until it is stopped."""
+def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str], None]) -> None:
+    """Serves until a signal stops it."""
     with listen(config.host, config.port) as listening:
-        if config.host not in OWN and key is None:
-            say(f"warning: whoever reaches {config.host} can use this server: set an API key ({KEY} or --api-key-file)")
-        loaded, templated = load(source, config, say)
-        longest = _longest(loaded, config)
-        engine = verified_engine(loaded, config.batch, longest=(longest - 1, 1))
-        desk = Desk(config.max_queue, config.stop_seconds)
-        limits = Limits(longest - 1, longest - 1, longest, config.max_queue)
-        served = serve_as(config.name or _name(source), loaded, limits, templated)
-        server = answering(desk, served, listening, key=key, max_body=1024 * config.max_body_kib)
-        with _stopped_by_signals(desk), engine.standing_session(longest) as session, server:
+        if config.host not in LOOPBACK and key is None:
             say(
-                f"serving {served.name} at {url(listening)}: {longest:,} tokens at most, {config.batch} samples at once, "
-                f"a cache of {session.blocks * engine.block:,} tokens. Ctrl-C stops it"
+                f"warning: anyone who reaches {config.host} can use this server: set an API key ({API_KEY_VARIABLE} or"
+                " --api-key-file)"
             )
-            work(desk, session)
+        loaded, templated = load_served(source, config, say)
+        longest = _max_length(loaded, config)
+        engine = build_verified_engine(loaded, config.batch, longest=(longest - 1, 1))
+        queue = RequestQueue(config.max_queue, config.stop_seconds)
+        limits = RequestLimits(longest - 1, longest - 1, longest, config.max_queue)
+        served = describe_served_model(config.name or _model_name(source), loaded, limits, templated)
+        server = run_http_server(queue, served, listening, key=key, max_body=1024 * config.max_body_kib)
+        with _stopped_by_signals(queue), engine.serving_session(longest) as session, server:
+            say(
+                f"serving {served.name} at {server_url(listening)}: context {longest:,} tokens, up to {config.batch}"
+                f" samples at a time, KV cache of {session.num_blocks * engine.block_size:,} tokens. Ctrl-C stops it"
+            )
+            run_engine_loop(queue, session)
         say("stopped")
 
 
-def load(source: str, config: Serve, say: Callable[[str], None]) -> tuple[Loaded, bool]:
-    """(a model or the newest sound checkpoint of a run, whether its chat template is used)."""
+def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) -> tuple[LoadedModel, bool]:
+    """Loads a model or the newest undamaged checkpoint of a run; returns it and whether to use its chat template."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     run = Path(source).expanduser()
     if not (run / FOLDER).is_dir():
-        return load_pretrained(Model(path=source), device, dtype), True
+        return load_pretrained(ModelConfig(path=source), device, dtype), True
     saved, model, tokenizer, trained = read_newest(run, None, say)
     say(f"the weights are those of step {saved.step}")
-    for parameter in model.parameters():  # not the buffers: rotary frequencies and routers' biases are float32 whatever the weights are
+    # Buffers are not cast: rotary frequencies and router biases are float32 whatever the weights are.
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return ready(model.to(device), tokenizer, trained.model), trained.model.chat_template
+    return prepare_model(model.to(device), tokenizer, trained.model), trained.model.chat_template
 
 
-def _longest(loaded: Loaded, config: Serve) -> int:
+def _max_length(loaded: LoadedModel, config: ServeConfig) -> int:
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     if config.max_length is None:
         if context is None:
-            raise UserError("the model does not say how long its context is: set `max_length`")
+            raise UserError("the model's config has no context length: set `max_length`")
         return int(context)
     if context is not None and config.max_length > context:
         raise UserError(f"`max_length` = {config.max_length} exceeds the model's context of {context}: lower it")
     return config.max_length
 
 
-def _name(source: str) -> str:
-    """A hub id as it is; of a path its last part."""
+def _model_name(source: str) -> str:
+    """The name of the model: a hub id as it is, the last part of a path."""
     path = Path(source).expanduser()
     return path.resolve().name if path.exists() else source
 
 
 @contextmanager
-def _stopped_by_signals(desk: Desk) -> Iterator[None]:
-    before = {number: signal.signal(number, lambda *_: desk.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+def _stopped_by_signals(queue: RequestQueue) -> Iterator[None]:
+    before = {number: signal.signal(number, lambda *_: queue.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -1,0 +1,119 @@
+"""The section `model`: the policy to train."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ebbtide.config.base import Count, Section
+
+
+class ScratchConfig(Section):
+    """A new model with random weights."""
+
+    architecture: Literal["llama", "qwen2", "qwen3", "mistral", "gemma", "qwen3_moe"] = "qwen3"
+    """Model family, as transformers names it."""
+
+    layers: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """Number of blocks."""
+
+    hidden: Count = 128
+    """Width of the residual stream."""
+
+    heads: Count = 4
+    """Query heads; each has `hidden / heads` channels unless `head_dim` is set."""
+
+    kv_heads: Count = 4
+    """Key and value heads (grouped-query attention when fewer than `heads`)."""
+
+    head_dim: Count | None = None
+    """Channels per head; `null` is `hidden / heads`."""
+
+    mlp: Count = 384
+    """Width of the MLP, or of each expert."""
+
+    experts: Count | None = None
+    """Number of experts; required for `qwen3_moe`, not allowed for the others."""
+
+    experts_per_token: Count | None = None
+    """Experts that each token is routed to; required for `qwen3_moe`, not allowed for the others."""
+
+    context: Count = 256
+    """Longest sequence that the model accepts, in tokens."""
+
+    tied: bool = True
+    """Whether input and output embeddings share one matrix."""
+
+    alphabet: str | None = None
+    """Tokenizer with one token per character of this text; `null` is one token per byte, which encodes any text."""
+
+    vocabulary: Count | None = None
+    """Rows of the embedding; `null` is the tokenizer's size. A larger value is for benchmarks with a real model's
+    shape."""
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> ScratchConfig:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}, or set head_dim")
+        if (self.head_dim or self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"a head has {self.head_dim or self.hidden // self.heads} channels, and rotary position embeddings need"
+                " an even number: change `hidden`, `heads` or `head_dim`"
+            )
+        if self.architecture != "qwen3_moe":
+            if (self.experts, self.experts_per_token) != (None, None):
+                raise ValueError(
+                    f"`architecture: {self.architecture}` has no `experts` and no `experts_per_token`: remove them"
+                )
+        elif self.experts is None or self.experts_per_token is None or self.experts_per_token > self.experts:
+            raise ValueError("`architecture: qwen3_moe` needs `experts`, and `experts_per_token` of at most that many")
+        return self
+
+
+class ModelConfig(Section):
+    """The policy: exactly one of `path` and `scratch`."""
+
+    path: str | None = None
+    """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, or `package:NAME/FILE` for a
+    file inside an installed Python package. Python code in the model's files is never run (no `trust_remote_code`)."""
+
+    scratch: ScratchConfig | None = None
+    """If set, build a new model with random weights instead of loading one."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of another tokenizer; `null` is the model's own."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+
+    chat_template: bool = True
+    """Render problems with the tokenizer's chat template if it has one. Otherwise the messages' texts are joined as
+    they are; control tokens (special tokens) come only from a template."""
+
+    chat_date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    """Date for chat templates that print one, as Llama 3's does, such as `"2026-11-16"`; `null` is the day on which
+    the run started, which is written to its config.yaml so that a resumed run has the same prompts."""
+
+    @model_validator(mode="after")
+    def _chat_date_is_a_date(self) -> ModelConfig:
+        try:
+            date.fromisoformat(self.chat_date or "2000-01-01")
+        except ValueError as error:
+            raise ValueError(f"`model.chat_date` is {self.chat_date!r}, which is not a date: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _exactly_one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.scratch is None):
+            off = "both are set: switch one off with `model.path=null` or `model.scratch=null`"
+            both = off if self.path is not None else "neither is set"
+            raise ValueError(f"set exactly one of `model.path` and `model.scratch`, the model to train; {both}")
+        if self.tokenizer is not None and self.scratch is not None and self.scratch.alphabet is not None:
+            raise ValueError(
+                "`model.tokenizer` and `model.scratch.alphabet` both set the tokenizer: remove one of the two"
+            )
+        return self

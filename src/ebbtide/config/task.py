@@ -1,0 +1,126 @@
+"""The section `task`: the problems, and how completions are scored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from ebbtide.config.base import Count, Natural, Positive, Section
+
+
+class BuiltinTaskConfig(Section):
+    """A task that ships with Ebbtide."""
+
+    name: str
+    """`copy`, `reverse` or `add`."""
+
+    options: dict[str, Any] = {}
+    """The task's own options, such as `{digits: 4}`."""
+
+
+class GymTaskConfig(Section):
+    """A dataset of the package `reasoning-gym`."""
+
+    dataset: str
+    """Name of the dataset, such as `leg_counting`."""
+
+    options: dict[str, Any] = {}
+    """Passed to the dataset as they are, such as `{min_animals: 2}`."""
+
+
+class FileTaskConfig(Section):
+    """Problems from a JSONL or Parquet file."""
+
+    train: str
+    """Path of a `.jsonl` or `.parquet` file, or `hf://datasets/OWNER/NAME/FILE` for a dataset's file on the hub."""
+
+    held_out: str | None = None
+    """Path of a file with the held-out problems; `null` sets the last `task.held_out` rows of `train` aside."""
+
+    prompt_field: str = "prompt"
+    """Field with the prompt: a text, or a list of messages with `role` and `content`."""
+
+    answer_field: str = "answer"
+    """Field with the expected answer."""
+
+    scorer: Literal["exact", "numeric", "gsm8k", "regex", "math_verify"] = "exact"
+    """How a completion is compared with the answer: `exact`, the same text; `numeric`, the same number; `gsm8k`, the
+    same number after `####`, or at the end if the worked answer has no such mark; `regex`, the answer is a pattern
+    that the completion must match; `math_verify`, mathematically equal (package `math-verify`)."""
+
+
+class PythonTaskConfig(Section):
+    """A task of your own, as a Python object."""
+
+    object: str
+    """`module:name` of a Task, or of a class or function that returns one."""
+
+    options: dict[str, Any] = {}
+    """Keyword arguments for a class or function."""
+
+
+class ScoringConfig(Section):
+    """Completions are scored (reward function) in worker processes; if scoring hangs or crashes, only that sample is
+    lost and the run continues."""
+
+    workers: Count = 2
+    """Number of processes."""
+
+    timeout_s: Positive = 10.0
+    """Time limit for one completion, in seconds; beyond it the sample gets reward 0 and is counted."""
+
+
+class TaskConfig(Section):
+    """The problems to train on: exactly one of `builtin`, `gym`, `file` and `python`."""
+
+    builtin: BuiltinTaskConfig | None = None
+    """A task that ships with Ebbtide."""
+
+    gym: GymTaskConfig | None = None
+    """A dataset of `reasoning-gym`."""
+
+    file: FileTaskConfig | None = None
+    """Problems from a JSONL or Parquet file."""
+
+    python: PythonTaskConfig | None = None
+    """A task of your own."""
+
+    system: str | None = None
+    """System message put before every problem."""
+
+    extract: str | None = None
+    """Regular expression with one group: only its last match in a completion is scored, and no match scores 0.
+    `null` scores the whole completion."""
+
+    unmatched_steps: Count | None = 3
+    """Stop the run after this many steps (and 256 completions) if no completion matched `extract`; `null` never
+    stops it."""
+
+    size: Count | None = None
+    """Number of training problems: to generate (`builtin`, `gym`; `null` is 1000), or to use of the existing ones
+    (`file`, `python`; `null` is all)."""
+
+    held_out: Natural = 64
+    """Number of problems set aside for `evaluate`. Ignored with `task.file.held_out` and for a `python` task, which
+    provide their own."""
+
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with a prompt of more than `rollout.max_prompt_tokens`."""
+
+    scoring: ScoringConfig = ScoringConfig()
+    """Processes and time limit of scoring."""
+
+    @model_validator(mode="after")
+    def _exactly_one_source(self) -> TaskConfig:
+        named = [name for name in ("builtin", "gym", "file", "python") if getattr(self, name) is not None]
+        if len(named) != 1:
+            found = " and ".join(f"`task.{name}`" for name in named) or "none"
+            off = (
+                f": switch off the others, with {' or '.join(f'`task.{name}=null`' for name in named)}" if named else ""
+            )
+            raise ValueError(
+                "set exactly one of `task.builtin`, `task.gym`, `task.file` and `task.python`, the problems to train"
+                f" on; set now: {found}{off}"
+            )
+        return self

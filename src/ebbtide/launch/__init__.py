@@ -1,0 +1,1 @@
+"""Starts the ranks of a run: on this machine, or over Ray."""

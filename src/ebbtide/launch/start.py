@@ -1,0 +1,62 @@
+"""Starts a run: checks what can be checked without torch, then becomes its only rank or launches all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from dataclasses import replace
+from typing import Protocol
+
+from ebbtide.checkpoint.resume import find_checkpoint
+from ebbtide.config.model_path import check_paths
+from ebbtide.errors import RunStopped, UserError
+from ebbtide.launch.job import Job, exit_now
+from ebbtide.launch.local import launch_locally, ranks_to_start
+from ebbtide.launch.ray import launch_on_ray
+from ebbtide.memory.plan import build_plan
+from ebbtide.rollout.serve.preflight import check_installed
+from ebbtide.system.signals import STOPPED
+from ebbtide.tasks.build import build_task
+
+
+class Say(Protocol):
+    def __call__(self, text: str, style: str = "") -> None: ...
+
+
+def use_expandable_segments() -> None:
+    """Has to be called before torch first uses a GPU. With expandable segments, phases of different sizes do not
+    fragment the allocator's memory."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def start_run(job: Job, say: Say) -> int:
+    """Runs a job to its end and returns the exit code."""
+    config = job.config
+    sys.path.append(os.getcwd())  # a user's own `task.python.object` is imported from here
+    # Errors that need no torch to be found are raised now, not ten seconds later.
+    build_plan(config.memory, config.optimizer)
+    check_paths(config.model)
+    build_task(config.task, config.seed, evaluated=config.evaluate is not None)
+    if config.rollout.serve_port is not None:
+        check_installed()
+    if config.rollout.engine != "vllm":  # vLLM's own allocator does not work with expandable segments
+        use_expandable_segments()
+    if os.environ.get("RANK", "0") == "0":  # the other ranks of `torchrun` get the checkpoint from the first
+        job = replace(job, resumed=find_checkpoint(config, say))
+        say("starting (torch and transformers take a few seconds to load)", "dim")
+    if (count := ranks_to_start(config)) > 0:
+        launch_ranks = launch_on_ray if config.parallel and config.parallel.ray else launch_locally
+        return launch_ranks(job, count, say)
+    from ebbtide.launch.run_rank import run_rank
+
+    try:
+        run_rank(job)
+    except RunStopped:
+        return STOPPED
+    except Exception as error:
+        if isinstance(error, UserError) or os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        traceback.print_exc()
+        exit_now()
+    return 0

@@ -1,0 +1,80 @@
+"""The error message for running out of device memory (OOM): what was where, and which settings would make room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ebbtide.errors import UserError
+from ebbtide.memory.plan import MOVABLE, PHASE_NEEDS, HoldingName, Phase
+from ebbtide.system.torch_internals import dump_allocations, record_allocations, stop_recording_allocations
+from ebbtide.system.units import gib
+
+ADVICE: Mapping[Phase, str] = {
+    "generate": "lower `rollout.max_num_seqs`",
+    "evaluate": "lower `rollout.max_num_seqs`",
+    "logprob": "lower `train.microbatch_tokens` or `train.head_chunk_tokens`",
+    "train": "lower `train.microbatch_tokens`, or set `memory.activations.preset` to balanced, recompute or offload",
+    "step": "set `optimizer.place` to streamed or cpu, or raise `optimizer.cpu_fraction`",
+}
+
+HISTORY_ENTRIES = 200_000  # allocations: those of the last few steps
+
+
+class AllocationHistory:
+    """The allocator's recent history, without the stack traces that would slow it down."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        record_allocations(HISTORY_ENTRIES)
+
+    def write(self) -> str:
+        """Writes the history, and returns a sentence that says where."""
+        try:
+            dump_allocations(str(self._file))
+        except OSError as error:
+            return f"The allocator's history could not be written to {self._file}: {error}"
+        return f"The allocator's history is in {self._file} (https://pytorch.org/memory_viz draws it)"
+
+    def close(self) -> None:
+        stop_recording_allocations()
+
+
+def oom_error(
+    phase: Phase | None,
+    device: Mapping[HoldingName, int],
+    peak: int,
+    table: str,
+    problem: str,
+    more: Sequence[str] = (),
+    away: Sequence[HoldingName] = (),
+) -> UserError:
+    """Builds the error. `device`: the bytes of each holding on the device; `away`: the holdings that the phase offloads
+    already; `peak`: the peak of allocated bytes; `table`: where everything was; `problem`: the allocator's own message;
+    `more`: further sentences."""
+    could_offload = {
+        name: device[name]
+        for name in MOVABLE
+        if phase is not None and name not in PHASE_NEEDS[phase] and device.get(name)
+    }
+    advice = []
+    if could_offload:
+        offload = ", ".join(name for name in MOVABLE if name in away or name in could_offload)
+        freed = gib(sum(could_offload.values()))
+        advice.append(f"set `memory.offload.{phase}: [{offload}]`, which frees {freed:.2f} GiB")
+    if phase is None:
+        advice.append("set `optimizer.place` to streamed or cpu, or choose a smaller model")
+    elif phase in ADVICE:
+        advice.append(ADVICE[phase])
+    when = f"in the {phase} phase" if phase is not None else "before the first phase"
+    cause = ". ".join(problem.split(". ")[:2])
+    rest = gib(peak - sum(device.values()))
+    lines = [
+        f"the device's memory ran out {when} ({cause}). Where everything was:",
+        "",
+        table,
+        f"{'other':<10} {rest:>10.3f}   (activations, the KV cache during generation, workspaces)",
+        "",
+        "To make room: " + "; ".join(advice or ["choose a smaller model"]),
+    ]
+    return UserError("\n".join([*lines, *more]))

@@ -1,0 +1,1 @@
+"""Models: their shape and number of parameters (without torch), loading them, their tokenizers."""

@@ -1,0 +1,398 @@
+"""Loads the policy's model and tokenizer from a Hugging Face folder, a hub id or a GGUF file, or makes a new model with
+random weights."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from ebbtide.config.model import ModelConfig
+from ebbtide.config.model_path import check_exists, locate
+from ebbtide.config.root import Config
+from ebbtide.errors import UserError
+from ebbtide.model.tokenizer import scratch_tokenizer
+from ebbtide.system.printable import printable_lines
+from ebbtide.system.transformers_internals import attention_implementation, log_handlers, needs_own_code
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Exceptions that transformers raises on truncated files or wrong values.
+BROKEN = (
+    *(OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError),
+    *(struct.error, SafetensorError, UnpicklingError, StrictDataclassError),
+)
+FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes that are not quantized, by their names in safetensors
+NO_CODE = {"trust_remote_code": False}
+"""An argument for every function of transformers that reads a model: without it transformers asks on stdin whether to
+run a folder's own Python code, and a `y` runs it."""
+
+
+def _escape_controls(record: logging.LogRecord) -> bool:
+    """Escapes control characters in transformers' messages, which may contain names from a model's files."""
+    record.msg, record.args = printable_lines(record.getMessage()), ()
+    return True
+
+
+transformers_logging.set_verbosity_error()  # Ebbtide explains what is wrong with a model itself.
+for handler in log_handlers():
+    handler.addFilter(_escape_controls)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device and in its type, with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    generate_attention: str
+    """The name of the attention implementation that transformers chose for this model; `generate` uses it."""
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """The number of rows of the embedding: token ids are below it. Some tokenizers have added tokens beyond it."""
+        rows: int = self.model.get_input_embeddings().weight.shape[0]
+        return rows
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Every token that ends a completion: a chat model has an end of turn in addition to its end of text."""
+        named = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        found = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id} - {None}
+        if odd := [token for token in found if not isinstance(token, int)]:
+            raise UserError(
+                f"`eos_token_id` in the model's generation_config.json is {odd[0]!r}, and token ids are integers: fix"
+                " that file"
+            )
+        return sorted(found)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `device` names; raises if it does not exist."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "`device: cuda`, but torch finds no GPU: set `device: cpu` or `auto`, or install a torch build for your GPU"
+        )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that `model.dtype` names; `auto` depends on the device."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def load_model(config: Config, device: torch.device | None = None) -> LoadedModel:
+    """The configured model on `device`, by default the configured device."""
+    dtype = pick_dtype(config.model.dtype, pick_device(config.device))
+    device = device or pick_device(config.device)
+    if config.model.scratch is None:
+        loaded = load_pretrained(config.model, device, dtype)
+    else:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(config.seed)
+            model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
+        loaded = prepare_model(model, _tokenizer(config.model), config.model)
+    context = getattr(loaded.model.config, "max_position_embeddings", None)
+    config.check_context(context)
+    return loaded
+
+
+def load_pretrained(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """The model at `model.path`."""
+    tokenizer = _tokenizer(config)
+    return prepare_model(_weights(config, dtype).to(device), tokenizer, config)
+
+
+def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `model.path` on the CPU, with all of its weights."""
+    transformers_logging.disable_progress_bar()  # Ebbtide shows its own progress.
+    model: PreTrainedModel
+    _refuse_pickles(config)
+    model, info = _pretrained(config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True, use_safetensors=True)
+    if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
+        raise UserError(
+            f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
+            f"({', '.join(absent[:3])}), and they would be random: download the complete model"
+        )
+    _refuse_quantized(config, {name for name, _ in model.named_parameters()})
+    # Some files have transposed matrices; the optimizer and the kernels need contiguous ones.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    return model
+
+
+def _refuse_quantized(config: ModelConfig, weights: set[str]) -> None:
+    """Refuses quantized weights whose scales the config does not declare: transformers would use the codes as they
+    are."""
+    assert config.path is not None  # The caller loads `model.path`.
+    place, gguf = locate(config.path)
+    folder = Path(place)
+    if gguf is not None or not folder.is_dir() or "quantization_config" in _pretrained(config, AutoConfig).to_dict():
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in weights.intersection(opened.keys()):
+                if (kind := opened.get_slice(name).get_dtype()) not in FLOATS:
+                    raise UserError(
+                        f"`model.path: {config.path}` has {name} as {kind} in {file.name}, but its config.json does not"
+                        " say how it is quantized: get the model in bfloat16, float16 or float32"
+                    )
+
+
+def _refuse_pickles(config: ModelConfig) -> None:
+    """Refuses a folder with pickle files only. For a hub id, transformers itself says that there are no
+    safetensors."""
+    assert config.path is not None  # The caller loads `model.path`.
+    place, gguf = locate(config.path)
+    folder = Path(place)
+    if gguf is not None or not folder.is_dir() or any(folder.glob("*.safetensors*")):
+        return
+    if found := sorted(folder.glob("pytorch_model*.bin")):
+        raise UserError(
+            f"`model.path: {config.path}` has its weights in {found[0].name}, a pickle file, which can run code when it"
+            " is loaded: only safetensors are read. Get the model as safetensors, or, if you trust it, convert it with"
+            " transformers: `AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)`"
+        )
+
+
+def prepare_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> LoadedModel:
+    """The model in eval mode, without dropout, so that the trainer's log-probs match the sampler's."""
+    # On a CPU without bf16 units this warning has 20 lines, and its only content is that matmuls are slow.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    model.eval()
+    loaded = LoadedModel(model, tokenizer, attention_implementation(model.config))
+    _check(loaded, config)
+    return loaded
+
+
+def uninitialized_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The configured model on the CPU with uninitialized weights, and its tokenizer. The weights are loaded later
+    from a checkpoint, which has parameters only."""
+    shape = model_config(config)
+    with torch.device("meta"):
+        buffers = _saved_buffers(AutoModelForCausalLM.from_config(shape, **NO_CODE))
+    if buffers and config.model.path is not None:  # Buffers are not trained: they are those of the initial model.
+        try:
+            model = _weights(config.model, dtype)
+        except UserError as error:
+            raise UserError(
+                f"a checkpoint does not contain buffers, and the model's {len(buffers)} ({', '.join(buffers[:3])})"
+                f" cannot be read from `model.path` any more: {error}"
+            ) from None
+    else:
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, **NO_CODE)
+    if hasattr(model.config, "quantization_config"):  # From a GGUF file, whose weights are no longer quantized.
+        del model.config.quantization_config
+    if config.model.path is not None and (files := locate(config.model.path)).gguf is None:
+        with suppress(OSError):  # Not every model has a generation_config.json.
+            model.generation_config = GenerationConfig.from_pretrained(files.folder)
+    return model, _tokenizer(config.model)
+
+
+def _saved_buffers(model: PreTrainedModel) -> list[str]:
+    """The names of the buffers in a model's files, such as the bias by which some routers choose experts."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # A tied head has two names.
+    return [name for name in model.state_dict() if name not in parameters]
+
+
+def model_config(config: Config) -> PretrainedConfig:
+    """The transformers config of the model, without weights."""
+    shape = config.model.scratch
+    if shape is None:
+        return _pretrained(config.model, AutoConfig)
+    tokenizer = _tokenizer(config.model)
+    sparse = {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.mlp,
+    }
+    return AutoConfig.for_model(
+        shape.architecture,
+        vocab_size=shape.vocabulary or len(tokenizer),
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim or shape.hidden // shape.heads,
+        intermediate_size=shape.mlp,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=shape.tied,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **(sparse if shape.architecture == "qwen3_moe" else {}),
+    )
+
+
+def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
+    """A model, config or tokenizer (`kind`) from `model.path`."""
+    assert config.path is not None  # The config has exactly one of the two.
+    folder, gguf = locate(config.path)
+    if gguf is not None:
+        options["gguf_file"] = gguf
+    # The GGUF reader prints a progress bar over ours.
+    with refuse_broken_files(config), redirect_stderr(StringIO()) if gguf else nullcontext():
+        return kind.from_pretrained(folder, **NO_CODE, **options)
+
+
+@contextmanager
+def refuse_broken_files(config: ModelConfig) -> Iterator[None]:
+    """Inside this context, exceptions of code that reads a model's files become a UserError about `model.path`."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
+    except BROKEN as error:
+        _refuse_code(error, f"`model.path: {config.path}`")
+        raise UserError(
+            f"`model.path: {config.path}` could not be loaded as a causal language model:"
+            f" {' '.join(str(error).split())} (check the name and the network, or name a local folder)"
+        ) from None
+
+
+def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase
+    if config.tokenizer is not None:
+        check_exists(config.tokenizer, "model.tokenizer")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **NO_CODE)
+        except (OSError, ValueError) as error:
+            _refuse_code(error, f"`model.tokenizer: {config.tokenizer}`")
+            raise UserError(
+                f"`model.tokenizer: {config.tokenizer}` could not be loaded: {' '.join(str(error).split())}"
+            ) from None
+    elif config.scratch is not None:
+        tokenizer = scratch_tokenizer(config.scratch.alphabet)
+    else:
+        tokenizer = _pretrained(config, AutoTokenizer)
+    return tokenizer
+
+
+def _refuse_code(error: Exception, called: str) -> None:
+    """Raises a clear error if transformers lacks the permission to run a model's code; its own message names an
+    argument that cannot be set here."""
+    if needs_own_code(error):
+        raise UserError(
+            f"{called} needs its own Python code (`auto_map` in its config.json or tokenizer_config.json) for a class"
+            " that transformers lacks, and Ebbtide never runs a model's code: choose a model that transformers"
+            " supports, or install a newer transformers that supports this one"
+        ) from None
+
+
+def _check(loaded: LoadedModel, config: ModelConfig) -> None:
+    tokenizer, rows = loaded.tokenizer, loaded.vocabulary_rows
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(
+            f"the tokenizer has no tokens: `model.path: {config.path}` has no tokenizer files; set `model.tokenizer`"
+        )
+    # Added tokens do not count: Gemma 3 1B has one for images without a row in its embedding.
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding only {rows} rows: they do not"
+            " belong together; check `model.path` and `model.tokenizer`"
+        )
+    if (last := max(loaded.end_tokens, default=0)) >= rows:
+        raise UserError(
+            f"the end token {tokenizer.convert_ids_to_tokens(last)!r} has the id {last}, but the model's embedding has"
+            f" only {rows} rows: it would never be sampled; check `model.path` and `model.tokenizer`"
+        )
+
+
+def decoder(model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its output head: token ids in, last hidden states out."""
+    found: torch.nn.Module = model.base_model
+    if (
+        found is model
+    ):  # transformers returns the model itself if a class names a module that it lacks, as Llama 4's does.
+        family, kind = model.config.model_type, type(model).__name__  # type: ignore[union-attr]
+        raise UserError(
+            f"`{family}` cannot be run: {kind} does not say which of its parts is the decoder: choose another model"
+        )
+    return found
+
+
+def blocks_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The model's blocks, first to last."""
+    blocks: Any = getattr(decoder(model), "layers", None)
+    usual = {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    }
+    shapes = (
+        [{name for name, _ in block.named_parameters()} for block in blocks]
+        if isinstance(blocks, torch.nn.ModuleList)
+        else []
+    )
+    if (
+        not shapes
+        or any(shape != shapes[0] for shape in shapes)
+        or not shapes[0] >= usual
+        or not hasattr(blocks[0], "mlp")
+    ):
+        raise UserError(
+            f"{type(model).__name__} does not have identical blocks of the usual structure, so `memory.activations`"
+            " cannot be set for it: remove that section"
+        )
+    return list(blocks)
+
+
+def head_weight(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """The output head's matrix [V, H] and its bias, if it has one."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UserError(
+            f"{type(model).__name__} has no output embedding, so it is not a causal language model: choose another"
+            " model"
+        )
+    return head.weight, getattr(head, "bias", None)
+
+
+def logit_scaling(config: PretrainedConfig) -> tuple[float, float | None]:
+    """The scale of this family's logits, and their softcap if there is one."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    return scale, float(softcap) if softcap is not None else None
+
+
+def rope_limit(config: PretrainedConfig) -> int | None:
+    """The longest sequence whose rotary embeddings do not depend on the rest of the batch: beyond it, transformers
+    rotates every sequence of a batch as the longest one needs. None if there is no such limit."""
+    text = config.get_text_config()
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    by_layer = [value for value in rope.values() if isinstance(value, dict)]  # Some have one for each kind of layer.
+    for table in (rope, *by_layer):
+        kind = str(table.get("rope_type"))
+        if kind == "longrope":
+            limits.append(int(table.get("original_max_position_embeddings") or text.max_position_embeddings))
+        elif "dynamic" in kind:
+            limits.append(int(text.max_position_embeddings))
+    return min(limits, default=None)

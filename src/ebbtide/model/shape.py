@@ -1,0 +1,295 @@
+"""A model's shape, from its `config.json` or its GGUF header alone: the exact number of parameters, and the width of
+each part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from ebbtide.config.model import ModelConfig, ScratchConfig
+from ebbtide.config.model_path import download_config, locate
+from ebbtide.errors import UserError
+from ebbtide.model.gguf import read_gguf_config
+from ebbtide.system.units import ceil_div
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "num_key_value_heads": None},
+    "mistral": {"tie_word_embeddings": False, "num_key_value_heads": 8},
+    "qwen2": {"tie_word_embeddings": False, "num_key_value_heads": 32},
+    "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "gemma": {"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},
+}
+"""The defaults of transformers for keys that a family's config.json leaves out."""
+
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+MAX_LAYERS = 10_000
+
+Tensor = tuple[int, int]
+"""The shape of a parameter: its rows, and the numbers in each row."""
+
+BYTE_TOKENS = 257  # of a from-scratch tokenizer without an alphabet: the bytes and an end token
+SPECIAL_TOKENS = 2  # of one with an alphabet, in addition to its characters: an end token and an unknown token
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of one model. Widths are in elements, not bytes."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    """The width of the MLP of a dense block, or of one expert."""
+    vocabulary: int
+    tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    dense_layers: int = 0
+    """The number of blocks without experts in a mixture of experts."""
+    dense_mlp: int = 0
+    """The width of the MLP of those blocks."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    context: int | None = None
+    """The number of tokens of the longest sequence; None if the config.json does not have it."""
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether queries and keys are normalized (QK norm)."""
+        return self.family in ("qwen3", "qwen3_moe")
+
+    @cached_property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def _block_tensors(self, *, sparse: bool) -> list[Tensor]:
+        """The tensors of a block, in the order of the model except for biases."""
+        hidden, queries, keys = self.hidden, self.queries, self.keys
+        found = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+        found += [(queries, 1), (keys, 1), (keys, 1)] * self.qkv_bias + [(hidden, 1)] * self.out_bias
+        found += [(self.head_dim, 1)] * (2 * self.has_qk_norm)
+        mlp = self.dense_mlp if self.experts else self.mlp
+        if sparse:
+            found += [(self.experts, 2 * self.mlp * hidden), (self.experts, hidden * self.mlp), (self.experts, hidden)]
+        else:
+            found += [(mlp, hidden), (mlp, hidden), (hidden, mlp), *([(mlp, 1), (mlp, 1), (hidden, 1)] * self.mlp_bias)]
+        return [*found, (hidden, 1), (hidden, 1)]
+
+    def block_shard(self, ranks: int = 1) -> int:
+        """The number of parameters of one block, with all of its experts, on rank 0 of so many: tensors are sharded by
+        rows, and rank 0 has the largest shard."""
+        return _largest_shard(self._block_tensors(sparse=self.experts > 0), ranks)
+
+    def root_shard(self, ranks: int = 1) -> int:
+        """The number of parameters outside the blocks (embedding, last norm and output head) on rank 0 of so many."""
+        return _largest_shard([(self.vocabulary, self.hidden)] * (1 if self.tied else 2) + [(self.hidden, 1)], ranks)
+
+    def model_shard(self, ranks: int = 1) -> int:
+        """The number of parameters of the whole model on rank 0 of so many."""
+        dense = self.dense_layers and self.dense_layers * _largest_shard(self._block_tensors(sparse=False), ranks)
+        return (self.layers - self.dense_layers) * self.block_shard(ranks) + dense + self.root_shard(ranks)
+
+    def round_up_to_tensors(self, place: int, ranks: int = 1, *, grouped: bool = False) -> int:
+        """The first `place` parameters of a rank's shard, rounded up to whole tensors. With `grouped` they are rounded
+        up to whole blocks, and all parameters outside the blocks are added."""
+        embedding, block = (
+            _largest_shard([(self.vocabulary, self.hidden)], ranks),
+            self._block_tensors(sparse=self.experts > 0),
+        )
+        if place <= 0:
+            return 0
+        if grouped:
+            blocks = ceil_div(max(0, place - embedding), _largest_shard(block, ranks))
+            return min(self.model_shard(ranks), self.root_shard(ranks) + blocks * _largest_shard(block, ranks))
+        dense = self._block_tensors(sparse=False) * self.dense_layers if self.dense_layers else []
+        last = [(self.hidden, 1), *[(self.vocabulary, self.hidden)] * (not self.tied)]
+        tensors = [(self.vocabulary, self.hidden), *dense, *block * (self.layers - self.dense_layers), *last]
+        return next(end for end in accumulate(_largest_shard([tensor], ranks) for tensor in tensors) if end >= place)
+
+    @cached_property
+    def block_parameters(self) -> int:
+        return self.block_shard()
+
+    @cached_property
+    def parameters(self) -> int:
+        return self.model_shard()
+
+    @cached_property
+    def largest_tensor(self) -> int:
+        """The number of parameters of the largest tensor."""
+        return max(self.embedding, *(rows * row for rows, row in self._block_tensors(sparse=self.experts > 0)))
+
+    @cached_property
+    def tensor_count(self) -> int:
+        """The number of parameter tensors."""
+        return self.layers * len(self._block_tensors(sparse=self.experts > 0)) + (2 if self.tied else 3)
+
+    def tensor_parallel_shape(self, tensor: int) -> Shape:
+        """The shape that each of so many tensor-parallel ranks computes with: a share of the heads and of the MLP.
+        Embedding, norms and output head are whole on each."""
+        if tensor == 1:
+            return self
+        if self.experts:
+            raise UserError(
+                f"`parallel.tensor: {tensor}` with experts is not supported: set `parallel.tensor: 1` and shard the"
+                " model with `parallel.data`"
+            )
+        for what, size in (
+            ("heads", self.heads),
+            ("key-value heads", self.kv_heads),
+            ("channels in its MLP", self.mlp),
+        ):
+            if size % tensor:
+                raise UserError(
+                    f"`parallel.tensor: {tensor}`: the model has {size} {what}, which is not a multiple of {tensor}:"
+                    f" set a divisor of {size}"
+                )
+        return replace(self, heads=self.heads // tensor, kv_heads=self.kv_heads // tensor, mlp=self.mlp // tensor)
+
+    def train_flops(self, lengths: Iterable[tuple[int, int]]) -> float:
+        """The FLOPs of a forward and backward over sequences of (prompt, completion) tokens; recomputation is not
+        counted."""
+        found = list(lengths)
+        tokens = sum(prompt + new for prompt, new in found)
+        blocks = 2 * self.matmul_parameters_per_token * tokens + 2 * self.queries * sum(
+            (prompt + new) ** 2 for prompt, new in found
+        )
+        return 3.0 * (self.layers * blocks + 2 * self.embedding * sum(new for _, new in found))
+
+    @property
+    def matmul_parameters_per_token(self) -> int:
+        """The number of matrix parameters of a block that one token is multiplied with."""
+        mlp = (
+            self.hidden * self.experts + self.experts_per_token * 3 * self.hidden * self.mlp
+            if self.experts
+            else 3 * self.hidden * self.mlp
+        )
+        return self.hidden * (2 * self.queries + 2 * self.keys) + mlp
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """The number of elements that one token has in the KV cache."""
+        return 2 * self.layers * self.keys
+
+
+def _largest_shard(tensors: Iterable[Tensor], ranks: int) -> int:
+    """The number of elements on rank 0, which has the largest shard, if the tensors are sharded by rows."""
+    return sum(ceil_div(rows, ranks) * row for rows, row in tensors)
+
+
+def from_config(found: Mapping[str, Any], called: str, file: str = "config.json") -> Shape:
+    """The shape from the contents of a config.json or an equivalent; `called` is the model's name in messages."""
+    if not isinstance(found, Mapping):
+        raise UserError(f"{called} has a {file} that is not a mapping of keys to values")
+    family = str(found.get("model_type"))
+    if family not in FAMILIES:
+        raise UserError(
+            f"{called} is of the family `{family}`, which cannot be planned: choose one of {', '.join(FAMILIES)}"
+        )
+    text = {**FAMILIES[family], **{key: value for key, value in found.items() if value is not None}}
+    try:
+        if odd := [key for key in SIZES if not isinstance(text.get(key, 1), int)]:
+            raise ValueError(f"`{odd[0]}` is {text[odd[0]]!r}, not an integer")
+        layers, hidden, heads = (text[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        if layers > MAX_LAYERS:
+            raise ValueError(f"{layers:,} layers are more than {MAX_LAYERS:,}")
+        biased = bool(text.get("attention_bias", False))
+        sparse = family == "qwen3_moe"
+        every, without = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or [])
+        dense = sum(layer in without or (layer + 1) % every != 0 for layer in range(layers)) if sparse else 0
+        made = Shape(
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(text["num_key_value_heads"] or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            mlp=int(text["moe_intermediate_size" if sparse else "intermediate_size"]),
+            vocabulary=int(text["vocab_size"]),
+            tied=bool(text["tie_word_embeddings"]),
+            # `num_local_experts` is the name in newer files.
+            experts=int(text.get("num_local_experts") or text["num_experts"]) if sparse else 0,
+            experts_per_token=int(text["num_experts_per_tok"]) if sparse else 0,
+            dense_layers=dense,
+            dense_mlp=int(text["intermediate_size"]) if dense else 0,
+            qkv_bias=biased or family == "qwen2",
+            out_bias=biased,
+            mlp_bias=bool(text.get("mlp_bias", False)),
+            context=int(text["max_position_embeddings"]) if "max_position_embeddings" in text else None,
+        )
+        sizes = (made.layers, made.hidden, made.heads, made.kv_heads, made.head_dim, made.mlp, made.vocabulary)
+        if min(*sizes, *((made.experts, made.experts_per_token) if sparse else ())) < 1:
+            raise ValueError("a size is not an integer of 1 or more")
+        return made
+    except KeyError as error:
+        raise UserError(
+            f"the key `{error.args[0]}` is missing in the {file} of {called}: get the complete file"
+        ) from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{called} has a {file} that cannot be planned with: {error}") from None
+
+
+def from_scratch(scratch: ScratchConfig) -> Shape:
+    """The shape of a model from `model.scratch`."""
+    sparse = scratch.architecture == "qwen3_moe"
+    tokens = BYTE_TOKENS if scratch.alphabet is None else SPECIAL_TOKENS + len(scratch.alphabet)
+    return Shape(
+        family=scratch.architecture,
+        layers=scratch.layers,
+        hidden=scratch.hidden,
+        heads=scratch.heads,
+        kv_heads=scratch.kv_heads,
+        head_dim=scratch.head_dim or scratch.hidden // scratch.heads,
+        mlp=scratch.mlp,
+        vocabulary=scratch.vocabulary or tokens,
+        tied=scratch.tied,
+        experts=scratch.experts or 0 if sparse else 0,
+        experts_per_token=scratch.experts_per_token or 0 if sparse else 0,
+        qkv_bias=scratch.architecture == "qwen2",
+    )
+
+
+def find_shape(config: ModelConfig) -> Shape:
+    """The shape of the configured model, from a folder's or the hub's config.json, the header of a GGUF file, or
+    `model.scratch`. No weights are read."""
+    if config.scratch is not None:
+        if config.tokenizer is not None and config.scratch.vocabulary is None:
+            raise UserError(
+                "a plan of `model.scratch` with `model.tokenizer` needs the rows of the embedding: set"
+                " `model.scratch.vocabulary`"
+            )
+        return from_scratch(config.scratch)
+    assert config.path is not None  # The config has exactly one of the two.
+    called, (folder, gguf) = f"`model.path: {config.path}`", locate(config.path)
+    if gguf is not None:
+        return from_config(read_gguf_config(Path(folder) / gguf, called), called, "GGUF header")
+    file = Path(folder) / "config.json" if Path(folder).is_dir() else download_config(folder)
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # The file is missing, no text, or no JSON.
+        raise UserError(f"{called} has no readable config.json: {error}") from None
+    return from_config(found, called)

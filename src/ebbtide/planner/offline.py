@@ -1,0 +1,57 @@
+"""`ebbtide plan`: the plan of a run on a machine that need not be this one. Needs no GPU, loads no weights, and imports
+no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ebbtide.config.parallel import ParallelConfig
+from ebbtide.config.root import Config
+from ebbtide.memory.plan import build_plan, check_device_budget
+from ebbtide.model.shape import Shape, find_shape
+from ebbtide.parallel.costs import MeshShape, mesh_shape
+from ebbtide.planner.fewer_gpus import note_fewer_gpus
+from ebbtide.planner.predict import Predictor
+from ebbtide.planner.search import PlanResult, PlanSearch
+from ebbtide.planner.workload import max_workload
+from ebbtide.system.machine import Machine, machine_for
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware named on the command line; None stands for the usual value of that GPU."""
+
+    gpu: str | None
+    device_gib: float | None
+    host_gib: float | None
+    link: float | None
+    """GB/s of a pinned copy over the host link."""
+    network: float | None
+    """GB/s from each GPU to other nodes."""
+    gpus_per_node: int
+
+    def sharing(self, parallel: ParallelConfig | None) -> MeshShape:
+        return mesh_shape(parallel, size=None, node=self.gpus_per_node)
+
+    def machine(self, config: Config) -> Machine:
+        local_ranks = self.sharing(config.parallel).ranks_per_node
+        return machine_for(self.gpu, self.device_gib, self.host_gib, self.link, self.network, local_ranks)
+
+
+def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape, Machine]:
+    """The best plan for this config, with a note where fewer GPUs would be faster."""
+    build_plan(config.memory, config.optimizer)
+    machine = hardware.machine(config)
+    check_device_budget(config.memory.budget_gib, machine.device_gib)
+    shape = find_shape(config.model)
+    config.check_context(shape.context)
+
+    def search(candidate: Config) -> PlanResult:
+        machine = hardware.machine(candidate)
+        bytes_each = 4 if candidate.model.dtype == "float32" else 2
+        predictor = Predictor(shape, machine, itemsize=bytes_each, sharing=hardware.sharing(candidate.parallel))
+        device_gib = candidate.memory.budget_gib or machine.device_gib
+        return PlanSearch(predictor, max_workload(candidate), device_gib, machine.host_gib).choose(candidate)
+
+    result = search(config)
+    return replace(result, notes=note_fewer_gpus(config, result, search)), shape, machine

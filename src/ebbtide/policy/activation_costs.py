@@ -1,0 +1,218 @@
+"""Bytes of activations that a block saves for its backward, per token and module, from the model's shape alone.
+
+Names and choices are those of `memory.activations`; tests compare these figures with what autograd saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from typing import get_args
+
+from ebbtide.config.activation_rules import check_activation_names, check_activation_places, fit_host_link
+from ebbtide.config.memory import ActivationName, ActivationsConfig
+from ebbtide.model.shape import Shape
+
+_NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
+_OF_EXPERTS: frozenset[ActivationName] = frozenset({"expert_fc1", "moe_act", "moe_router"})
+_OF_DENSE: frozenset[ActivationName] = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2"})
+BLOCKS_IN_FLIGHT = 2  # Blocks whose offloaded activations are still on the device, because their copies are under way.
+LINK_SHARE = 0.9  # Fraction of what the host link carries during a forward that is planned for.
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """Which activations are offloaded and which are recomputed; all others are kept."""
+
+    offload: frozenset[ActivationName] = frozenset()
+    recompute: frozenset[ActivationName] = frozenset()
+
+    def describe(self) -> str:
+        """The choice as a text for people."""
+        parts = [
+            f"{word} {', '.join(sorted(names))}"
+            for word, names in (("offload", self.offload), ("recompute", self.recompute))
+            if names
+        ]
+        return "; ".join(parts) or "keep all"
+
+
+@cache
+def activation_names(shape: Shape) -> tuple[ActivationName, ...]:
+    """The activations that a block of this shape has."""
+    absent = _OF_DENSE if shape.experts else _OF_EXPERTS
+    return tuple(name for name in _NAMES if name not in absent)
+
+
+@cache
+def locally_recomputable(shape: Shape) -> frozenset[ActivationName]:
+    """The activations that one module recomputes by itself."""
+    found: set[ActivationName] = {"attn_norm", "mlp_norm"}
+    if shape.has_qk_norm:
+        found.add("qkv_linear")
+    if not shape.experts:
+        found.add("mlp_fc2")
+    return frozenset(found)
+
+
+def recomputes_whole_block(shape: Shape, choice: ActivationPolicy) -> bool:
+    """Whether the whole block is recomputed, because more is to be recomputed than single modules can."""
+    return bool(choice.recompute - locally_recomputable(shape))
+
+
+def _norm(shape: Shape, width: int, rows: int, itemsize: int) -> int:
+    """Bytes that a norm saves: its input in fp32, a reciprocal root for each row, and the normalized input, which Gemma
+    also has in fp32."""
+    return 4 * width + 4 * rows + (4 if shape.family == "gemma" else itemsize) * width
+
+
+def saved_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy | None = None) -> dict[ActivationName, int]:
+    """Name -> bytes that one block saves per token, with `itemsize` bytes per number."""
+    choice = choice or ActivationPolicy()
+    if recomputes_whole_block(shape, choice):
+        return _stored(shape, itemsize, choice)
+    hidden, queries, keys, heads, rows = (
+        shape.hidden,
+        shape.queries,
+        shape.keys,
+        shape.heads,
+        shape.heads + shape.kv_heads,
+    )
+    recompute = choice.recompute
+    found: dict[ActivationName, int] = {
+        "attn_norm": _norm(shape, hidden, 1, itemsize),
+        "qkv_linear": itemsize * hidden + (_norm(shape, queries + keys, rows, itemsize) if shape.has_qk_norm else 0),
+        "core_attn": itemsize * (2 * queries + 2 * keys) + 4 * heads,
+        "mlp_norm": _norm(shape, hidden, 1, itemsize),
+        **_mlp(shape, itemsize),
+    }
+    if "attn_norm" in recompute:
+        found |= {"attn_norm": 4, "block_input": itemsize * hidden}
+    if "mlp_norm" in recompute:
+        found["mlp_norm"] = itemsize * hidden + 4
+    if "qkv_linear" in recompute and shape.has_qk_norm:
+        found["qkv_linear"] = itemsize * (hidden + queries + keys) + 4 * rows
+    if "mlp_fc2" in recompute and not shape.experts:
+        found |= {"mlp_act": 2 * itemsize * shape.mlp, "mlp_fc2": 0}
+    return found
+
+
+def _mlp(shape: Shape, itemsize: int) -> dict[ActivationName, int]:
+    hidden, mlp, visited = shape.hidden, shape.mlp, shape.experts_per_token
+    if not shape.experts:
+        return {"mlp_fc1": itemsize * hidden, "mlp_act": 3 * itemsize * mlp, "mlp_fc2": itemsize * mlp}
+    return {
+        "moe_router": itemsize * hidden + 4 * shape.experts + 8 * visited,
+        "expert_fc1": visited * (2 * itemsize * hidden + 24),
+        "moe_act": visited * (4 * itemsize * mlp + 3),
+    }
+
+
+def _stored(shape: Shape, itemsize: int, choice: ActivationPolicy) -> dict[ActivationName, int]:
+    """What is saved of a block that is recomputed: its input, and the results of matmuls and attention that feed
+    activations which are not recomputed."""
+    found: dict[ActivationName, int] = {"block_input": itemsize * shape.hidden}
+    retained = [name for name in activation_names(shape) if name not in choice.recompute]
+    mixed = itemsize * shape.queries + 4 * shape.heads
+    if "core_attn" in retained:
+        found["core_attn"] = itemsize * (shape.queries + 2 * shape.keys) + mixed
+    if "attn_proj" in retained:
+        found["attn_proj"] = itemsize * shape.hidden + (0 if "core_attn" in retained else mixed)
+    if "mlp_act" in retained:
+        found["mlp_act"] = 2 * itemsize * shape.mlp
+    if "mlp_fc2" in retained:
+        found["mlp_fc2"] = itemsize * shape.mlp
+    if "moe_act" in retained:
+        found["moe_act"] = shape.experts_per_token * 2 * itemsize * shape.mlp
+    if "moe_router" in retained:
+        found["moe_router"] = itemsize * shape.experts
+    return found
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes of activations per token."""
+
+    blocks: int
+    """On the device, of all blocks, at the end of the forward."""
+    first_block: int
+    """On the device, of the first block alone: what is left when the backward reaches it."""
+    in_backward: int
+    """Additional bytes on the device while the backward is in a block: what it recomputes, and its gradients."""
+    in_final_norm: int
+    """Additional bytes on the device while the backward is in the norm after the last block."""
+    offloaded: int
+    """Offloaded to the host."""
+
+
+@cache
+def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep_last: int) -> ActivationBytes:
+    """The activations of a model under a choice, with `itemsize` bytes per number."""
+    per_block = saved_bytes(shape, itemsize, choice)
+    whole = sum(per_block.values())
+    offloaded = sum(per_block.get(name, 0) for name in choice.offload)
+    stay = min(shape.layers, keep_last + BLOCKS_IN_FLIGHT) if offloaded else shape.layers
+    recomputed = (
+        sum(saved_bytes(shape, itemsize).values()) - whole + itemsize * shape.hidden
+        if recomputes_whole_block(shape, choice)
+        else 0
+    )
+    # Gradients at their widest point: in a dense MLP, those of its two halves and of their product, less the product
+    # itself, which was saved for the last matrix and is freed by then.
+    wide = shape.experts_per_token * (3 * shape.mlp + 2 * shape.hidden) if shape.experts else 2 * shape.mlp
+    return ActivationBytes(
+        blocks=shape.layers * (whole - offloaded) + stay * offloaded,
+        first_block=whole,
+        in_backward=max(0, recomputed) + itemsize * wide,
+        # What the norm saved, and its gradients in fp32.
+        in_final_norm=_norm(shape, shape.hidden, 1, itemsize) + (16 + 2 * itemsize) * shape.hidden,
+        offloaded=(shape.layers - min(shape.layers, keep_last)) * offloaded,
+    )
+
+
+def resolve_policy(
+    config: ActivationsConfig, shape: Shape, itemsize: int, carried: float, *, gated: bool = True
+) -> ActivationPolicy:
+    """What `memory.activations` resolves to if the host link carries `carried` bytes per token and block during the
+    forward. `gated`: whether the lists are checked against that, as `on_slow_link` says."""
+    names, local = activation_names(shape), locally_recomputable(shape)
+    check_activation_names(config, names, f"a block of {shape.family}")
+    listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
+    if config.preset == "balanced":
+        places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
+        now = saved_bytes(shape, itemsize, _choice(places))
+        fixed = sum(now.get(name, 0) for name, place in places.items() if place == "offload")
+        free = [name for name in names if name not in listed and places[name] == "keep" and name != "attn_proj"]
+        offloaded = largest_fitting(free, now, carried - fixed)
+        places |= dict.fromkeys(offloaded, "offload")
+    else:
+        whole = {name: "keep" if name == "block_input" else "recompute" for name in names}
+        base = {"keep": dict.fromkeys(names, "keep"), "recompute": whole, "offload": whole | {"block_input": "offload"}}
+        places = base[config.preset] | listed
+    check_activation_places(places, local)
+    choice = _choice(places)
+    sizes = saved_bytes(shape, itemsize, choice)
+    if not gated or config.on_slow_link != "downgrade" or sum(sizes.get(name, 0) for name in choice.offload) <= carried:
+        return choice
+    return ActivationPolicy(*fit_host_link(choice.offload, choice.recompute, local, sizes, carried))
+
+
+def largest_fitting(
+    names: Iterable[ActivationName], sizes: dict[ActivationName, int], room: float
+) -> tuple[ActivationName, ...]:
+    """The names whose sizes add up to the most that fits into the room."""
+    names = list(names)
+    sets = [some for count in range(len(names) + 1) for some in combinations(names, count)]
+    weights = [(sum(sizes.get(name, 0) for name in some), some) for some in sets]
+    return max(
+        ((weight, some) for weight, some in weights if weight <= room), default=(0, ()), key=lambda found: found[0]
+    )[1]
+
+
+def _choice(places: dict[ActivationName, str]) -> ActivationPolicy:
+    offload, recompute = (
+        frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute")
+    )
+    return ActivationPolicy(offload, recompute)

@@ -1,0 +1,156 @@
+"""The names of what a transformer block saves for its backward, which of them are offloaded or recomputed, and the
+scope that a block's forward is in.
+
+A name (`memory.activations`) stands for the tensors that some modules of the block save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.config.memory import ActivationName
+from ebbtide.parallel.dtensor import unsharded
+from ebbtide.policy.recompute import RecomputingCall, gated_mlp
+
+NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
+
+# Submodule of a block -> the name of what it saves. The name also covers the submodule's own arithmetic, outside the
+# submodules below it.
+_DENSE: dict[str, ActivationName] = {
+    "input_layernorm": "attn_norm",
+    "self_attn": "core_attn",
+    "self_attn.q_proj": "qkv_linear",
+    "self_attn.k_proj": "qkv_linear",
+    "self_attn.v_proj": "qkv_linear",
+    "self_attn.q_norm": "qkv_linear",
+    "self_attn.k_norm": "qkv_linear",
+    "self_attn.o_proj": "attn_proj",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp": "mlp_act",
+    "mlp.gate_proj": "mlp_fc1",
+    "mlp.up_proj": "mlp_fc1",
+    "mlp.act_fn": "mlp_act",
+    "mlp.down_proj": "mlp_fc2",
+}
+_SPARSE: dict[str, ActivationName] = {
+    **{path: name for path, name in _DENSE.items() if not path.startswith("mlp")},
+    "mlp": "moe_router",
+    "mlp.gate": "moe_router",
+    "mlp.experts": "moe_act",
+    "mlp.experts.act_fn": "moe_act",
+}
+
+# Norm -> the name under which it can be recomputed by itself.
+NORMS: dict[str, ActivationName] = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_norm": "qkv_linear",
+    "self_attn.k_norm": "qkv_linear",
+    "post_attention_layernorm": "mlp_norm",
+}
+
+
+def activation_names(block: nn.Module) -> list[ActivationName]:
+    """The names that a block has."""
+    inside = {path for path, _ in block.named_modules()}
+    found = {name for path, name in scopes_of(block).items() if path in inside}
+    if "mlp.experts" in inside:
+        found.add("expert_fc1")
+    return [name for name in NAMES if name in found or name == "block_input"]
+
+
+def locally_recomputable(block: nn.Module) -> frozenset[ActivationName]:
+    """The names that can be recomputed inside one module of this block, from little more than is saved anyway: norms
+    (also of queries and keys), and the elementwise product in a gated MLP."""
+    mlp: Any = block.get_submodule("mlp")
+    found = {NORMS[path] for path in norms_of(block)}
+    if all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        weight = mlp.gate_proj.weight
+        probe = torch.linspace(-1, 1, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 4, -1)
+        with torch.no_grad(), unsharded(block):
+            if torch.equal(gated_mlp(mlp, probe), mlp(probe)):
+                found.add("mlp_fc2")
+    return frozenset(found)
+
+
+def norms_of(block: nn.Module) -> dict[str, nn.Module]:
+    """The norms of this block, by path."""
+    return {path: module for path, module in block.named_modules() if path in NORMS}
+
+
+def scopes_of(block: nn.Module) -> dict[str, ActivationName]:
+    """Submodule of this block -> the name of what it saves."""
+    return _SPARSE if hasattr(block.get_submodule("mlp"), "experts") else _DENSE
+
+
+def residual_width(block: nn.Module) -> int:
+    """Channels of the residual stream."""
+    weight = block.get_submodule("input_layernorm").weight
+    assert isinstance(weight, Tensor)
+    return len(weight)
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """Which names are offloaded and which are recomputed; all others are kept."""
+
+    offload: frozenset[ActivationName] = frozenset()
+    recompute: frozenset[ActivationName] = frozenset()
+    local: frozenset[ActivationName] = frozenset()
+    """The names that can be recomputed inside one module."""
+
+    @property
+    def recomputes_whole_block(self) -> bool:
+        """Whether the whole block is recomputed, because more is to be recomputed than single modules can."""
+        return bool(self.recompute - self.local)
+
+    def retains(self, name: ActivationName) -> bool:
+        """Whether the tensors of this name are kept or offloaded."""
+        return name not in self.recompute
+
+
+@dataclass
+class BlockState:
+    """One block, and the scope that its forward is in at the moment."""
+
+    number: int
+    module: nn.Module
+    choice: ActivationChoice
+    scopes: dict[str, ActivationName]
+    """Submodule -> the name of what it saves."""
+    hidden: int
+    """Channels of the residual stream."""
+    keeps_only_input: bool
+    """Whether all of the block is recomputed from its input."""
+    recomputes_norms: bool = False
+    """Whether its norms can be recomputed by `NormCall`."""
+    wrapped: bool = False
+    """Whether the forwards of its submodules are wrapped."""
+    call: RecomputingCall | None = None
+    """The call of the running module, if that module recomputes what it saves."""
+    stack: list[ActivationName] = field(default_factory=list)
+    """The scopes that the forward is in, the innermost last."""
+    outside: set[int] = field(default_factory=set)
+    """Addresses of storages from outside the block: positions, masks, gathered weights."""
+
+    def end_call(self) -> None:
+        """Ends the call of a module that recomputes what it saves, if one is running."""
+        if self.call is not None:
+            self.call.end_forward()
+            self.call = None
+
+    @property
+    def scope(self) -> ActivationName | None:
+        """The name whose module runs; None outside of the named modules."""
+        return self.stack[-1] if self.stack else None
+
+    def name(self, tensor: Tensor) -> ActivationName | None:
+        """The name of a tensor that is being saved."""
+        if self.scope == "moe_act" and tensor.shape[-1:] == (self.hidden,):
+            return "expert_fc1"
+        if self.scope == "attn_norm" and "attn_norm" in self.choice.recompute:
+            return "block_input"  # A norm that is recomputed saves nothing but its input.
+        return self.scope

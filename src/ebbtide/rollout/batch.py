@@ -1,0 +1,160 @@
+"""The samples of one step: prompts, completions and scores, and which of them are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
+
+import torch
+
+from ebbtide.config.rollout import RolloutConfig
+from ebbtide.config.root import Config
+from ebbtide.policy.advantages import compute_advantages
+from ebbtide.policy.losses.normalise import token_weights
+from ebbtide.policy.packing import Trajectory
+from ebbtide.rollout.engine import Completion, Request, SamplingParams
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.score_message import ScoreResult
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion with its reward and advantage."""
+
+    prompt: Prompt
+    completion: Completion
+    scored: ScoreResult
+    advantage: float
+    trained: bool
+    """Whether it is part of the loss: groups whose advantages are all 0, and what `loss.mask_overlong` masks, may be
+    left out."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All samples of a step, and those that are trained on as trajectories."""
+
+    samples: list[Sample]
+    trajectories: list[Trajectory]
+    groups: int
+    zero_std_groups: int
+
+    def metrics(self, pass_reward: float) -> dict[str, float]:
+        """Returns the metrics of the step's rollouts, for metrics.jsonl."""
+        rewards = [sample.scored.value for sample in self.samples]
+        lengths = [len(sample.completion.tokens) for sample in self.samples]
+        by_outcome: dict[str, list[int]] = {"passed": [], "failed": []}
+        for length, reward in zip(lengths, rewards, strict=True):
+            by_outcome["passed" if reward >= pass_reward else "failed"].append(length)
+        count = len(self.samples)
+        parts: Counter[str] = Counter()
+        failures: Counter[str] = Counter()
+        for sample in self.samples:
+            parts.update(sample.scored.parts)
+            failures.update([sample.scored.failure] if sample.scored.failure else [])
+        return {
+            "reward": sum(rewards) / count,
+            "reward_std": torch.tensor(rewards).std(correction=0).item(),
+            **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
+            **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
+            "zero_std_groups": self.zero_std_groups,
+            "groups_with_signal": 1 - self.zero_std_groups / self.groups,
+            "completion_tokens": sum(lengths) / count,
+            **{f"completion_tokens/{name}": fmean(found) for name, found in by_outcome.items() if found},
+            "completion_tokens_max": max(lengths),
+            "finished": sum(sample.completion.finish == "stop" for sample in self.samples) / count,
+            "samples": count,
+            "samples_trained": len(self.trajectories),
+        }
+
+
+def sample_seed(*names: object) -> int:
+    """Returns a seed for one sample from the run's seed and the sample's position, independent of every other
+    sample."""
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
+
+
+def make_requests(prompts: Sequence[Prompt], samples: int, *names: object) -> list[Request]:
+    """Makes one request for each prompt, with the seeds of its samples."""
+    return [
+        Request(prompt.tokens, [sample_seed(*names, index, i) for i in range(samples)])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def training_sampling_params(rollout: RolloutConfig) -> SamplingParams:
+    """Returns the sampling parameters of training rollouts."""
+    return SamplingParams(
+        rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, tuple(rollout.stop)
+    )
+
+
+def assemble(
+    config: Config,
+    prompts: Sequence[Prompt],  # [prompts]
+    groups: Sequence[Sequence[Completion]],  # [prompts][samples]
+    scored: Sequence[ScoreResult],  # [prompts * samples]
+) -> Batch:
+    """Computes the advantages of all samples, and trajectories with their loss weights for those that are trained
+    on."""
+    shape = len(prompts), config.rollout.group_size
+    rewards = torch.tensor([score.value for score in scored], dtype=torch.float64).view(shape)
+    values = compute_advantages(rewards, config.advantage.kind)  # [prompts, samples]
+    completions = [completion for group in groups for completion in group]
+    owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+    flat = (values == 0).all(1)  # [prompts]
+    counted = [not (config.loss.mask_overlong and completion.finish == "length") for completion in completions]
+    dropped = (
+        flat.repeat_interleave(config.rollout.group_size).tolist()
+        if config.advantage.drop_zero_std_groups
+        else [False] * len(completions)
+    )
+    trained = [counts and not drop for counts, drop in zip(counted, dropped, strict=True)]
+    samples = [
+        Sample(*parts) for parts in zip(owners, completions, scored, values.flatten().tolist(), trained, strict=True)
+    ]
+    lengths = [len(completion.tokens) for completion, counts in zip(completions, counted, strict=True) if counts]
+    # Flat groups count in the average even where they are left out: leaving them out must not make the update larger.
+    weights = iter(token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens))
+    trajectories = []
+    for sample, counts in zip(samples, counted, strict=True):
+        weight = next(weights) * config.train.minibatches if counts else 0.0
+        if sample.trained:
+            done = sample.completion
+            trajectories.append(Trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
+    return Batch(samples, trajectories, len(prompts), int(flat.sum()))
+
+
+def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -> Iterator[list[Trajectory]]:
+    """Yields the trajectories of each update of a step: `epochs` passes, each shuffled and cut into `minibatches` of
+    almost equal size."""
+    for epoch in range(config.train.epochs):
+        order = list(range(len(trajectories)))
+        if config.train.minibatches > 1:
+            generator = torch.Generator().manual_seed(sample_seed(config.seed, "minibatches", step, epoch))
+            order = torch.randperm(len(order), generator=generator).tolist()
+        for part in torch.tensor(order).tensor_split(config.train.minibatches):
+            if len(part):
+                yield [trajectories[index] for index in part.tolist()]
+
+
+def average_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Merges the metrics of a step's updates: means, but the largest `mismatch_max`, the last learning rate, and sums
+    of counts. Skipped updates are left out of the means; where all were skipped, values that are not finite are."""
+    if not updates:
+        return {}
+    applied = [update for update in updates if not update["updates_skipped"]]
+    values = {
+        name: [update[name] for update in applied or updates if applied or isfinite(update[name])]
+        for name in updates[0]
+    }
+    figures = {name: max(found) if name == "mismatch_max" else fmean(found) for name, found in values.items() if found}
+    figures["lr"] = updates[-1]["lr"]
+    figures["updates_skipped"] = sum(update["updates_skipped"] for update in updates)
+    figures["updates"] = len(updates)
+    return figures

@@ -1,0 +1,88 @@
+"""The attention metadata of one pass on a GPU: where its tokens' keys and values are written (the slot mapping), and
+what they attend to (block tables and lengths), all of it in device memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ebbtide.rollout.paged import attention_kernels, decode_kernels, prefill_kernels
+
+
+@dataclass(frozen=True)
+class PassMetadata(ABC):
+    """The slot mapping of a pass; subclasses add what its tokens attend to."""
+
+    addresses: Tensor  # [layers, 2] int64: the addresses of the cache's keys and values
+    kv_heads: int
+    block: int
+    slots: Tensor  # [T] int32: where new keys and values are written; -1 for padding
+
+    @abstractmethod
+    def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Computes attention of queries [T, heads, channels] to the cache, where the new keys and values already
+        are."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        attention_kernels.write_cache(key, value, self.addresses, layer, self.slots, self.block)
+        return self.attend_to_cache(layer, query, scale, window)
+
+
+@dataclass(frozen=True)
+class DecodeMetadata(PassMetadata):
+    """A decode pass: one new token for each sample, where the samples of a group lie next to each other.
+    The fields are the arguments of `decode_kernels.decode`, which describes them."""
+
+    firsts: Tensor  # [B + 1] int32
+    prompt_tables: Tensor  # [B, blocks] int32
+    prompt_lengths: Tensor  # [B] int32
+    own_tables: Tensor  # [B, blocks] int32
+    own_lengths: Tensor  # [B] int32
+    own_starts: Tensor  # [B] int32
+    samples: int
+
+    def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        return decode_kernels.decode(
+            query,
+            self.addresses,
+            layer,
+            self.kv_heads,
+            self.block,
+            self.firsts,
+            self.prompt_tables,
+            self.prompt_lengths,
+            self.own_tables,
+            self.own_lengths,
+            self.own_starts,
+            self.samples,
+            scale,
+            window,
+        )
+
+
+@dataclass(frozen=True)
+class PrefillMetadata(PassMetadata):
+    """A prefill pass: the new tokens of several sequences, one after the other. The fields are the arguments of
+    `prefill_kernels.prefill`, which describes them."""
+
+    tiles: Tensor  # [tiles, 2] int32
+    sequences: Tensor  # [S, 4] int32
+    prompt_tables: Tensor  # [S, blocks] int32
+    own_tables: Tensor  # [S, blocks] int32
+
+    def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        return prefill_kernels.prefill(
+            query,
+            self.addresses,
+            layer,
+            self.kv_heads,
+            self.block,
+            self.tiles,
+            self.sequences,
+            self.prompt_tables,
+            self.own_tables,
+            scale,
+            window,
+        )

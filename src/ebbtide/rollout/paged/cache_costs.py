@@ -1,0 +1,69 @@
+"""How much memory the paged engine needs: the KV cache per token, and the workspace of a pass. This is pure Python
+without torch: the planner uses it before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbtide.system.units import ceil_div
+
+FREE_MEMORY_FRACTION = 0.95  # the part of the memory free at the start of generation that cache and workspace may fill
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens of a block
+PREFILL_CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}  # tokens that are prefilled in one pass, at most
+LOGIT_ROWS_AT_ONCE = 512  # rows of logits that are in memory at once after a prefill
+SORTED_ROWS_AT_ONCE = 64  # rows of logits that are sorted at once for top-k and top-p
+# The batch sizes that CUDA graphs are captured for; larger ones go in steps of 128.
+GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+def graph_batch_size(rows: int) -> int:
+    """Returns the batch size of the CUDA graph that decodes `rows` samples."""
+    return next((size for size in GRAPH_BATCH_SIZES if size >= rows), ceil_div(rows, 128) * 128)
+
+
+def blocks_for(tokens: int, block: int) -> int:
+    """Returns the blocks of `block` tokens that `tokens` tokens need."""
+    return ceil_div(tokens, block)
+
+
+def useful_blocks(prompts: list[tuple[int, int]], new: int, batch: int, block: int, *, shared: bool = True) -> int:
+    """Returns the most blocks that a generation can fill: `prompts` are pairs of a prompt's length and its number of
+    samples, of which `batch` decode at once, with at most `new` tokens each."""
+    running = min(batch, sum(samples for _, samples in prompts))
+    read = sum(blocks_for(length, block) * (1 if shared else samples) for length, samples in prompts)
+    return read + running * (blocks_for(new, block) + 1)
+
+
+@dataclass(frozen=True)
+class CacheCosts:
+    """The sizes of a model that decide what its KV cache and a pass need, and the bytes that follow from them."""
+
+    layers: int
+    kv_heads: int
+    """The key-value heads."""
+    channels: int
+    hidden: int
+    query_heads: int
+    mlp: int
+    vocabulary: int
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Returns the bytes of the KV cache per token, with elements of `itemsize` bytes."""
+        return 2 * self.layers * self.kv_heads * self.channels * itemsize
+
+    def workspace_bytes(self, itemsize: int, chunk: int, batch: int) -> int:
+        """Returns the bytes that passes need in addition to the cache: to prefill `chunk` tokens at once, and to decode
+        and sample for `batch` samples. Elements have `itemsize` bytes."""
+        queries = self.query_heads * self.channels
+        token = 8 * self.hidden + 4 * queries + 4 * self.mlp  # elements in memory at once for each token, at most
+        sampling = (
+            2 * min(batch, LOGIT_ROWS_AT_ONCE) * self.vocabulary * itemsize + SORTED_ROWS_AT_ONCE * self.vocabulary * 40
+        )
+        splits = 32 * batch * queries * 4  # the partial results of split-KV attention, in fp32
+        return chunk * token * itemsize + sampling + splits
+
+    def blocks_that_fit(self, itemsize: int, block: int, chunk: int, batch: int, free: int) -> int:
+        """Returns the blocks of the KV cache that fit into `free` bytes."""
+        return max(0, int(FREE_MEMORY_FRACTION * free) - self.workspace_bytes(itemsize, chunk, batch)) // (
+            block * self.bytes_per_token(itemsize)
+        )

@@ -1,0 +1,291 @@
+"""The scheduler of the paged engine: it decides which prompts are prefilled, which samples decode, and which are
+preempted when blocks run out. It imports no torch.
+
+The KV cache is cut into blocks of a fixed number of tokens. A prompt has a block table of its own, prefilled once for
+all samples of its group; each sample has another one for the tokens it adds. When blocks run out, the sample that was
+admitted last is preempted: its blocks are freed, and its tokens are prefilled again later (recompute, not swap).
+
+The GPU works on one step while the host schedules the next, so a sample's newest token may still be in flight. The
+schedule depends on how many tokens were scheduled, not on which they are. A sample that turns out to have ended costs
+one step too many, and the token of that step is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ebbtide.system.units import ceil_div
+
+
+def max_blocks(groups: int, prompt: int, samples: int, new: int, size: int) -> int:
+    """Returns the most blocks of `size` tokens that `groups` groups can fill, each a prompt of `prompt` tokens and
+    `samples` samples of at most `new` tokens."""
+    return groups * (ceil_div(prompt, size) + samples * ceil_div(new, size))
+
+
+class BlockAllocator:
+    """Knows which blocks of the KV cache are free."""
+
+    def __init__(self, count: int) -> None:
+        self.num_blocks = count
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        assert count <= len(self._free)
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, blocks: list[int]) -> None:
+        self._free += reversed(blocks)
+        blocks.clear()
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """The blocks that hold the keys and values of a prompt, or of a sample's own tokens. The first `computed` tokens
+    are in the KV cache, or will be after the passes scheduled so far."""
+
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    def slots(self, first: int, last: int, size: int) -> list[int]:
+        """Returns the slot mapping: where in the KV cache tokens `first` to `last` (excluded) lie."""
+        return [self.blocks[index // size] * size + index % size for index in range(first, last)]
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """A prompt and its samples."""
+
+    number: int
+    prompt: Sequence[int]
+    samples: list[ScheduledSample] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.block_table.computed == len(self.prompt)
+
+
+@dataclass(eq=False)
+class ScheduledSample:
+    """One sample of a prompt, as the scheduler sees it."""
+
+    number: int
+    group: PromptGroup
+    max_tokens: int
+    """The most tokens that it may have."""
+    tokens: list[int] = field(default_factory=list)
+    num_scheduled: int = 0
+    """How many of its tokens were scheduled: the last of them may still be in flight."""
+    block_table: BlockTable = field(default_factory=BlockTable)
+    """The block table of its own tokens. The newest token is not in the KV cache: it is the next step's input."""
+    row: int | None = None
+    """Its row of the decode batch, None while it waits."""
+    admission: int = 0
+    """A new number each time it is admitted."""
+    done: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.row is not None
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens `first` to `last` (excluded) of a prompt, or of a sample's own, that are prefilled in one pass."""
+
+    owner: PromptGroup | ScheduledSample
+    first: int
+    last: int
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return (self.owner.prompt if isinstance(self.owner, PromptGroup) else self.owner.tokens)[self.first : self.last]
+
+
+class Scheduler:
+    """Prompts are added at any time; each step is scheduled, run by the caller, and its tokens are recorded one step
+    later at the latest."""
+
+    def __init__(self, blocks: BlockAllocator, size: int, *, batch: int, chunk: int) -> None:
+        """Blocks hold `size` tokens, at most `batch` samples decode at once, and at most `chunk` tokens are prefilled
+        in one pass."""
+        self.allocator, self._size, self._batch, self._chunk = blocks, size, batch, chunk
+        self.groups: dict[int, PromptGroup] = {}
+        """The groups that have not ended."""
+        self._waiting: deque[ScheduledSample] = deque()
+        self._running: list[ScheduledSample] = []
+        self._rows = list(range(batch - 1, -1, -1))
+        self._added = self._admitted = 0
+        self.preempted = 0
+
+    def add(self, prompt: Sequence[int], limits: Sequence[int]) -> list[ScheduledSample]:
+        """Adds a prompt with one sample for each of `limits`, the most tokens that it may have."""
+        if not limits:
+            return []
+        group = PromptGroup(self._added, prompt)
+        group.samples = [ScheduledSample(self._added + i, group, limit) for i, limit in enumerate(limits)]
+        self._added += len(limits)
+        self.groups[group.number] = group
+        self._waiting += group.samples
+        return list(group.samples)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Returns the blocks that `tokens` tokens need."""
+        return ceil_div(tokens, self._size)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def finished(self) -> bool:
+        return not self._waiting and not self._running
+
+    def schedule(self) -> list[PrefillChunk] | list[ScheduledSample]:
+        """Schedules a step: chunks to prefill, or samples to decode by one token each. It is empty while every token
+        that is left is in flight."""
+        self._admit()
+        return self._schedule_prefill() or self._schedule_decode()
+
+    def schedule_first_tokens(self, chunk: PrefillChunk) -> list[ScheduledSample]:
+        """Schedules the first token of each sample whose prompt this chunk completes."""
+        if isinstance(chunk.owner, ScheduledSample) or not chunk.owner.is_prefilled:
+            return []
+        ready = [sample for sample in chunk.owner.samples if not sample.num_scheduled and not sample.done]
+        for sample in ready:
+            sample.num_scheduled = 1
+        return ready
+
+    def append_token(self, sample: ScheduledSample, token: int, *, done: bool) -> None:
+        """Records a sample's next token."""
+        sample.tokens.append(token)
+        if done:
+            self.cancel(sample)
+
+    def cancel(self, sample: ScheduledSample) -> None:
+        """Ends a sample, whether it runs or waits."""
+        if sample.done:
+            return
+        sample.done = True
+        if sample.is_running:
+            self._running.remove(sample)
+            self._release(sample)
+        else:
+            self._waiting.remove(sample)
+        if all(other.done for other in sample.group.samples):
+            del self.groups[sample.group.number]
+
+    def preempt_all(self) -> None:
+        """Preempts all running samples, which `preempted` does not count. All then wait in the order in which they were
+        added."""
+        for sample in self._running:
+            self._release(sample)
+        self._waiting = deque(sorted([*self._running, *self._waiting], key=lambda sample: sample.number))
+        self._running = []
+
+    def move_to(self, blocks: BlockAllocator) -> list[int]:
+        """Moves all block tables to another KV cache. Returns the blocks of this one that are in use, in the order in
+        which they lie in the other."""
+        groups = list(self.groups.values())
+        tables = [group.block_table for group in groups] + [
+            sample.block_table for group in groups for sample in group.samples
+        ]
+        used = [block for table in tables for block in table.blocks]
+        for table in tables:
+            table.blocks = blocks.allocate(len(table.blocks))
+        self.allocator = blocks
+        return used
+
+    # Admission, prefill, decode and preemption
+
+    def _admit(self) -> None:
+        """Admits waiting samples in order, while there are blocks for what they need now and one more for each that
+        runs.
+
+        Where many wait, several are admitted at a time: prefilling one prompt takes almost as long as prefilling eight.
+        """
+        if len(self._rows) < min(len(self._waiting), max(1, self._batch // 8)):
+            return
+        while self._waiting and self._rows:
+            sample = self._waiting[0]
+            if sample.num_scheduled > len(sample.tokens):
+                return  # its newest token is still in flight, in the row that it had before
+            group = sample.group
+            prompt = 0 if group.block_table.blocks else self.blocks_for(len(group.prompt))
+            own = self.blocks_for(max(1, sample.num_scheduled))
+            if prompt + own + len(self._running) > self.allocator.num_free:
+                return
+            if prompt:
+                group.block_table.blocks = self.allocator.allocate(prompt)
+            sample.block_table.blocks = self.allocator.allocate(own)
+            sample.row = self._rows.pop()
+            self._admitted += 1
+            sample.admission = self._admitted
+            self._running.append(self._waiting.popleft())
+
+    def _schedule_prefill(self) -> list[PrefillChunk]:
+        """Schedules what must be prefilled before the running samples can decode: their prompts, and the own tokens of
+        samples that were preempted."""
+        chunks, budget = [], self._chunk
+        seen: set[int] = set()
+        for sample in self._running:
+            group = sample.group
+            if not group.is_prefilled:
+                if group.number not in seen and budget:
+                    seen.add(group.number)
+                    last = min(len(group.prompt), group.block_table.computed + budget)
+                    chunks.append(PrefillChunk(group, group.block_table.computed, last))
+                    budget -= last - group.block_table.computed
+            elif budget and sample.block_table.computed < sample.num_scheduled - 1:
+                last = min(sample.num_scheduled - 1, sample.block_table.computed + budget)
+                chunks.append(PrefillChunk(sample, sample.block_table.computed, last))
+                budget -= last - sample.block_table.computed
+        for chunk in chunks:
+            chunk.owner.block_table.computed = chunk.last
+        return chunks
+
+    def _schedule_decode(self) -> list[ScheduledSample]:
+        """Schedules the running samples that may have another token, each with a slot for its newest one. Where blocks
+        run out, the samples admitted last are preempted."""
+        ready = []
+        for sample in [sample for sample in self._running if sample.num_scheduled < sample.max_tokens]:
+            while sample.is_running and len(sample.block_table.blocks) * self._size < sample.num_scheduled:
+                if self.allocator.num_free:
+                    sample.block_table.blocks += self.allocator.allocate(1)
+                else:
+                    self._preempt()
+            ready.append(sample)
+        ready = [sample for sample in ready if sample.is_running]
+        for sample in ready:
+            sample.block_table.computed = sample.num_scheduled
+            sample.num_scheduled += 1
+        return ready
+
+    def _preempt(self) -> None:
+        """Preempts the sample that was admitted last. It may be the very one that needs a block."""
+        last = self._running.pop()
+        self.preempted += 1
+        self._release(last)
+        self._waiting.appendleft(last)
+
+    def _release(self, sample: ScheduledSample) -> None:
+        """Frees a sample's row and blocks, and its prompt's blocks once no running sample needs them."""
+        assert sample.row is not None
+        self._rows.append(sample.row)
+        self.allocator.release(sample.block_table.blocks)
+        sample.block_table.computed, sample.row = 0, None
+        group = sample.group
+        if not any(other.is_running for other in group.samples):
+            self.allocator.release(group.block_table.blocks)
+            group.block_table.computed = 0

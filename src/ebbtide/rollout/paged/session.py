@@ -1,0 +1,239 @@
+"""The sessions of the paged engine: `Session`, a queue of requests over one KV cache, and `PersistentSession`, which is
+suspended between the steps of a run, for partial rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ebbtide.rollout.engine import Completion, Request, SamplingParams, diverged_error
+from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
+from ebbtide.rollout.paged.runner import PendingTokens, Runner, SampleOp
+from ebbtide.rollout.paged.scheduler import BlockAllocator, ScheduledSample, Scheduler
+from ebbtide.rollout.sampling import Uniforms
+from ebbtide.rollout.stopping import StopCondition
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(eq=False)
+class SampleState:
+    """A sample as the caller of a session sees it."""
+
+    sample: ScheduledSample
+    sampling: SamplingParams
+    stop_condition: StopCondition
+    uniforms: Uniforms
+    logprobs: list[float] = field(default_factory=list)
+    plain_logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    """None while it is generated, and where it was cancelled."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sample.tokens
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return self.stop_condition.completion(
+            self.tokens, self.logprobs, self.plain_logprobs, stopped=self.finish == "stop"
+        )
+
+
+class Session:
+    """A queue of requests over one KV cache: requests can be added at any time, and every step is one pass through the
+    model, a prefill or a decode of all samples that can run."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        stop_condition: Callable[[SamplingParams], StopCondition],
+        share_prompts: bool,
+        ahead: bool,
+    ) -> None:
+        self._runner, self._scheduler, self._stop_condition = runner, scheduler, stop_condition
+        self._share, self._ahead = share_prompts, ahead
+        self._states: dict[int, SampleState] = {}
+        self._in_flight: PendingTokens | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._scheduler.finished
+
+    @property
+    def preempted(self) -> int:
+        return self._scheduler.preempted
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._scheduler.allocator.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self._scheduler.allocator.num_blocks
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    def add(self, request: Request, sampling: SamplingParams) -> list[SampleState]:
+        ending = self._stop_condition(sampling)
+        count, limit = len(request.seeds), sampling.max_new_tokens
+        samples = (
+            self._scheduler.add(request.prompt, [limit] * count)
+            if self._share
+            else [sample for _ in request.seeds for sample in self._scheduler.add(request.prompt, [limit])]
+        )
+        states = [
+            SampleState(sample, sampling, ending, Uniforms(seed))
+            for sample, seed in zip(samples, request.seeds, strict=True)
+        ]
+        self._states |= {state.sample.number: state for state in states}
+        return states
+
+    def restore_sample(
+        self,
+        state: SampleState,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        plain: Sequence[float],
+        finish: Finish | None,
+    ) -> None:
+        """Restores what a sample had generated in an earlier session; it must just have been added to this one."""
+        state.tokens[:], state.logprobs[:], state.plain_logprobs[:] = tokens, logprobs, plain
+        state.sample.num_scheduled, state.finish = len(tokens), finish
+        if finish is not None:
+            self.cancel(state)
+
+    def drain(self) -> None:
+        """Waits for the pass that is in flight and collects its tokens."""
+        if self._in_flight is not None:
+            self._collect(self._in_flight)
+            self._in_flight = None
+
+    def discard_in_flight(self) -> None:
+        """Discards the pass that is in flight: its tokens count as never sampled."""
+        for sample in self._in_flight.samples if self._in_flight is not None else []:
+            sample.num_scheduled = len(sample.tokens)
+        self._in_flight = None
+
+    def cancel(self, state: SampleState) -> None:
+        self._scheduler.cancel(state.sample)
+        self._states.pop(state.sample.number, None)
+
+    def preempt_all(self) -> None:
+        """Preempts all samples that run, so that no block is in use; `preempted` does not count them."""
+        self._scheduler.preempt_all()
+
+    def move_to_cache(self, blocks: int) -> list[int]:
+        """Moves all block tables to another KV cache, of `blocks` blocks. Returns the blocks of the old one that are in
+        use, in the order in which they lie at the front of the new one."""
+        return self._scheduler.move_to(BlockAllocator(blocks))
+
+    def step(self) -> list[SampleState]:
+        """Runs one pass through the model and returns the samples that got another token."""
+        work = self._scheduler.schedule()
+        before, pending = self._in_flight, None
+        if work and isinstance(work[0], ScheduledSample):
+            pending = self._runner.decode(
+                [self._sample_op(sample) for sample in work if isinstance(sample, ScheduledSample)]
+            )
+        elif work:
+            chunks = [chunk for chunk in work if not isinstance(chunk, ScheduledSample)]
+            pending = self._runner.prefill(
+                chunks,
+                [
+                    [self._sample_op(sample) for sample in self._scheduler.schedule_first_tokens(chunk)]
+                    for chunk in chunks
+                ],
+            )
+        if self._ahead and pending is not None:
+            self._in_flight = pending
+            return self._collect(before) if before is not None else []
+        self._in_flight = None
+        return [state for step in (before, pending) if step is not None for state in self._collect(step)]
+
+    def _sample_op(self, sample: ScheduledSample) -> SampleOp:
+        state = self._states[sample.number]
+        return SampleOp(sample, state.sampling, state.uniforms[sample.num_scheduled - 1])
+
+    def _collect(self, pending: PendingTokens) -> list[SampleState]:
+        """Waits for the tokens of a pass and appends them to their samples."""
+        found = []
+        for sample, token, logprob, plain in zip(pending.samples, *pending.wait(), strict=True):
+            if sample.done:  # the sample had ended, which was not known yet when this token was scheduled
+                continue
+            if not math.isfinite(logprob):
+                raise diverged_error()
+            state = self._states[sample.number]
+            state.logprobs.append(logprob)
+            state.plain_logprobs.append(plain)
+            if state.stop_condition.is_reached(sample.tokens, token):
+                state.finish = "stop"
+            elif len(sample.tokens) + 1 == sample.max_tokens:
+                state.finish = "length"
+            self._scheduler.append_token(sample, token, done=state.finish is not None)
+            if state.finish is not None:
+                del self._states[sample.number]
+            found.append(state)
+        return found
+
+
+class PersistentSession:
+    """A session for partial rollouts: it is suspended while other phases use the GPU, and its samples then continue
+    where they were, from the kept KV cache or by prefilling their tokens again."""
+
+    def __init__(
+        self, session: Session, memory: CacheMemory, needs: CacheNeeds, *, keep: bool, on_suspend: Callable[[], None]
+    ) -> None:
+        """`session` has no KV cache yet. With `keep`, its KV cache is kept while it is suspended. `on_suspend` is
+        called whenever it has been suspended."""
+        self._session, self._memory, self._needs = session, memory, needs
+        self._keep, self._on_suspend = keep, on_suspend
+        self.kept_cache: list[Tensor] = []
+        """The blocks in use while the session is suspended: the keys, then the values of each layer."""
+
+    @property
+    def session(self) -> Session:
+        """The session itself; requests can be added to it at any time, also while it is suspended."""
+        return self._session
+
+    @contextmanager
+    def resumed(self) -> Iterator[Session]:
+        """Resumes the session for the time of this context. The kept KV cache must be on the device. An error inside
+        loses the kept cache, but no token that was collected."""
+        session, memory = self._session, self._memory
+        count = memory.count_blocks(self._needs, reusable=sum(tensor.nbytes for tensor in self.kept_cache))
+        if session.num_used_blocks > count:  # the kept cache no longer fits into memory
+            session.preempt_all()
+            self.kept_cache.clear()
+        tensors = self.kept_cache or memory.allocate(0)
+        self.kept_cache = []
+        tensors = memory.resize(tensors, session.move_to_cache(count), count)
+        try:
+            memory.attach(tensors, self._needs)
+            with torch.no_grad():
+                yield session
+                session.drain()
+        except BaseException:
+            session.discard_in_flight()
+            session.preempt_all()
+            raise
+        finally:
+            memory.detach()
+        if not self._keep:
+            session.preempt_all()
+        used = session.num_used_blocks
+        self.kept_cache = memory.resize(tensors, session.move_to_cache(used), used) if used else []
+        self._on_suspend()

@@ -1,0 +1,1 @@
+"""The weights that rollouts are generated with: the policy's own, all-gathered ones, or copies on rollout workers."""

@@ -1,0 +1,69 @@
+"""The private and undocumented parts of transformers that Ebbtide uses. Each has a test in
+tests/system/test_transformers_internals.py that fails when a new version of transformers changes it.
+
+Everything here is as in transformers 5.22 (constraints.txt). The imports are inside the functions: transformers' code
+for models takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """The name of the attention function that a model uses. It relies on `config._attn_implementation`, which
+    `from_config`, `from_pretrained` and `set_attn_implementation` set."""
+    name: str = config._attn_implementation
+    return name
+
+
+def experts_implementation(config: PretrainedConfig) -> str | None:
+    """How a model computes its experts (`grouped_mm`, `batched_mm`, `eager`). It relies on
+    `config._experts_implementation`."""
+    name: str | None = getattr(config, "_experts_implementation", None)
+    return name
+
+
+def full_mask(**wanted: Any) -> Tensor:
+    """The boolean mask [batch, 1, queries, keys] that a layer wants, in full even where attention could do without. It
+    relies on `sdpa_mask`, on the two arguments by which it leaves masks out, and on transformers calling a registered
+    mask function with `sdpa_mask`'s arguments."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask: Tensor = sdpa_mask(**{**wanted, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return mask
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Whether a module is SiLU. It relies on `transformers.activations.SiLUActivation`, the class of models whose
+    config says `hidden_act: silu`."""
+    from torch import nn
+    from transformers.activations import SiLUActivation
+
+    return isinstance(activation, nn.SiLU | SiLUActivation)
+
+
+def to_checkpoint_format(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some of a model's tensors with the names and shapes that they have in its files, where each expert is a tensor of
+    its own. It relies on `revert_weight_conversion`, which `save_pretrained` calls."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return found
+
+
+def log_handlers() -> list[logging.Handler]:
+    """The handlers through which transformers prints its messages. It relies on transformers giving the logger
+    `transformers` a handler of its own as soon as its verbosity is set."""
+    return logging.getLogger("transformers").handlers
+
+
+def needs_own_code(error: Exception) -> bool:
+    """Whether loading failed because the model needs Python code of its own. It relies on that error's message, which
+    names the argument `trust_remote_code`."""
+    return "trust_remote_code" in str(error)

@@ -1,0 +1,91 @@
+"""The guard: the parent process of a scoring process. It runs no foreign code; when the scoring process or the run
+ends, in whatever way, it kills every process that foreign code has started.
+
+It adopts orphans among its descendants (a subreaper on Linux), so that everything they start stays below it, even
+with a session of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # From <linux/prctl.h>.
+KILL_SECONDS = 5.0  # A process that cannot be killed by then (it waits for a disk that does not answer) is left alone.
+TICK = 0.002  # Seconds between checks of which processes are left.
+
+
+def main(channel: int) -> NoReturn:
+    """The main function of the guard, a new process with one thread; `channel` is the socket to the run."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    guard, worker = os.getpid(), os.fork()
+    if worker == 0:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # In case foreign code kills the guard.
+        try:
+            if os.getppid() == guard:
+                from ebbtide.tasks.scoring_worker import score_requests  # Imported here, so that the guard stays small.
+
+                score_requests(channel)
+        finally:
+            os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # The guard ends when the run does, not before.
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_run, args=(channel,), daemon=True).start()
+    while True:
+        ended, status = os.wait()
+        if ended == worker:
+            break
+    kill_descendants(guard)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_with_run(channel: int) -> None:
+    """Waits until the run closes its end of the channel, then kills all descendants."""
+    hang_up = select.poll()
+    hang_up.register(channel, 0)  # Only for a hang-up: data on the channel is for the worker.
+    hang_up.poll()
+    kill_descendants(os.getpid())
+
+
+def kill_descendants(root: int) -> None:
+    """Kills all descendants of a process. They are stopped first, so that none starts others meanwhile."""
+    until, known = time.monotonic() + KILL_SECONDS, set[int]()
+    while (found := _below(root)) and time.monotonic() < until:
+        number = signal.SIGKILL if found <= known else signal.SIGSTOP
+        for process in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, number)
+        if number == signal.SIGKILL:
+            time.sleep(TICK)
+        known |= found
+
+
+def _below(root: int) -> set[int]:
+    """The living descendants of a process."""
+    children: dict[int, list[int]] = {}
+    dead = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{entry}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]  # The name before it may contain anything.
+            children.setdefault(int(parent), []).append(int(entry))
+            dead |= {int(entry)} if state in (b"Z", b"X") else set()
+    found, last = set[int](), [root]
+    while last:
+        last = [child for one in last for child in children.get(one, ()) if child not in found]
+        found |= set(last)
+    return found - dead
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

@@ -1,0 +1,157 @@
+"""transformers' private parts behave as Ebbtide relies on: a test that fails here after an update of transformers names
+the function of system/transformers_internals.py to adapt."""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import sdpa_mask
+
+import ebbtide.model.load  # noqa: F401 (it sets transformers' verbosity, and filters its messages)
+from ebbtide.model.load import decoder
+from ebbtide.system import transformers_internals
+from ebbtide.system.transformers_internals import (
+    attention_implementation,
+    experts_implementation,
+    full_mask,
+    is_silu,
+    log_handlers,
+    needs_own_code,
+    to_checkpoint_format,
+)
+from families import EXPERTS, SHAPE, WINDOW
+
+
+def made(family: str, **changes: Any) -> Any:
+    sparse = EXPERTS if family.endswith("moe") else {}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SHAPE, **sparse, **changes}))
+
+
+def test_the_attention_of_a_model_is_in_its_config() -> None:
+    model = made("qwen3")
+    assert attention_implementation(model.config) == "sdpa"
+    model.set_attn_implementation("eager")
+    assert attention_implementation(model.config) == "eager"
+
+
+def test_how_experts_are_computed_is_in_a_models_config() -> None:
+    model = made("qwen3_moe")
+    assert experts_implementation(model.config.get_text_config()) == "grouped_mm"
+    model.set_experts_implementation("eager")
+    assert experts_implementation(model.config.get_text_config()) == "eager"
+
+
+def test_a_full_mask_is_there_also_where_attention_could_do_without() -> None:
+    assert sdpa_mask(1, 4, 4) is None  # otherwise `full_mask` is needed no more
+    place = torch.arange(4)
+    assert torch.equal(full_mask(batch_size=1, q_length=4, kv_length=4)[0, 0], place[:, None] >= place)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_registered_mask_function_gets_the_arguments_of_sdpa_mask(window) -> None:
+    wanted: list[dict[str, Any]] = []
+    masks: list[Any] = []
+
+    def attention(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+        masks.append(mask)
+        return query.transpose(1, 2), None
+
+    def mask(**arguments: Any) -> torch.Tensor:
+        wanted.append(arguments)
+        return full_mask(**arguments)
+
+    AttentionInterface.register("test_internals", attention)
+    AttentionMaskInterface.register("test_internals", mask)
+    model = made("mistral", sliding_window=window)
+    model.set_attn_implementation("test_internals")
+    model(torch.arange(3, 11)[None])
+    assert {one.get("local_size") for one in wanted} == {window}
+    place = torch.arange(8)
+    seen = (place[:, None] >= place) & (place[:, None] - place < (window or 8))
+    assert len(masks) == SHAPE["num_hidden_layers"]
+    assert all(torch.equal(one[0, 0], seen) for one in masks)
+
+
+def test_silu_is_known_by_its_class() -> None:
+    assert is_silu(decoder(made("qwen3")).layers[0].mlp.act_fn)
+    assert is_silu(nn.SiLU())
+    assert not is_silu(decoder(made("qwen3", hidden_act="gelu")).layers[0].mlp.act_fn)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_tensors_get_the_names_and_shapes_of_files(family, tmp_path) -> None:
+    model = made(family, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    found = to_checkpoint_format(model, model.state_dict())
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    # One layer at a time gives the same.
+    parts = {}
+    for part in ("model.layers.0.", "model.layers.1."):
+        some = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(part)}
+        parts |= to_checkpoint_format(model, some)
+    assert parts.keys() == {name for name in saved if name.startswith("model.layers.")}
+
+
+def test_messages_of_transformers_pass_through_a_handler_of_its_own() -> None:
+    own = [handler for handler in log_handlers() if type(handler) is logging.StreamHandler]  # pytest adds others
+    assert own
+    for handler in own:
+        record = logging.LogRecord("transformers", logging.ERROR, "", 0, "a name: %s", ("\x1b[31m",), None)
+        assert handler.filter(record)
+        assert record.getMessage() == "a name: \\x1b[31m"
+
+
+def test_a_model_that_needs_its_own_code_is_known_by_its_error(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}})
+    )
+    (tmp_path / "code.py").write_text("")
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (its message is what is tested)
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    assert needs_own_code(error.value)
+    with pytest.raises(OSError) as error:  # noqa: PT011
+        AutoConfig.from_pretrained(tmp_path / "missing", trust_remote_code=False)
+    assert not needs_own_code(error.value)
+
+
+PRIVATE = re.compile(
+    r"\._(attn|experts)_implementation|\btransformers(\.\w+)*\._[a-z]|getLogger\(.transformers.\)|"
+    r"from transformers\.(?!utils import logging\b)"
+)
+
+
+def test_no_other_file_uses_private_parts_of_transformers() -> None:
+    source = Path(transformers_internals.__file__).parents[1]
+    files = {str(path.relative_to(source)): path.read_text() for path in source.rglob("*.py")}
+    assert [name for name, text in files.items() if PRIVATE.search(text)] == ["system/transformers_internals.py"]
+
+
+# Those of rollout/paged/fused_model.py, which runs on a GPU only.
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_blocks_have_the_parts_that_fused_kernels_use(family) -> None:
+    inner: Any = decoder(made(family))
+    hidden = inner.embed_tokens(torch.arange(3))
+    cos, sin = inner.rotary_emb(hidden[None], torch.arange(3)[None])
+    assert cos.shape == sin.shape == (1, 3, SHAPE["head_dim"])
+    norms = [inner.norm, inner.layers[0].input_layernorm, inner.layers[0].post_attention_layernorm]
+    attention, mlp = inner.layers[0].self_attn, inner.layers[0].mlp
+    norms += [attention.q_norm, attention.k_norm] if family.startswith("qwen3") else []
+    assert all(0 < norm.variance_epsilon < 1e-3 for norm in norms)
+    assert attention.scaling == pytest.approx(SHAPE["head_dim"] ** -0.5)
+    assert attention.head_dim == SHAPE["head_dim"]
+    for name in "qkvo":
+        assert isinstance(getattr(attention, f"{name}_proj"), nn.Linear)
+    if family == "qwen3_moe":
+        assert not hasattr(mlp, "gate_proj")
+        assert "experts" in dict(mlp.named_modules())
+    else:
+        assert all(isinstance(getattr(mlp, f"{name}_proj"), nn.Linear) for name in ("gate", "up", "down"))
