@@ -83,7 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--share", type=float, default=0.3)
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def settings(config: Config, given: argparse.Namespace) -> Any:
