@@ -1,5 +1,5 @@
-"""Resolves `memory.activations` to a choice for the loaded model: checked, measured, and compared with what the host
-link carries."""
+"""Decides which activations are kept, offloaded or recomputed (gradient checkpointing): resolves `memory.activations`
+to a choice for the loaded model, checked, measured, and compared with what the host link carries."""
 
 from __future__ import annotations
 
