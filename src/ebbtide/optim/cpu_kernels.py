@@ -122,7 +122,7 @@ class _Rule(ctypes.Structure):
     ]
 
 
-class _Stepped(ctypes.Structure):
+class _StepStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("begin", "n")),
         *((name, ctypes.c_void_p) for name in ("master", "grad", "first", "second", "weight")),
@@ -131,7 +131,7 @@ class _Stepped(ctypes.Structure):
     ]
 
 
-class _Added(ctypes.Structure):
+class _AddStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("begin", "n")),
         *((name, ctypes.c_void_p) for name in ("total", "part")),
@@ -157,7 +157,7 @@ class CMath:
         weakref.finalize(self, loaded.team_end, self._team).atexit = False  # the threads end with the process anyway
 
     def step(self, stretches: Sequence[CpuStepArgs]) -> Callable[[], None]:
-        job = (_Stepped * (len(stretches) + 1))(*map(_stepped, stretches))
+        job = (_StepStruct * (len(stretches) + 1))(*map(_step_struct, stretches))
 
         def run() -> None:  # keeps the tensors alive, to whose memory the job points
             self._step(self._team, len(stretches), job)
@@ -165,7 +165,7 @@ class CMath:
         return run
 
     def add(self, sums: Sequence[CpuAddArgs]) -> Callable[[], list[float]]:
-        job, squares = (_Added * (len(sums) + 1))(*map(_added, sums)), (ctypes.c_double * len(sums))()
+        job, squares = (_AddStruct * (len(sums) + 1))(*map(_add_struct, sums)), (ctypes.c_double * len(sums))()
 
         def run() -> list[float]:  # keeps the tensors alive, to whose memory the job points
             self._add(self._team, len(sums), job, squares)
@@ -174,14 +174,14 @@ class CMath:
         return run
 
 
-def _stepped(stretch: CpuStepArgs) -> _Stepped:
+def _step_struct(stretch: CpuStepArgs) -> _StepStruct:
     master, grad, first, second, weight, rule, start = stretch
     assert grad.dtype in (torch.float32, weight.dtype)  # cpu_kernels.c has no other variant
     beta1, beta2 = rule.config.betas
     numbers = rule.scale, rule.shrink, 1 - beta1, beta2, 1 - beta2, rule.step_size, rule.root, rule.config.eps
     pointers = (tensor.data_ptr() for tensor in (master, grad, first, second, weight))
     state = STOCHASTIC if rule.stochastic else KINDS[first.dtype]
-    return _Stepped(
+    return _StepStruct(
         0,
         len(master),
         *pointers,
@@ -192,11 +192,11 @@ def _stepped(stretch: CpuStepArgs) -> _Stepped:
     )
 
 
-def _added(added: CpuAddArgs) -> _Added:
+def _add_struct(added: CpuAddArgs) -> _AddStruct:
     total, part, first = added
     assert part is None or total.dtype in (torch.float32, part.dtype)  # cpu_kernels.c has no other variant
     where, kind = (None, 0) if part is None else (part.data_ptr(), KINDS[part.dtype])
-    return _Added(0, len(total), total.data_ptr(), where, KINDS[total.dtype], kind, first, None)
+    return _AddStruct(0, len(total), total.data_ptr(), where, KINDS[total.dtype], kind, first, None)
 
 
 def cpu_math(threads: int) -> CpuMath:
