@@ -191,8 +191,8 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
     found = {entry.name for entry in folder.iterdir()} - {LOCK, REPLACED}
     if found and not overwrite:
         raise UserError(
-            f"the run folder {folder} is not empty: choose another `run.folder`, or replace the run in it with"
-            " `run.overwrite=true`"
+            f"the run folder {folder} is not empty: choose another `run.folder`, continue the run in it with"
+            " `resume=auto`, or replace it with `run.overwrite=true`"
         )
     saved = {
         f"{FOLDER}/{entry.name}"
