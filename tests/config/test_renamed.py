@@ -38,6 +38,7 @@ def test_the_config_of_an_earlier_run_is_read_as_it_was_meant() -> None:
     assert upgrade(OLD) == NEW
     assert upgrade(NEW) == NEW
     assert upgrade({"cluster": None, "rollout": "odd"}) == {"parallel": None, "rollout": "odd"}
+    assert upgrade({"checkpoint": {"metric": "clipped"}}) == {"checkpoint": {"metric": "clip_fraction"}}
 
 
 def test_every_new_name_is_a_key_and_no_old_one() -> None:
@@ -53,6 +54,7 @@ def test_every_new_name_is_a_key_and_no_old_one() -> None:
         ("rollout.prompts=3", "unknown key `rollout.prompts` (= 3). It is now `rollout.prompts_per_step`."),
         ("cluster.gpus=2", "It is now `parallel.gpus`."),
         ("cluster.generate=layers", "It is now `parallel.rollout_weights`."),
+        ("parallel.rollout_weights=whole", "should be 'gathered' or 'layerwise'. It is now `gathered`."),
         ("memory.away.generate=[moments]", "It is now `memory.offload.generate`."),
     ],
 )
@@ -62,12 +64,13 @@ def test_an_old_key_is_refused_with_its_new_name(override: str, said: str) -> No
     assert said in str(refused.value)
 
 
-def test_the_config_file_of_an_earlier_run_runs_again(tmp_path) -> None:
+@pytest.mark.parametrize("beside", ["metrics.jsonl", "manifest.json"])  # of a run, and of a checkpoint
+def test_the_config_file_of_an_earlier_run_runs_again(tmp_path, beside) -> None:
     old = merged(TINY, {})
     rollout = old["rollout"]
     rollout["prompts"], rollout["samples"] = rollout.pop("prompts_per_step"), rollout.pop("group_size")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
     with pytest.raises(UserError, match=r"It is now `rollout\.group_size`"):
         load(str(tmp_path / "config.yaml"))
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / beside).touch()
     assert load(str(tmp_path / "config.yaml")).rollout.group_size == TINY["rollout"]["group_size"]

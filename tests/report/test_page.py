@@ -146,6 +146,13 @@ def test_settings_are_flat_and_have_an_end(tmp_path) -> None:
         assert PageRun(run).read()["config"] == {}
 
 
+def test_a_metric_that_was_renamed_is_one_curve(tmp_path) -> None:
+    """Also where an earlier run was resumed, and has both names."""
+    folder = made_run(tmp_path / "run", 5)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "clipped": 0.25}\n{"step": 2, "clip_fraction": 0.5}\n')
+    assert PageRun(folder).read()["tables"][0]["columns"] == {"clip_fraction": [0.25, 0.5]}
+
+
 @pytest.mark.parametrize("earlier", [False, True], ids=["keys of today", "keys of earlier runs"])
 def test_the_page_knows_the_prompts_and_the_group_of_a_step(tmp_path, earlier) -> None:
     folder = made_run(tmp_path / "run", 5, "rollout.prompts_per_step=6", "rollout.group_size=3")

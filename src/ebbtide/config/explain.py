@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from ebbtide.config.base import meaning
 from ebbtide.config.foreign import find_counterpart, find_value_advice, is_foreign
-from ebbtide.config.renamed import new_name
+from ebbtide.config.renamed import VALUES, new_name
 
 WANTED = {"string_type": "a text: put it in quotes", "bool_type": "`true` or `false`", "int_type": "an integer"}
 """Clearer wording for the kinds of pydantic errors whose own message says too little."""
@@ -44,6 +44,8 @@ def _wrong(problem: dict[str, Any], keys: Sequence[str], root: type[BaseModel]) 
     message = WANTED.get(problem["type"], message).removeprefix("Input should be ").removeprefix("a valid ")
     known = find_value_advice(dotted, problem["input"])
     more = f"About {problem['input']}: {known}" if known is not None else f"Its meaning: {_meaning(keys, root)}"
+    if (now := VALUES.get(dotted, {}).get(str(problem["input"]))) is not None:
+        more = f"It is now `{now}`."
     _, has, what = message.partition(" should have ")  # `List should have at least 2 items after validation, not 1`
     wanted = f"have {what.partition(' after validation')[0]}" if has else f"be {message}"
     return f"`{dotted}` is {_short(problem['input'])} and should {wanted}. {more}"

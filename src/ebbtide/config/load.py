@@ -74,7 +74,8 @@ def _read(source: str) -> tuple[dict[str, Any], str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the config file {source}: {error}") from None
         tree = _parse(text, source)
-        if (path.parent / "metrics.jsonl").exists():  # A run's own config may predate the renaming of a key.
+        # The config that a run or a checkpoint has beside it may predate the renaming of a key.
+        if any((path.parent / name).exists() for name in ("metrics.jsonl", "manifest.json")):
             tree = upgrade(tree)
         if isinstance(tree.setdefault("run", {}), dict):
             tree["run"].setdefault("name", path.stem)

@@ -1,4 +1,4 @@
-"""Renamed keys and values: an error names the new key, and the configs of earlier runs are upgraded.
+"""Renamed keys, values and metrics: an error names the new key, and what earlier runs wrote is upgraded.
 
 Imports no torch.
 """
@@ -26,7 +26,17 @@ RENAMED: Mapping[str, str] = {
 }
 """Old dotted key -> new dotted key. The keys of a section come before the section."""
 
+METRICS: Mapping[str, str] = {
+    "flat_groups": "zero_std_groups",
+    "groups_under_way": "unfinished_groups",
+    "group_age": "staleness",
+    "group_age_max": "staleness_max",
+    "clipped": "clip_fraction",
+}
+"""Old key of metrics.jsonl -> new key."""
+
 VALUES: Mapping[str, Mapping[str, str]] = {
+    "checkpoint.metric": METRICS,
     "rollout.partial.kv_cache": {"dropped": "recompute", "kept": "keep"},
     "parallel.rollout_weights": {"whole": "gathered", "layers": "layerwise"},
 }
@@ -60,7 +70,12 @@ def upgrade(tree: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(target.get(last), dict):
             target[last] |= value
         else:
-            target[last] = VALUES.get(new, {}).get(value, value) if isinstance(value, str) else value
+            target[last] = value
+    for key, values in VALUES.items():
+        *above, last = key.split(".")
+        section = _section(upgraded, above)
+        if section is not None and isinstance(value := section.get(last), str):
+            section[last] = values.get(value, value)
     return upgraded
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.config.renamed import METRICS
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
 from ebbtide.report.page.lines import JSON, GrowingFile, find_foreign_line, open_regular_file, read_selection
@@ -54,7 +55,7 @@ class PageRun:
         return tuple(found)
 
     def read(self) -> dict[str, Any]:
-        lines = self._metrics.read()
+        lines = [{METRICS.get(key, key): value for key, value in line.items()} for line in self._metrics.read()]
         newest = ROLLOUT_BYTES // self._share
         samples, whole = read_selection(self._folder / "rollouts.jsonl", newest, SPREAD // self._share, newest // 4)
         config = _mapping(self._folder / "config.yaml")
