@@ -6,8 +6,9 @@ import csv
 from typing import Any
 from urllib.parse import parse_qs
 
-PATIENCE = 120_000
-"""Milliseconds, as a page of 5 MB of JavaScript may be opened on a machine that is busy with other things."""
+from patience import PATIENCE
+
+PAGE_PATIENCE = 1000 * PATIENCE  # milliseconds
 
 
 class Looked:
@@ -15,7 +16,7 @@ class Looked:
 
     def __init__(self, chromium: Any, address: str, **context: Any) -> None:
         self.page = chromium.new_page(**({"viewport": {"width": 1280, "height": 900}} | context))
-        self.page.set_default_timeout(PATIENCE)
+        self.page.set_default_timeout(PAGE_PATIENCE)
         self.said: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))

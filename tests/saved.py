@@ -9,6 +9,7 @@ from ebbtide.checkpoint.state import RunState
 from ebbtide.config.root import Config
 from ebbtide.parallel.group import Group
 from ebbtide.tasks.sampler import Sampler
+from patience import PATIENCE
 from toy import state_of, trained
 
 
@@ -18,7 +19,7 @@ def made(**options):
     residency.register("weights", list(model.parameters()))
     sampler = Sampler([1, 2, 3], seed=0)
     return (
-        RunState(Config.model_validate(TINY), model, optimizer, sampler, residency, Group(timedelta(minutes=1))),
+        RunState(Config.model_validate(TINY), model, optimizer, sampler, residency, Group(timedelta(seconds=PATIENCE))),
         model,
         residency,
         optimizer,

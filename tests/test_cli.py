@@ -17,6 +17,7 @@ from ebbtide.cli import main
 from ebbtide.config import load
 from ebbtide.config.document import to_yaml
 from ebbtide.report.page.build import SCRIPTS
+from patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 
@@ -300,7 +301,7 @@ def interrupted(folder: Path, at: str, *options: str) -> tuple[int, str, str]:
         if at in line:
             os.killpg(process.pid, signal.SIGINT)
             break
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 

@@ -33,6 +33,7 @@ from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.report.report import Report
 from ebbtide.rollout.serve import run as serve_run
 from killed import Numbers, save_until_killed, saver
+from patience import PATIENCE
 
 MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "host_gib", "moved_gib")
 
@@ -295,7 +296,7 @@ def test_a_save_that_is_given_up_leaves_nothing(two) -> None:
 
     def before(name: str) -> None:
         going.set()
-        hold.wait(10)
+        hold.wait(PATIENCE)
 
     made = saver(two, Numbers(before))
     made.save(3, {})
@@ -505,7 +506,7 @@ def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two, monkeypat
         filled.append(name)
         if len(filled) == 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            given_up.wait(10)
+            given_up.wait(PATIENCE)
 
     class Given(Saver):
         def __setattr__(self, name: str, value: object) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from patience import PATIENCE
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["ranks", "ebbtide.loop", "ebbtide.report.null_report", "ebbtide.parallel.comm", "ebbtide.launch.run_rank"]
 )
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS_EACH, PORTS = 2_000, itertools.count()
-LIMIT = 100  # seconds: a rank that waits for ever must end its test
 
 
 def together(count: int, work: Any, *args: Any) -> list[Any]:
@@ -38,7 +39,7 @@ def together(count: int, work: Any, *args: Any) -> list[Any]:
     try:
         while len(results) < count:
             spoke = multiprocessing.connection.wait(
-                [end for end, (rank, _) in ends.items() if rank not in results], LIMIT
+                [end for end, (rank, _) in ends.items() if rank not in results], PATIENCE
             )
             assert spoke, f"only ranks {sorted(results)} ended"
             for end in spoke:

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from conftest import TINY, merged
 from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.root import Config
+from patience import PATIENCE
 
 
 def twins(rank: int, config: Config) -> tuple[set[str], set[str]]:
@@ -72,7 +73,9 @@ def streams(rank: int, config: Config) -> list[bool]:
     from ebbtide.rollout.weights.build import shard_policy
 
     cpu = torch.device("cpu")
-    with DistributedComm(ParallelConfig(), cpu, HashStore(), rank=0, size=1, timeout=timedelta(minutes=1)) as comm:
+    with DistributedComm(
+        ParallelConfig(), cpu, HashStore(), rank=0, size=1, timeout=timedelta(seconds=PATIENCE)
+    ) as comm:
         policy = Policy(load_model(config, cpu), config, comm)
         with shard_policy(policy, comm, None, cpu, "gathered").materialized() as model:
             policy.verify(model)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from ebbtide.launch.local import (
     launch_locally,
     show_failure,
 )
+from patience import PATIENCE
 
 HERE = Path(__file__).parent
 
@@ -62,7 +62,7 @@ def test_the_command_starts_ranks_that_stop_together_with_a_checkpoint(tmp_path)
             lines.append(process.stdout.readline())
             assert lines[-1], process.stderr.read()
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, err
     assert "2 ranks, each with one part in 2 of the model: data 2, tensor 1, replicate 1\n" in lines
     assert out.count("stopping: this step is finished and saved first") == 1
@@ -76,7 +76,7 @@ def test_torchrun_starts_ranks_too(tmp_path) -> None:
     """Without a section in the config: its number of ranks is theirs."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ebbtide")
     with command(tmp_path, start=start) as process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert "2 ranks, each with one part in 2 of the model" in out
     assert out.count("step 1/2") == 1
@@ -111,7 +111,7 @@ def test_a_rank_that_another_started_ends_though_it_waits_for_one_that_hangs(tmp
 
     port = str(free_port())
     with rank("0") as fails, rank("1") as hangs:
-        fails.wait(timeout=60)
+        fails.wait(timeout=PATIENCE)
         assert hangs.poll() is None
         hangs.kill()
         assert fails.returncode == 1
@@ -131,11 +131,11 @@ def test_a_rank_that_another_started_ends_though_it_waits_for_one_that_hangs(tmp
 def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said) -> None:
     changes = {
         "parallel": {"gpus": 2, "rollout_weights": "layerwise"},
+        "run.distributed_timeout_minutes": 1000.0,  # none of them waits for it
         "task": {"python": {"object": "rank_task:Ends", "options": {"how": how}}},
     }
-    start = time.monotonic()
     with command(tmp_path, changes) as process:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err
     assert said in err
     assert err.count("Traceback") == how.startswith("raises")
@@ -144,7 +144,6 @@ def test_the_first_error_is_shown_and_ends_the_others(tmp_path, how, code, said)
     assert ("rank_task.py" in err) == (how != "killed")
     assert ("layerwise" in out) == (how == "raises in a pass")  # the table is shown as the first phase begins
     assert "step 1" not in out
-    assert time.monotonic() - start < 60  # and not the minutes of a timeout
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
 
 
@@ -159,7 +158,7 @@ def test_a_run_that_is_stopped_as_it_begins_ends_also_where_ranks_hear_nothing(t
             assert line, process.stderr.read()
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, err
     assert "failed" not in err
 

@@ -14,6 +14,7 @@ from ranks import run, together
 from ebbtide.checkpoint.export import read_model
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load
+from patience import PATIENCE
 
 HERE = Path(__file__).parent
 
@@ -58,7 +59,7 @@ def test_a_lost_actor_costs_some_steps_and_nothing_else(tmp_path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
         cwd=tmp_path,
         check=False,
     )

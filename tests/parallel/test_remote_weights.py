@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from ebbtide.config.root import Config
 from ebbtide.errors import RunStopped
 from ebbtide.launch.job import Job
 from ebbtide.rollout.weights.channel import RolloutChannel, buckets
+from patience import PATIENCE
 from test_loop import EVERYTHING, MEASURED
 
 
@@ -108,7 +108,7 @@ def linked(rank):
 
     next_port()
     store, _, _ = next(rendezvous("env://"))
-    link = RolloutChannel(store, rank, 1, 2, torch.device("cpu"), timedelta(seconds=30))
+    link = RolloutChannel(store, rank, 1, 2, torch.device("cpu"), timedelta(seconds=PATIENCE))
     shapes = [(3,), (2, 4), (7, 11), (1,), (5,), (2, 2), (9,)]
     kinds = [torch.float32] * 4 + [torch.bfloat16] * 3
     weights = [torch.nn.Parameter(torch.zeros(shape, dtype=kind)) for shape, kind in zip(shapes, kinds, strict=True)]
@@ -140,8 +140,8 @@ def slow(rank, hangs):
 
     next_port()
     store, _, _ = next(rendezvous("env://"))
-    link = RolloutChannel(store, rank, 1, 2, torch.device("cpu"), timedelta(seconds=30))
-    clock, looks, heard = count(), 0, b""
+    link = RolloutChannel(store, rank, 1, 2, torch.device("cpu"), timedelta(seconds=PATIENCE))
+    clock, looks, heard = count(step=PATIENCE / 30), 0, b""
 
     def shown(done, of) -> None:
         nonlocal looks
@@ -156,7 +156,7 @@ def slow(rank, hangs):
             heard = store.get("done/1")
 
     def hurry() -> None:
-        """A second for each time that one looks, until it has been long."""
+        """Time goes on each time that one looks, until it has been long."""
         if rank == 0:
             module.time = SimpleNamespace(monotonic=lambda: next(clock) if looks < 60 else 0, sleep=sleep)
 
@@ -188,7 +188,7 @@ def test_ranks_that_are_slow_are_waited_for() -> None:
     [("before", "another rank did not come for the next prompts"), ("in its work", "rank 2 got no further")],
 )
 def test_a_rank_that_hangs_ends_the_wait(hangs, said) -> None:
-    with pytest.raises(AssertionError, match=f"{said} for 0.5 minutes"):
+    with pytest.raises(AssertionError, match=f"{said} for {PATIENCE / 60:g} minutes"):
         together(3, slow, hangs)
 
 
@@ -237,7 +237,12 @@ def test_a_run_that_is_stopped_is_saved_and_all_end(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_the_command_starts_them_and_one_that_is_lost_ends_all(tmp_path) -> None:
-    changes = {"parallel": {"gpus": 1, "rollout_gpus": 1}, "train.steps": 100000, "report.samples_every": 0}
+    changes = {
+        "parallel": {"gpus": 1, "rollout_gpus": 1},
+        "train.steps": 100000,
+        "report.samples_every": 0,
+        "run.distributed_timeout_minutes": 1000.0,  # the one that is left does not wait for it
+    }
     with command(tmp_path, changes) as process:
         lines = []
         while not lines or not lines[-1].startswith("step "):
@@ -245,11 +250,9 @@ def test_the_command_starts_them_and_one_that_is_lost_ends_all(tmp_path) -> None
             assert lines[-1], process.stderr.read()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         (lost,) = [child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
-        start = time.monotonic()
         os.kill(int(lost), signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    assert time.monotonic() - start < 20
     assert "1 rank more, only to generate, each with the whole model\n" in lines
     assert "rank 1 of 2 failed, and ended the run:\nit was killed by signal 9 (SIGKILL)" in err
     assert "Traceback" not in err

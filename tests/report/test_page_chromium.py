@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ebbtide.report.page.build import write_page
-from looked import PATIENCE, Looked
+from looked import PAGE_PATIENCE, Looked
 from made_run import CHROMIUM, PHASES, append, made_run, metrics_line, plan, sample_line, serving, start_line
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
@@ -274,7 +274,7 @@ def test_rollouts_are_filtered_ordered_and_downloaded_as_text(one) -> None:
     assert len(one.listed()) == 4
     assert all("reward 0.5" in line for line in one.listed())
     page.click("button[type=reset]")
-    playwright.expect(page.locator("#samples li")).to_have_count(11, timeout=PATIENCE)
+    playwright.expect(page.locator("#samples li")).to_have_count(11, timeout=PAGE_PATIENCE)
     page.fill("[name=text]", "ODD")
     assert len(one.listed()) == 1
     heading, row = one.csv("#rollouts-csv")
@@ -441,25 +441,25 @@ def test_a_served_page_goes_on_with_its_run(chromium, tmp_path) -> None:
         looked = Looked(chromium, f"http://127.0.0.1:{port}/#group=none")
         page = looked.page
         expect = playwright.expect
-        expect(page.locator("#state")).to_contain_text("live, read at", timeout=PATIENCE)
+        expect(page.locator("#state")).to_contain_text("live, read at", timeout=PAGE_PATIENCE)
         page.fill("[name=low]", "0.75")
         assert len(looked.listed()) == 3
         page.focus("[data-group=general] input")
         append(run / "metrics.jsonl", metrics_line(4))
         append(run / "rollouts.jsonl", *(sample_line(4, number) for number in range(4)))
-        expect(page.locator("#samples li")).to_have_count(4, timeout=PATIENCE)  # the filter holds
+        expect(page.locator("#samples li")).to_have_count(4, timeout=PAGE_PATIENCE)  # the filter holds
         assert page.evaluate("document.activeElement.type") == "checkbox"  # and so does a reader's place
         assert looked.first("reward")[-1] == metrics_line(4)["reward"]
         assert "step 4" in page.inner_text("#seconds-0-caption")
         assert "time left at this pace" in page.inner_text("#runs")
         looked.open(0)
         append(run / "rollouts.jsonl", sample_line(5, 3))
-        expect(page.locator("#found")).to_contain_text("There are new samples", timeout=PATIENCE)
+        expect(page.locator("#found")).to_contain_text("There are new samples", timeout=PAGE_PATIENCE)
         assert page.locator("#samples details[open]").count() == 1  # what somebody reads stays
         assert looked.said == []
         assert {address.removeprefix(f"http://127.0.0.1:{port}") for address in looked.asked} - {"data:,"} == {
             "/",
             "/data.json",
         }
-    expect(page.locator("#state")).to_contain_text("not live", timeout=PATIENCE)
+    expect(page.locator("#state")).to_contain_text("not live", timeout=PAGE_PATIENCE)
     page.close()

@@ -15,6 +15,7 @@ from ebbtide.errors import UserError
 from ebbtide.report.page import serve
 from ebbtide.report.page.serve import build_server
 from made_run import append, made_run, metrics_line, serving
+from patience import PATIENCE
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -86,7 +87,7 @@ def test_connections_are_few_and_none_stays_that_asks_for_nothing(tmp_path, monk
     monkeypatch.setattr(serve, "MOST", 3)
     monkeypatch.setattr(serve, "SECONDS", 0.5)
     with serving(made_run(tmp_path / "run")) as port:
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(3)]
         assert ask(port, "/")[0] == 503
         assert [one.recv(1) for one in idle] == [b""] * 3  # each is closed in time
         while ask(port, "/")[0] == 503:  # until the threads of the three have ended
@@ -116,6 +117,6 @@ def test_ctrl_c_ends_it_quietly(tmp_path) -> None:
     line = process.stdout.readline()
     assert line.startswith(f"serving {tmp_path / 'run'} live at http://127.0.0.1:")
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (0, "stopped\n", "")
     assert not (tmp_path / "run" / "report.html").exists()

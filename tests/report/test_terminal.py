@@ -15,6 +15,7 @@ from ebbtide.rollout.engine import Completion
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.scoring import ScoreResult
 from ebbtide.tasks.task import Problem
+from patience import PATIENCE
 
 
 class Clock:
@@ -108,7 +109,7 @@ def test_the_heart_beats_by_itself(monkeypatch) -> None:
     heart = Heartbeat(lambda text: beaten.set())
     heart.start()
     with heart.show_progress("loading the model"):
-        assert beaten.wait(timeout=30)
+        assert beaten.wait(timeout=PATIENCE)
     heart.stop()
 
 

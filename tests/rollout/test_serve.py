@@ -38,6 +38,7 @@ from ebbtide.rollout.serve.run import serve
 from ebbtide.rollout.serve.to_request import RequestLimits, describe_served_model
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.stopping import StopCondition
+from patience import PATIENCE
 
 LONGEST = 48
 TEMPLATE = (
@@ -67,7 +68,16 @@ class Server:
     """A server whose steps can be counted and held up."""
 
     def __init__(
-        self, loaded, *, room=100, key=None, max_body=10_000, batch=8, stop_seconds=60.0, ahead=False, patience=60.0
+        self,
+        loaded,
+        *,
+        room=100,
+        key=None,
+        max_body=10_000,
+        batch=8,
+        stop_seconds=PATIENCE,
+        ahead=False,
+        patience=PATIENCE,
     ) -> None:
         self.engine = PagedEngine(loaded, batch, block=4, ahead=ahead)
         self.queue = WatchedQueue(room, stop_seconds)
@@ -120,12 +130,12 @@ class Server:
 
     def post(self, path="completions", **body):
         usual = {"prompt": "ab"} if path == "completions" else {}
-        return httpx.post(f"{self.url}/{path}", json=usual | body, timeout=60)
+        return httpx.post(f"{self.url}/{path}", json=usual | body, timeout=PATIENCE)
 
     def end(self) -> None:
         self.release()
         self.queue.stop()
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
         self.client.close()
 
@@ -560,7 +570,7 @@ def test_an_open_address_without_a_key_is_said() -> None:
 def test_a_server_that_dies_ends_the_engines_work(loaded) -> None:
     server = Server(loaded)
     server.queue.loop.call_soon_threadsafe(server.queue.loop.stop)
-    server._thread.join(60)
+    server._thread.join(PATIENCE)
     assert "has ended by itself" in str(server.failure)
     server.client.close()
 
@@ -594,12 +604,12 @@ def test_a_client_that_leaves_ends_its_samples(loaded, stream, ahead) -> None:
             "return_token_ids": True,
         }
         connection = raw(server, body)
-        assert server.queue.came.get(timeout=60) == 3
+        assert server.queue.came.get(timeout=PATIENCE) == 3
         server.allow(5)
         if stream:
             assert any(line.startswith(b"data: ") for line in connection.makefile("rb"))
         connection.close()
-        assert server.queue.went.get(timeout=60) == 0
+        assert server.queue.went.get(timeout=PATIENCE) == 0
         server.release()
         server.post(max_tokens=1)
         assert server.session.num_free_blocks == server.session.num_blocks
@@ -610,14 +620,14 @@ def test_a_client_that_leaves_the_queue(loaded) -> None:
     with serving(loaded, batch=1) as server:
         server.hold()
         first, found = in_thread(lambda: server.post(max_tokens=3, ignore_eos=True))
-        server.queue.came.get(timeout=60)
+        server.queue.came.get(timeout=PATIENCE)
         waiting = [raw(server, {"prompt": "ab", "max_tokens": 40, "ignore_eos": True}) for _ in range(20)]
         for _ in waiting:
-            server.queue.came.get(timeout=60)
+            server.queue.came.get(timeout=PATIENCE)
         for connection in waiting:
             connection.close()
         for _ in waiting:
-            server.queue.went.get(timeout=60)
+            server.queue.went.get(timeout=PATIENCE)
         server.release()
         first.join()
         assert found.get().status_code == 200
@@ -633,7 +643,7 @@ def test_a_thousand_queued_requests_and_no_more(loaded) -> None:
 
             async def ask():
                 limits = httpx.Limits(max_connections=None)
-                async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+                async with httpx.AsyncClient(timeout=PATIENCE, limits=limits) as client:
 
                     async def one(i):
                         body = {"prompt": "abcdefgh"[: 1 + i % 8], "seed": i, "max_tokens": 1 + i % 3}
@@ -665,11 +675,11 @@ def test_an_engine_that_dies_is_told_to_everybody(loaded, stream) -> None:
     server.hold()
     asked = [in_thread(lambda: server.post(stream=stream)) for _ in range(3)]
     for _ in asked:
-        server.queue.came.get(timeout=60)
+        server.queue.came.get(timeout=PATIENCE)
     server.breaks = RuntimeError("out of something")
     server.release()
     for thread, found in asked:
-        thread.join(60)
+        thread.join(PATIENCE)
         answer = found.get()
         assert answer.status_code == 500
         assert "out of something" not in answer.text
@@ -684,7 +694,7 @@ def test_the_first_stop_lets_requests_end(loaded) -> None:
     with serving(loaded) as server:
         server.hold()
         thread, found = in_thread(lambda: server.post(max_tokens=20, seed=3))
-        server.queue.came.get(timeout=60)
+        server.queue.came.get(timeout=PATIENCE)
         server.queue.stop()
         late = server.post()
         assert (late.status_code, late.json()["error"]["message"]) == (
@@ -695,7 +705,7 @@ def test_the_first_stop_lets_requests_end(loaded) -> None:
         server.release()
         thread.join()
         assert found.get().json()["choices"][0]["text"] == expected(loaded, "ab", SamplingParams(20), [3])[0].text
-        server._thread.join(60)
+        server._thread.join(PATIENCE)
         with pytest.raises(httpx.ConnectError):
             server.post()
 
@@ -705,14 +715,14 @@ def test_requests_do_not_hold_up_the_end(loaded, how) -> None:
     server = Server(loaded, stop_seconds=0.0 if how == "time is up" else 1000.0)
     server.hold()
     thread, found = in_thread(lambda: server.post(max_tokens=40, ignore_eos=True))
-    server.queue.came.get(timeout=60)
+    server.queue.came.get(timeout=PATIENCE)
     for _ in range(1 if how == "time is up" else 2):
         server.queue.stop()
     server.release()
-    thread.join(60)
+    thread.join(PATIENCE)
     answer = found.get()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server has stopped")
-    server._thread.join(60)
+    server._thread.join(PATIENCE)
     assert server.failure is None
     assert server.steps < 40
     server.client.close()
@@ -739,7 +749,7 @@ def test_the_command_serves_a_run_and_ends_with_0(tmp_path) -> None:
             client = openai.OpenAI(base_url=at[1], api_key="secret", max_retries=0)
             answer = client.completions.create(model="run", prompt="12=", max_tokens=5, temperature=0)
             process.send_signal(number)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=PATIENCE)
             client.close()
         assert answer.usage.prompt_tokens == 3
         assert process.returncode == 0, err
@@ -780,14 +790,14 @@ def test_training_is_the_same_with_and_without_guests(tiny, tmp_path, monkeypatc
                     return  # the run has ended
 
         guests.append(in_thread(ask))
-        submitted.get(timeout=60)
+        submitted.get(timeout=PATIENCE)
         return at
 
     guests = []
     monkeypatch.setattr(RequestQueue, "submit", watched)
     monkeypatch.setattr(train_server, "server_url", begun)
     visited = run(tiny, tmp_path / "visited", {**changes, "rollout.serve_port": 0})
-    guests[0][0].join(60)
+    guests[0][0].join(PATIENCE)
     assert visited[0] == alone[0]
     assert visited[1] == alone[1]
     assert all(torch.equal(alone[2][key], visited[2][key]) for key in alone[2])
@@ -804,10 +814,10 @@ def test_the_end_of_a_run_ends_what_waits(tiny, monkeypatch) -> None:
     engine = PagedEngine(loaded, 4)
     with serve_during_training(engine, loaded, config, said.append):
         at = re.search(r"http://\S+", said[0])[0]
-        thread, found = in_thread(lambda: httpx.post(f"{at}/completions", json={"prompt": "1="}, timeout=60))
+        thread, found = in_thread(lambda: httpx.post(f"{at}/completions", json={"prompt": "1="}, timeout=PATIENCE))
         queue, _ = engine._after_generate.args
-        queue.came.get(timeout=60)
-    thread.join(60)
+        queue.came.get(timeout=PATIENCE)
+    thread.join(PATIENCE)
     answer = found.get()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server has stopped")
 

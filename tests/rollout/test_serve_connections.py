@@ -19,6 +19,7 @@ from ebbtide.rollout.serve.connection import Connection
 from ebbtide.rollout.serve.http import listen, run_http_server
 from ebbtide.rollout.serve.queue import TokenEvent
 from ebbtide.rollout.serve.to_request import RequestLimits, ServedModel
+from patience import PATIENCE
 
 ROOM = 8
 LONG = 20_000  # characters of an answer: more than the kernel takes for a client that takes none
@@ -39,7 +40,7 @@ class Stub:
     def connected(self) -> socket.socket:
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        made.settimeout(60)
+        made.settimeout(PATIENCE)
         made.connect(self.address)
         return made
 
@@ -63,7 +64,7 @@ class Stub:
 
 
 @contextmanager
-def serving(*, patience=60.0, stop_seconds=0.0):
+def serving(*, patience=PATIENCE, stop_seconds=0.0):
     served = ServedModel(
         "tiny", BYTES, len(BYTES), Encoder(BYTES, templated=True), RequestLimits(100, 100, 200, ROOM), 8
     )
@@ -80,7 +81,7 @@ def all_of(connection: socket.socket) -> bytes:
 
 
 def ask_health(server: Stub) -> int:
-    return httpx.get(f"{server.url}/health", timeout=60).status_code
+    return httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code
 
 
 # How many
@@ -119,7 +120,7 @@ def test_a_connection_too_many_is_refused_and_the_others_stay(monkeypatch) -> No
     with serving() as server:
         kept = [server.asked() for _ in range(6)]
         for _ in kept:
-            server.queue.came.get(timeout=60)
+            server.queue.came.get(timeout=PATIENCE)
         refused = [all_of(server.connected()) for _ in range(20)]
         assert {one.split(b"\r\n")[0] for one in refused} == {b"HTTP/1.1 503 Service Unavailable"}
         assert "6 connections are open" in json.loads(refused[0].split(b"\r\n\r\n")[1])["error"]["message"]
@@ -170,7 +171,7 @@ def test_answers_that_nobody_takes_are_bounded(stream) -> None:
         for _ in range(3):
             idle.append(server.asked(n=ROOM // 2, stream=stream))
             server.answer(server.taken(), LONG)
-        server.queue.went.get(timeout=60)  # the one that has waited longest
+        server.queue.went.get(timeout=PATIENCE)  # the one that has waited longest
         assert all_of(idle[0]).count(b"x" * LONG) < ROOM // 2
         for one in idle[1:]:
             one.shutdown(socket.SHUT_WR)
@@ -183,7 +184,7 @@ def test_answers_that_nobody_takes_are_bounded(stream) -> None:
 def test_a_client_that_takes_nothing_is_cut(stream, caplog) -> None:
     with serving(patience=0.2) as server, server.asked(n=2, stream=stream) as connection:
         server.answer(server.taken(), LONG)
-        server.queue.went.get(timeout=60)
+        server.queue.went.get(timeout=PATIENCE)
         assert all_of(connection).count(b"x" * LONG) < 2
     assert not caplog.records
 
@@ -216,17 +217,17 @@ def test_an_answer_may_be_taken_until_the_time_is_up(monkeypatch) -> None:
         ends.set()
 
     def late() -> bytes:
-        assert ends.wait(60)
+        assert ends.wait(PATIENCE)
         return all_of(connection)
 
     monkeypatch.setattr(door, "LAST_SECONDS", 0.0)
     monkeypatch.setattr(Connection, "shutdown", watched)
-    with serving(stop_seconds=60.0) as server:
+    with serving(stop_seconds=PATIENCE) as server:
         connection = server.asked()
         server.answer(server.taken(), LONG)
         thread, found = in_thread(late)
         server.queue.stop()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert b"x" * LONG in found.get()
 
 
@@ -282,8 +283,8 @@ def test_a_client_that_leaves_after_it_has_sent_no_more_is_gone() -> None:
         connection = server.asked()
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        assert server.queue.came.get(timeout=60) == 1
+        assert server.queue.came.get(timeout=PATIENCE) == 1
         # so that it is told at once, and not by keepalive
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
-        assert server.queue.went.get(timeout=60) == 0
+        assert server.queue.went.get(timeout=PATIENCE) == 0

@@ -13,10 +13,11 @@ from ebbtide.rollout.encoder import Encoder
 from ebbtide.rollout.serve import app
 from ebbtide.rollout.serve.schema import ChatBody, CompletionBody
 from ebbtide.system.hosts import is_loopback
+from patience import PATIENCE
 
 
 def connected(server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(server.url.split(":")[2].split("/")[0])), timeout=60)
+    return socket.create_connection(("127.0.0.1", int(server.url.split(":")[2].split("/")[0])), timeout=PATIENCE)
 
 
 def all_of(connection: socket.socket) -> bytes:
@@ -87,7 +88,7 @@ def test_prompts_of_many_requests_are_read_in_turns(loaded, monkeypatch) -> None
     def slow(encoder, one):
         read.append(one)
         begun.put(one)
-        assert go.wait(60)
+        assert go.wait(PATIENCE)
         return text(encoder, one)
 
     def watched(body, served):
@@ -98,13 +99,13 @@ def test_prompts_of_many_requests_are_read_in_turns(loaded, monkeypatch) -> None
     monkeypatch.setattr(app, "parse_prompts", watched)
     with serving(loaded) as server:
         many, _ = in_thread(lambda: server.post(prompt=list("abcdef"), max_tokens=1))
-        begun.get(timeout=60)
+        begun.get(timeout=PATIENCE)
         one, _ = in_thread(lambda: server.post(prompt="z", max_tokens=1))
         for _ in range(2):
-            asked.get(timeout=60)
+            asked.get(timeout=PATIENCE)
         go.set()
-        many.join(60)
-        one.join(60)
+        many.join(PATIENCE)
+        one.join(PATIENCE)
     assert "".join(read) == "azbcdef"
 
 
@@ -115,7 +116,7 @@ def test_a_client_that_leaves_before_its_prompts_are_read(loaded, monkeypatch) -
     def slow(encoder, one):
         read.append(one)
         begun.put(one)
-        assert go.wait(60)
+        assert go.wait(PATIENCE)
         return text(encoder, one)
 
     async def noticed(receive) -> None:
@@ -126,12 +127,12 @@ def test_a_client_that_leaves_before_its_prompts_are_read(loaded, monkeypatch) -
     monkeypatch.setattr(app, "_gone_client", noticed)
     with serving(loaded) as server:
         connection = raw(server, {"prompt": ["ab"] * 50, "max_tokens": 1})
-        begun.get(timeout=60)
+        begun.get(timeout=PATIENCE)
         connection.close()
-        assert gone.wait(60)
+        assert gone.wait(PATIENCE)
         go.set()
         assert server.post(prompt="z", max_tokens=1).status_code == 200
-        assert server.queue.came.get(timeout=60) == 1
+        assert server.queue.came.get(timeout=PATIENCE) == 1
         assert server.queue.came.empty()
     assert len(read) <= 3
 
@@ -141,10 +142,10 @@ def test_a_client_that_leaves_with_more_behind_its_request(loaded, late) -> None
     with serving(loaded) as server:
         server.hold()
         connection = raw(server, {"prompt": "ab", "max_tokens": 40, "ignore_eos": True})
-        assert server.queue.came.get(timeout=60) == 1
+        assert server.queue.came.get(timeout=PATIENCE) == 1
         connection.sendall(late)
         connection.close()
-        assert server.queue.went.get(timeout=60) == 0
+        assert server.queue.went.get(timeout=PATIENCE) == 0
 
 
 def test_requests_that_come_one_behind_the_other_are_answered(loaded) -> None:  # noqa: F811
@@ -174,7 +175,7 @@ def test_a_whole_request_is_not(loaded) -> None:  # noqa: F811
     with serving(loaded, patience=0.05) as server:
         server.hold()
         waiting = raw(server, {"prompt": "ab", "max_tokens": 2})
-        server.queue.came.get(timeout=60)
+        server.queue.came.get(timeout=PATIENCE)
         with connected(server) as connection:  # which has less time left than `waiting` would have
             assert b"408" in all_of(connection)
         server.release()

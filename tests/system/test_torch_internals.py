@@ -43,6 +43,7 @@ from ebbtide.system.torch_internals import (
     tree_leaves,
     tree_map,
 )
+from patience import PATIENCE
 
 # Tensors, storages and modules
 
@@ -308,7 +309,7 @@ def in_threads(work: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     return results
 
 
@@ -317,7 +318,7 @@ def test_a_gloo_group_of_its_own_broadcasts() -> None:
 
     def work(rank: int) -> list[float]:
         tensor = torch.full((3,), float(rank + 1))
-        sent = gloo_group(store, rank, 2, timedelta(seconds=30)).broadcast(tensor, 1)
+        sent = gloo_group(store, rank, 2, timedelta(seconds=PATIENCE)).broadcast(tensor, 1)
         sent.wait()
         assert sent.is_completed()
         return tensor.tolist()
@@ -332,7 +333,7 @@ def test_a_gloo_group_gives_up_after_its_own_timeout() -> None:
     def work(rank: int) -> None:
         group = gloo_group(store, rank, 2, timedelta(seconds=1))
         if rank == 0:  # takes no part
-            done.wait(60)
+            done.wait(PATIENCE)
             return
         try:
             group.broadcast(torch.zeros(3), 0).wait()

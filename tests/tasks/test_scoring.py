@@ -15,11 +15,12 @@ from ebbtide.tasks import scoring_process
 from ebbtide.tasks.score_message import MAX_MESSAGE
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, ask
+from patience import PATIENCE
 
 PROBLEM = Problem(ask("p"), 1)
 
 
-def task(seconds: float = 1.0, workers: int = 2) -> TaskConfig:
+def task(seconds: float = 3.0, workers: int = 2) -> TaskConfig:
     return TaskConfig.model_validate(
         {"python": {"object": "misbehaving:Misbehaving"}, "scoring": {"timeout_s": seconds, "workers": workers}}
     )
@@ -28,7 +29,7 @@ def task(seconds: float = 1.0, workers: int = 2) -> TaskConfig:
 @pytest.fixture(scope="module")
 def patient():
     """A pool for tests that wait for no time limit."""
-    with ScoringPool(task(seconds=20.0, workers=1), seed=0) as pool:
+    with ScoringPool(task(seconds=PATIENCE, workers=1), seed=0) as pool:
         yield pool
 
 
@@ -117,7 +118,7 @@ def test_a_process_that_dies_between_completions_costs_none(tmp_path, patient) -
     os.mkfifo(tmp_path / "now")
     assert patient.score([(PROBLEM, f"exit when told: {tmp_path / 'now'}")])[0].failure is None
     (tmp_path / "now").write_text("now")
-    assert select.select([patient._workers[0].process], [], [], 20.0)[0]
+    assert select.select([patient._workers[0].process], [], [], PATIENCE)[0]
     assert [score.failure for score in patient.score([(PROBLEM, "fine")] * 2)] == [None] * 2
 
 
@@ -142,7 +143,7 @@ def test_what_a_scorer_started_ends_with_it(others, text, failure) -> None:
 
 def test_a_scorer_that_stops_what_watches_it_is_ended_too(monkeypatch) -> None:
     monkeypatch.setattr(scoring_process, "GRACE", 0.1)
-    with ScoringPool(task(seconds=0.5, workers=1), seed=0) as pool:
+    with ScoringPool(task(workers=1), seed=0) as pool:
         assert [score.failure for score in pool.score([(PROBLEM, "stop all"), (PROBLEM, "fine")])] == ["timeout", None]
 
 
@@ -192,7 +193,7 @@ def test_a_task_that_cannot_be_built_again_ends_the_run_with_its_error(tmp_path)
     config = TaskConfig.model_validate(
         {
             "python": {"object": "misbehaving:OnceOnly", "options": {"folder": str(tmp_path / "made")}},
-            "scoring": {"workers": 1, "timeout_s": 5.0},
+            "scoring": {"workers": 1, "timeout_s": PATIENCE},
         }
     )
     with ScoringPool(config, seed=0) as pool:
