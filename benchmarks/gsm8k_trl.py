@@ -39,7 +39,7 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # noq
 from vllm import SamplingParams  # type: ignore[import-not-found]  # noqa: E402
 
 from ebbtide.config import load  # noqa: E402
-from ebbtide.config.root import Config  # noqa: E402
+from ebbtide.config.algorithms.grpo import GrpoConfig  # noqa: E402
 from ebbtide.tasks.build import build_task  # noqa: E402
 from ebbtide.tasks.sampler import Sampler  # noqa: E402
 from ebbtide.tasks.scorers import gsm8k  # noqa: E402
@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def settings(config: Config, given: argparse.Namespace) -> Any:
+def settings(config: GrpoConfig, given: argparse.Namespace) -> Any:
     rollout, optimizer, loss = config.rollout, config.optimizer, config.loss
     samples = rollout.prompts_per_step * rollout.group_size
     # "linear" of transformers ends at 0; the recipe's end is `final_lr_fraction`: a polynomial of power 1 ends there.
@@ -140,7 +140,9 @@ def score(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 class Log(TrainerCallback):  # type: ignore[misc]
     """Writes metrics.jsonl, and evaluates before the first step and whenever the recipe's run would."""
 
-    def __init__(self, trainer: Any, config: Config, held_out: list[Problem], folder: Path, *, sleeps: bool) -> None:
+    def __init__(
+        self, trainer: Any, config: GrpoConfig, held_out: list[Problem], folder: Path, *, sleeps: bool
+    ) -> None:
         assert config.evaluate is not None
         self._trainer, self._config, self._every, self._sleeps = trainer, config, config.evaluate.every, sleeps
         self._held_out = held_out[: config.evaluate.problems]

@@ -27,7 +27,7 @@ import torch
 from common import Row, beginning, kept, save
 
 from ebbtide.config import load
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.model.shape import find_shape
@@ -274,7 +274,7 @@ def settings(case: Case) -> list[str]:
     ]
 
 
-def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, list[dict[str, float]]]:
+def measured(config_options: list[str], file: str = CONFIG) -> tuple[GrpoConfig, list[dict[str, float]]]:
     """The config as it ran, and the lines of its steps after the first, which compiles and captures."""
     gc.collect()
     torch.cuda.empty_cache()  # of the run before: each is to be as if alone
@@ -287,7 +287,7 @@ def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, lis
     return config, [line for line in lines if line["step"] > 1]
 
 
-def predicted(config: Config, budget: int | None = None) -> Prediction:
+def predicted(config: GrpoConfig, budget: int | None = None) -> Prediction:
     total = torch.cuda.get_device_properties(0).total_memory
     machine = replace(this_machine(torch.cuda.get_device_name(), total, 0), rates=measured_rates()[0])
     return Predictor(find_shape(config.model), machine).predict(config, max_workload(config), budget or total)

@@ -3,7 +3,7 @@
 import torch
 
 from conftest import TINY, family, merged
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
 from ebbtide.model.load import blocks_of, load_model
@@ -57,7 +57,7 @@ class Setup:
                 "train.microbatch_tokens": 64 * size,
                 "model.scratch.context": 64 * size,
             }
-        config = Config.model_validate(merged(TINY, changes))
+        config = GrpoConfig.model_validate(merged(TINY, changes))
         torch.manual_seed(0)
         loaded = load_model(config)
         self.model, self.policy, self.blocks = loaded.model, Policy(loaded, config), blocks_of(loaded.model)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # these tests may run in the background, where Ctrl-C is ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,8 +54,8 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def tiny():
     """tiny({"train.steps": 3}): the config of a run that takes a second."""
 
-    def make(changes: dict[str, Any] | None = None) -> Config:
-        return Config.model_validate(merged(TINY, changes or {}))
+    def make(changes: dict[str, Any] | None = None) -> GrpoConfig:
+        return GrpoConfig.model_validate(merged(TINY, changes or {}))
 
     return make
 

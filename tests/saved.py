@@ -6,7 +6,7 @@ import torch
 
 from conftest import TINY
 from ebbtide.checkpoint.state import RunState
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.parallel.group import Group
 from ebbtide.tasks.sampler import Sampler
 from patience import PATIENCE
@@ -19,7 +19,9 @@ def made(**options):
     residency.register("weights", list(model.parameters()))
     sampler = Sampler([1, 2, 3], seed=0)
     return (
-        RunState(Config.model_validate(TINY), model, optimizer, sampler, residency, Group(timedelta(seconds=PATIENCE))),
+        RunState(
+            GrpoConfig.model_validate(TINY), model, optimizer, sampler, residency, Group(timedelta(seconds=PATIENCE))
+        ),
         model,
         residency,
         optimizer,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ebbtide.checkpoint.checkpointer import Checkpointer
 from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.checkpoint import CheckpointConfig
-from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import LoopStopped, UserError
 from ebbtide.evaluate import evaluate, is_eval_due, is_eval_missing
@@ -70,7 +70,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def train(
-    config: Config,
+    config: GrpoConfig,
     report: RankReport,
     rehearsal: Rehearsal | None = None,
     comm: Comm | None = None,
@@ -109,7 +109,7 @@ def train(
 
 
 def _run(
-    config: Config,
+    config: GrpoConfig,
     report: RankReport,
     residency: Residency,
     comm: Comm,
@@ -199,7 +199,7 @@ class _Model:
 
 
 def _build_model(
-    config: Config,
+    config: GrpoConfig,
     report: RankReport,
     residency: Residency,
     comm: Comm,
@@ -235,7 +235,7 @@ class _Loop:
     def __init__(
         self,
         *,
-        config: Config,
+        config: GrpoConfig,
         report: RankReport,
         residency: Residency,
         comm: Comm,

@@ -13,7 +13,7 @@ import ebbtide.loop
 from conftest import TINY, merged
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.checkpoint.store import Checkpoint, list_checkpoints
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.evaluate import evaluate, is_eval_missing
 from ebbtide.launch.job import Job
 from ebbtide.launch.run_rank import run_rank
@@ -27,8 +27,8 @@ CHANGES = {
 }
 
 
-def config(folder: Path, **changes) -> Config:
-    return Config.model_validate(merged(TINY, {**CHANGES, "run.folder": str(folder), **changes}))
+def config(folder: Path, **changes) -> GrpoConfig:
+    return GrpoConfig.model_validate(merged(TINY, {**CHANGES, "run.folder": str(folder), **changes}))
 
 
 @pytest.fixture(scope="module")

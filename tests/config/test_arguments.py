@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.arguments import settings_last
-from ebbtide.config.root import Config
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 
 FLAGS, VALUED = {"--json", "--help"}, {"--gpu", "--out"}
 
 
-def read(line: str, root: type = Config) -> list[str]:
+def read(line: str, root: type = GrpoConfig) -> list[str]:
     return settings_last(line.split(), FLAGS, VALUED, root)
 
 

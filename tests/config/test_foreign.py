@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from ebbtide.config import foreign, load, load_serve
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.document import reference
 from ebbtide.config.explain import all_keys
-from ebbtide.config.root import Config
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 
@@ -25,7 +25,7 @@ def said(*overrides: str, source: str = "quickstart") -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("root", [Config, ServeConfig])
+@pytest.mark.parametrize("root", [GrpoConfig, ServeConfig])
 def test_every_key_that_an_answer_names_exists(root: type) -> None:
     keys = set(all_keys(root))
     for name, text in foreign.foreign_names(root).items():
@@ -40,7 +40,7 @@ def test_every_key_that_an_answer_names_exists(root: type) -> None:
 
 
 def test_settings_that_answers_write_out_can_be_set() -> None:
-    texts = list(foreign.foreign_names(Config).values())
+    texts = list(foreign.foreign_names(GrpoConfig).values())
     written = {one for text in texts for one in QUOTED.findall(text) if re.fullmatch(r"[a-z_.]+=\S+", one)}
     assert len(written) > 10
     for one in written:
@@ -49,7 +49,7 @@ def test_settings_that_answers_write_out_can_be_set() -> None:
 
 def test_values_are_of_keys_that_exist_and_are_not_taken_already() -> None:
     for key, values in foreign._tables()["values"].items():
-        assert key in set(all_keys(Config))
+        assert key in set(all_keys(GrpoConfig))
         for value, text in values.items():
             message = said(f"{key}={value}")
             assert f"About {value}: {text}" in message, message
@@ -64,8 +64,8 @@ def test_values_are_of_keys_that_exist_and_are_not_taken_already() -> None:
 
 def test_no_name_is_one_of_ours() -> None:
     """Else a key of ours at the wrong place would be sent elsewhere."""
-    leaves = {key.rsplit(".", 1)[-1] for key in all_keys(Config)}
-    both = leaves & set(foreign.foreign_names(Config))
+    leaves = {key.rsplit(".", 1)[-1] for key in all_keys(GrpoConfig)}
+    both = leaves & set(foreign.foreign_names(GrpoConfig))
     assert both <= {"dataset"}, both  # of `task.gym`, where it is known
 
 
@@ -145,4 +145,4 @@ def test_the_server_answers_as_well() -> None:
 def test_the_table_is_documented() -> None:
     page = reference()
     assert "| `num_generations` | `rollout.group_size` |" in page
-    assert all(f"| `{name}` |" in page for name in foreign.foreign_names(Config))
+    assert all(f"| `{name}` |" in page for name in foreign.foreign_names(GrpoConfig))

@@ -6,7 +6,8 @@ import sys
 import pytest
 import yaml
 
-from ebbtide.config import Config, load, recipes
+from ebbtide.config import load, recipes
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.document import reference, to_annotated_yaml, to_yaml
 from ebbtide.errors import UserError
 
@@ -19,7 +20,7 @@ def refused(*arguments: str, source: str = "quickstart") -> str:
 
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_loads_and_has_a_line_of_its_own(name: str) -> None:
-    assert isinstance(load(name), Config)
+    assert isinstance(load(name), GrpoConfig)
     assert len(recipes()[name]) > 20
 
 

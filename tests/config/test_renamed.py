@@ -5,9 +5,9 @@ import yaml
 
 from conftest import TINY, merged
 from ebbtide.config import load
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.explain import all_keys
 from ebbtide.config.renamed import RENAMED, VALUES, upgrade
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 
 OLD = {
@@ -42,7 +42,7 @@ def test_the_config_of_an_earlier_run_is_read_as_it_was_meant() -> None:
 
 
 def test_every_new_name_is_a_key_and_no_old_one() -> None:
-    keys = set(all_keys(Config))
+    keys = set(all_keys(GrpoConfig))
     assert set(RENAMED.values()) <= keys
     assert not set(RENAMED) & keys
     assert set(VALUES) <= keys

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ebbtide.config import load, load_serve
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.values import MAIN_KEYS
 from ebbtide.errors import UserError
 
 
-def value_of(config: Config, dotted: str) -> Any:
+def value_of(config: GrpoConfig, dotted: str) -> Any:
     found: Any = config
     for key in dotted.split("."):
         found = getattr(found, key)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from conftest import TINY, merged
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
-from ebbtide.config.root import Config
 from ebbtide.loop import train
 from ebbtide.memory.device_budget import enforce_budget
 from ebbtide.memory.plan import build_plan
@@ -127,7 +127,9 @@ def test_a_grpo_run_is_the_same_to_the_bit_under_any_plan(tmp_path, away) -> Non
     }
     ends = []
     for name, memory in (("keep", {}), ("moved", away)):
-        config = Config.model_validate(merged(TINY, {**changes, "memory": memory, "run.folder": str(tmp_path / name)}))
+        config = GrpoConfig.model_validate(
+            merged(TINY, {**changes, "memory": memory, "run.folder": str(tmp_path / name)})
+        )
         with Report(config, name) as report:
             weights = train(config, report).model.state_dict()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

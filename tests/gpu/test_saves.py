@@ -10,8 +10,8 @@ import torch
 from conftest import TINY, merged
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.checkpoint.store import list_checkpoints
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
-from ebbtide.config.root import Config
 from ebbtide.loop import train
 from ebbtide.report.report import Report
 from saved import contents, equal, made, read
@@ -54,7 +54,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, async_save) -> No
     }
 
     def run(name: str, resume: str | None = None):
-        config = Config.model_validate(merged(TINY, {**changes, "run.folder": str(tmp_path / name), "resume": resume}))
+        config = GrpoConfig.model_validate(
+            merged(TINY, {**changes, "run.folder": str(tmp_path / name), "resume": resume})
+        )
         with Report(config, name, resumed=find_checkpoint(config, print)) as report:
             weights = train(config, report).model.state_dict()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from conftest import TINY, merged
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.optimizer import OptimizerConfig
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOLDINGS, MOVABLE, PHASE_NEEDS, PHASES, build_plan
 
@@ -92,7 +92,7 @@ def test_how_ranks_gather_weights_is_a_cell_of_both_phases_that_sample() -> None
         assert made.gathers_weights == (gathering is not None)
 
     def gathering(parallel, parts):
-        return Config.model_validate(merged(TINY, {"parallel": parallel})).rollout_weights(parts)
+        return GrpoConfig.model_validate(merged(TINY, {"parallel": parallel})).rollout_weights(parts)
 
     assert gathering({"gpus": 2}, 2) == gathering(None, 2) == "gathered"  # also of ranks that torchrun started
     assert gathering({"gpus": 2, "rollout_weights": "layerwise"}, 2) == "layerwise"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import build_plan
 from ebbtide.model.load import load_model, model_config
@@ -21,7 +21,7 @@ def base(tmp_path_factory):
     from conftest import TINY
 
     path = tmp_path_factory.mktemp("model")
-    made = load_model(Config.model_validate(TINY))
+    made = load_model(GrpoConfig.model_validate(TINY))
     made.model.save_pretrained(path)
     made.tokenizer.save_pretrained(path)
     return path

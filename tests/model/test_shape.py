@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILIES, TINY, family, merged
 from ebbtide.config import load
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import ModelConfig
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.model import shape as shapes
 from ebbtide.model.load import model_config
@@ -71,14 +71,14 @@ def test_silent_files_mean_what_transformers_assumes(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_counts_of_models_from_nothing(name: str) -> None:
-    config = Config.model_validate(merged(TINY, family(name)))
+    config = GrpoConfig.model_validate(merged(TINY, family(name)))
     assert shapes.find_shape(config.model).parameters == built(model_config(config))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_part_with_whole_tensors_is_the_optimizers(name: str) -> None:
     large = {"model.scratch": {"hidden": 256, "heads": 4, "kv_heads": 2, "mlp": 512, "layers": 3}}
-    config = Config.model_validate(merged(merged(TINY, large), family(name)))
+    config = GrpoConfig.model_validate(merged(merged(TINY, large), family(name)))
     with torch.device("meta"):
         sizes = [parameter.numel() for parameter in AutoModelForCausalLM.from_config(model_config(config)).parameters()]
     off = []

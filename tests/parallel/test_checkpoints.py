@@ -10,7 +10,7 @@ from ebbtide.checkpoint.entries import TensorEntry, WriteShare
 from ebbtide.checkpoint.manifest import CheckpointFiles
 from ebbtide.checkpoint.store import begin_checkpoint, finish_checkpoint, list_checkpoints
 from ebbtide.checkpoint.tensors import TensorReader, finish_tensors, write_tensors
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.parallel.dtensor import Region
 
 # parts of all sizes: 54 rows are 14, 13, 14 and 13 of two times two ranks
@@ -31,7 +31,7 @@ STAGES = [
 def test_a_run_goes_on_with_other_ranks(tmp_path) -> None:
     def config(steps, parallel, more, name):
         changes = {**BASE, **ODD, "checkpoint": {"every": None, **more.pop("checkpoint", {})}, **more}
-        return Config.model_validate(
+        return GrpoConfig.model_validate(
             merged(TINY, {**changes, "train.steps": steps, "parallel": parallel, "run.folder": str(tmp_path / name)})
         )
 

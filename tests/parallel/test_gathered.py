@@ -10,12 +10,12 @@ from ranks import together
 from torch.distributed import HashStore
 
 from conftest import TINY, merged
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.parallel import ParallelConfig
-from ebbtide.config.root import Config
 from patience import PATIENCE
 
 
-def twins(rank: int, config: Config) -> tuple[set[str], set[str]]:
+def twins(rank: int, config: GrpoConfig) -> tuple[set[str], set[str]]:
     """Names of weights that are the trained ones themselves, before and after those changed; in between all are the
     whole ones."""
     from ebbtide.launch.join import join
@@ -59,13 +59,13 @@ def twins(rank: int, config: Config) -> tuple[set[str], set[str]]:
     ],
 )
 def test_what_a_rank_has_whole_it_generates_with_as_it_is(parallel, all_here) -> None:
-    config = Config.model_validate(merged(TINY, {"parallel": parallel}))
+    config = GrpoConfig.model_validate(merged(TINY, {"parallel": parallel}))
     for before, after in together(2, twins, config):
         assert before == after
         assert {kind for kind in ("embed", "norm", "proj") if any(kind in name for name in before)} == all_here
 
 
-def streams(rank: int, config: Config) -> list[bool]:
+def streams(rank: int, config: GrpoConfig) -> list[bool]:
     """Whether each of FSDP's is the one that computes, after its first pass."""
     from ebbtide.model.load import load_model
     from ebbtide.parallel.comm import DistributedComm
@@ -86,6 +86,6 @@ def streams(rank: int, config: Config) -> list[bool]:
 
 
 def test_one_rank_computes_on_one_stream() -> None:
-    [same] = together(1, streams, Config.model_validate(TINY))
+    [same] = together(1, streams, GrpoConfig.model_validate(TINY))
     assert len(same) >= 4
     assert all(same)

@@ -13,7 +13,7 @@ from ranks import runs, together
 from test_training import BASE
 
 from conftest import TINY, family, merged
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.huggingface import HuggingFaceEngine
 from ebbtide.rollout.paged.engine import PagedEngine
@@ -34,7 +34,7 @@ ODD = {"model.scratch.head_dim": 4, "model.scratch.layers": 3}
 OTHER = {**family("qwen3_moe"), "model.scratch.tied": True, "model.scratch.layers": 1, "model.dtype": "bfloat16"}
 
 
-def sampled(rank: int, config: Config) -> dict[str, list]:
+def sampled(rank: int, config: GrpoConfig) -> dict[str, list]:
     """What either way gives: all completions of all engines, for all, one and none of the prompts; how many gave
     way; bytes of whole weights meanwhile, and of gathered ones after."""
     from ebbtide.launch.join import join
@@ -92,7 +92,7 @@ def sampled(rank: int, config: Config) -> dict[str, list]:
     ids=["three", "tensor", "both", "copies"],
 )
 def test_samples_are_those_of_whole_weights_to_the_bit(count, parallel, changes) -> None:
-    config = Config.model_validate(merged(TINY, {"parallel": parallel, **changes}))
+    config = GrpoConfig.model_validate(merged(TINY, {"parallel": parallel, **changes}))
     everyone = together(count, sampled, config)
     wanted = everyone[0]["gathered"][0]
     assert [len(groups) for groups in wanted] == [4, 1, 0] * len(ENGINES)
@@ -114,7 +114,7 @@ def test_a_run_is_the_same_either_way(tmp_path) -> None:
             "evaluate": {"every": 1, "problems": 4},
             "parallel": {"gpus": 3, "rollout_weights": generate},
         }
-        return Config.model_validate(merged(TINY, {**BASE, **ODD, **more, "run.folder": str(tmp_path / generate)}))
+        return GrpoConfig.model_validate(merged(TINY, {**BASE, **ODD, **more, "run.folder": str(tmp_path / generate)}))
 
     everyone = together(3, runs, [config("gathered"), config("layerwise")])
     for whole, layers in everyone:

@@ -9,7 +9,7 @@ import pytest
 from ranks import run, together
 
 from conftest import FAMILIES, TINY, family, merged
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.model.shape import find_shape
 from ebbtide.parallel.costs import ALLREDUCES_BACKWARD, ALLREDUCES_FORWARD, MeshShape
 from ebbtide.planner.predict import Predictor
@@ -31,11 +31,11 @@ ROUND = {
 }  # fmt: skip
 
 
-def config_of(folder: Path, **changes: object) -> Config:
-    return Config.model_validate(merged(TINY, {**ROUND, "run.folder": str(folder), **changes}))
+def config_of(folder: Path, **changes: object) -> GrpoConfig:
+    return GrpoConfig.model_validate(merged(TINY, {**ROUND, "run.folder": str(folder), **changes}))
 
 
-def trained(rank: int, configs: list[Config]) -> list[bytes]:
+def trained(rank: int, configs: list[GrpoConfig]) -> list[bytes]:
     return [b"".join(weight.tobytes() for weight in run(rank, config)["weights"].values()) for config in configs]
 
 
@@ -69,7 +69,7 @@ def test_holdings_are_those_of_a_rank_to_the_byte_and_a_plan_that_moves_changes_
     assert bits["tight"] == bits["device"]
 
 
-def planned(rank: int, config: Config) -> tuple[float, object]:
+def planned(rank: int, config: GrpoConfig) -> tuple[float, object]:
     """The host memory that a rank plans for, where each finds another, and what it chooses."""
     import torch
 
@@ -114,7 +114,7 @@ def parts(rank: int, meshes: list[tuple[int, int, int]]) -> dict[object, object]
         for name in FAMILIES:
             if name == "qwen3_moe" and tensor > 1:
                 continue
-            config = Config.model_validate(
+            config = GrpoConfig.model_validate(
                 merged(TINY, {**family(name), "model.scratch.layers": 3, "model.scratch.tied": name == "qwen3"})
             )
             policy = Policy(load_model(config, torch.device("cpu")), config)
@@ -141,7 +141,7 @@ def test_parts_and_collectives_are_those_that_ranks_have() -> None:
         copies, shards, tensor = mesh
         for name in FAMILIES:
             if (mesh, name) in found:
-                config = Config.model_validate(
+                config = GrpoConfig.model_validate(
                     merged(TINY, {**family(name), "model.scratch.tied": name == "qwen3", "model.scratch.layers": 3})
                 )
                 shape = find_shape(config.model)

@@ -5,7 +5,7 @@ import torch
 from ranks import run, together
 
 from conftest import TINY, family, merged
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 
 
@@ -41,7 +41,7 @@ from ebbtide.errors import UserError
 )
 def test_configs_that_do_not_add_up(changes, said) -> None:
     with pytest.raises(ValueError, match="parallel") as caught:
-        Config.model_validate(merged(TINY, changes))
+        GrpoConfig.model_validate(merged(TINY, changes))
     assert said in str(caught.value)
 
 
@@ -66,7 +66,7 @@ def test_models_that_cannot_be_cut(tmp_path) -> None:
         {"rollout.partial.extra_prompts": 2},  # under `torchrun`, without a section for it
     ]
     configs = [
-        Config.model_validate(merged(TINY, {**some, "run.folder": str(tmp_path / str(n))}))
+        GrpoConfig.model_validate(merged(TINY, {**some, "run.folder": str(tmp_path / str(n))}))
         for n, some in enumerate(changes)
     ]
     for experts, heads, kind, count, beside, alone in together(2, refused, configs):

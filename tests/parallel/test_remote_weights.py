@@ -17,7 +17,7 @@ from test_training import BASE, agree
 
 from conftest import TINY, merged
 from ebbtide.checkpoint.store import list_checkpoints
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import RunStopped
 from ebbtide.launch.job import Job
 from ebbtide.rollout.weights.channel import RolloutChannel, buckets
@@ -26,7 +26,7 @@ from test_loop import EVERYTHING, MEASURED
 
 
 def config(folder, parallel, changes=None):
-    return Config.model_validate(
+    return GrpoConfig.model_validate(
         merged(TINY, {**BASE, **(changes or {}), "parallel": parallel, "run.folder": str(folder)})
     )
 

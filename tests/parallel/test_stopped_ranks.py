@@ -8,7 +8,7 @@ from ranks import next_port, run, together
 
 from conftest import TINY, merged
 from ebbtide.checkpoint.store import list_checkpoints
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 
 CHANGES = {
     "train.steps": 3,
@@ -57,7 +57,7 @@ def stopped(rank, config, asked) -> bool:
 )
 def test_an_evaluation_that_one_rank_has_no_time_for_is_given_up_by_all(tmp_path, parallel, asked, ended) -> None:
     folder = tmp_path / "run"
-    config = Config.model_validate(merged(TINY, {**CHANGES, "parallel": parallel, "run.folder": str(folder)}))
+    config = GrpoConfig.model_validate(merged(TINY, {**CHANGES, "parallel": parallel, "run.folder": str(folder)}))
     assert together(2, stopped, config, asked) == ended
     (saved,) = list_checkpoints(folder / "checkpoints")
     assert saved.step == 2

@@ -7,7 +7,7 @@ import pytest
 from ranks import runs, together
 
 from conftest import TINY, merged
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from test_loop import EVERYTHING
 from toy import MODES
 
@@ -62,7 +62,7 @@ def trained(tmp_path, comm, cases):
     """Case -> what each rank of a comm gives."""
     count, parallel = WORLDS[comm]
     configs = [
-        Config.model_validate(
+        GrpoConfig.model_validate(
             merged(TINY, {**BASE, **case, "parallel": parallel, "run.folder": str(tmp_path / comm / name)})
         )
         for name, case in cases.items()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conftest import TINY, merged
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
@@ -54,7 +54,7 @@ def test_a_later_micro_batch_takes_what_was_predicted(tied: bool) -> None:
         "train.head_chunk_tokens": 8,
         "memory.activations.preset": "recompute",
     }
-    config = Config.model_validate(
+    config = GrpoConfig.model_validate(
         merged(TINY, {f"model.scratch.{key}": value for key, value in scratch.items()} | settings)
     )
     policy = Policy(load_model(config), config)

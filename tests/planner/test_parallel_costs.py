@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ebbtide.cli import app
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.planner_keys import free_groups, keep_planned_settings
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.model.shape import Shape, find_shape
 from ebbtide.parallel.costs import WEIGHT_SYNC_BUCKET, GatherCosts, MeshShape, RankGroup, mesh_shape
@@ -241,7 +241,7 @@ def test_what_ranks_gather_is_decided_anew_for_other_ranks() -> None:
         assert resumed.parallel is not None
         assert resumed.parallel.rollout_weights is None
         assert resumed.train == chosen.train
-        Config.model_validate(resumed.model_dump(mode="json"))
+        GrpoConfig.model_validate(resumed.model_dump(mode="json"))
     assert free_groups(keep_planned_settings(config_with(parallel={"gpus": 8}), before)) == ("rollout_weights",)
     assert not free_groups(keep_planned_settings(config_with(parallel={"gpus": 64, "rollout_gpus": 2}), before))
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ebbtide.cli import app
 from ebbtide.config import load
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.loop import train
 from ebbtide.memory.oom import oom_error
@@ -38,7 +38,7 @@ SHAPE = (
 )
 
 
-def ran(config: Config, folder: Path) -> dict[str, torch.Tensor]:
+def ran(config: GrpoConfig, folder: Path) -> dict[str, torch.Tensor]:
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": str(folder)})})
     with Report(config, "test") as report:
         policy = train(config, report)

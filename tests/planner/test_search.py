@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.config import load
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.planner_keys import GROUPS, free_groups, keep_planned_settings, with_changes
-from ebbtide.config.root import Config
 from ebbtide.memory.plan import build_plan
 from ebbtide.model.shape import find_shape
 from ebbtide.planner.host_memory import COPIES, host_bytes
@@ -48,11 +48,11 @@ BASE: dict[str, Any] = {
 MACHINE = machine_for("h200", None, 128, None)
 
 
-def config_with(**sections: Any) -> Config:
-    return Config.model_validate({**BASE, **sections})
+def config_with(**sections: Any) -> GrpoConfig:
+    return GrpoConfig.model_validate({**BASE, **sections})
 
 
-def chosen_for(budget: float, config: Config | None = None, host: float = 128.0) -> PlanResult:
+def chosen_for(budget: float, config: GrpoConfig | None = None, host: float = 128.0) -> PlanResult:
     config = config or config_with()
     return PlanSearch(Predictor(find_shape(config.model), MACHINE), max_workload(config), budget, host).choose(config)
 

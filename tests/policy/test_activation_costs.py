@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from conftest import FAMILIES, TINY, family, merged
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import ActivationsConfig
-from ebbtide.config.root import Config
 from ebbtide.model.load import blocks_of, load_model
 from ebbtide.model.shape import Shape, find_shape
 from ebbtide.policy import block_activations
@@ -25,7 +25,7 @@ ON_A_GPU_ONLY = {"core_attn", "attn_proj", "moe_act", "expert_fc1", "moe_router"
 
 
 def made(name: str) -> tuple[Policy, Shape]:
-    config = Config.model_validate(
+    config = GrpoConfig.model_validate(
         merged(
             TINY,
             family(name)

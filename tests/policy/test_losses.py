@@ -114,9 +114,9 @@ def reference_loss(model, config, items: list[Trajectory], on_policy: bool) -> t
 def spread_model():
     """A tiny model whose distributions are not flat, and a copy of it for the reference."""
     from conftest import TINY
-    from ebbtide.config.root import Config
+    from ebbtide.config.algorithms.grpo import GrpoConfig
 
-    loaded = load_model(Config.model_validate(TINY))
+    loaded = load_model(GrpoConfig.model_validate(TINY))
     torch.manual_seed(5)
     for parameter in loaded.model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)

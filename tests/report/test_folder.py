@@ -13,7 +13,7 @@ from rich.console import Console
 from disk import room_for
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.config import load
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.log import LogFile
@@ -27,7 +27,7 @@ def folder(tmp_path, *overrides: str) -> RunFolder:
     return RunFolder(load("quickstart", [f"run.folder={tmp_path / 'run'}", *overrides]))
 
 
-def begun(config: Config) -> RunFolder:
+def begun(config: GrpoConfig) -> RunFolder:
     """The folder of a run that has decided everything, and so has written its config."""
     run = RunFolder(config)
     run.write_config(config)

@@ -162,9 +162,9 @@ def serving(loaded, **options):
 def loaded():
     """A model that says any bytes."""
     from conftest import TINY, merged
-    from ebbtide.config.root import Config
+    from ebbtide.config.algorithms.grpo import GrpoConfig
 
-    loaded = load_model(Config.model_validate(merged(TINY, {"model.scratch.alphabet": None})))
+    loaded = load_model(GrpoConfig.model_validate(merged(TINY, {"model.scratch.alphabet": None})))
     torch.manual_seed(2)
     for parameter in loaded.model.parameters():
         parameter.data += 0.15 * torch.randn_like(parameter)

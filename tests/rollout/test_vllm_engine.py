@@ -11,7 +11,7 @@ import torch
 
 from completions import stopped_by
 from conftest import TINY, family, merged
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.loop import seed_everything, train
 from ebbtide.model.load import load_model
@@ -35,7 +35,7 @@ def quiet(done: int, of: int) -> None:
 
 
 def made(changes):
-    config = Config.model_validate(merged(TINY, {**SETTINGS, **changes}))
+    config = GrpoConfig.model_validate(merged(TINY, {**SETTINGS, **changes}))
     loaded = load_model(config)
     return loaded, VllmEngine(loaded, config)
 
@@ -221,7 +221,7 @@ def test_arguments_that_are_ours_or_unknown_are_refused() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_a_whole_run_trains_on_what_vllm_sampled(tmp_path, temperature) -> None:
     changes = {"rollout.temperature": temperature, "run.folder": str(tmp_path), "train.steps": 3, "optimizer.lr": 0.02}
-    config = Config.model_validate(merged(TINY, {**SETTINGS, **changes, "evaluate": {"every": 2, "problems": 4}}))
+    config = GrpoConfig.model_validate(merged(TINY, {**SETTINGS, **changes, "evaluate": {"every": 2, "problems": 4}}))
     with Report(config, "test") as report:
         train(config, report)
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -11,6 +11,7 @@ from ebbtide.checkpoint.index import read_index
 from ebbtide.checkpoint.manifest import CheckpointFiles, Record, first_problem, safe_excerpt
 from ebbtide.config.renamed import upgrade
 from ebbtide.config.root import Config
+from ebbtide.config.roots import validate_config
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
 
@@ -114,9 +115,11 @@ def read_tree(files: CheckpointFiles) -> dict[str, Any]:
 def read_config(files: CheckpointFiles) -> Config:
     """The run's config, validated."""
     try:
-        return Config.model_validate(read_tree(files))
+        return validate_config(read_tree(files))
     except ValidationError as error:
         raise files.damage_error(f"{CONFIG} is not valid: {first_problem(error)}") from None
+    except UserError as error:
+        raise files.damage_error(f"{CONFIG} is not valid: {error}") from None
 
 
 def check_resumable(files: CheckpointFiles) -> None:

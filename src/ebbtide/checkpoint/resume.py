@@ -77,7 +77,7 @@ def with_saved_choices(config: Config, saved: Checkpoint) -> Config:
     try:
         chosen = with_chat_date(keep_planned_settings(config, then), (then.get("model") or {}).get("chat_date"))
         # Values from a checkpoint are not trusted: they are validated like the rest of it.
-        Config.model_validate(chosen.model_dump(mode="json", warnings=False))
+        type(chosen).model_validate(chosen.model_dump(mode="json", warnings=False))
     except (ValidationError, TypeError) as error:
         why = first_problem(error) if isinstance(error, ValidationError) else "a section is not a mapping"
         raise DamagedCheckpoint(saved.path, f"{CONFIG} is not valid: {why}") from None

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ebbtide.config.explain import explain_error, section_at
 from ebbtide.config.renamed import upgrade
 from ebbtide.config.root import Config
+from ebbtide.config.roots import find_root
 from ebbtide.config.serve import ServeConfig
 from ebbtide.config.values import convert_values, expand_single_value, main_key
 from ebbtide.config.yaml_text import read_yaml
@@ -32,8 +33,12 @@ def recipes() -> dict[str, str]:
 def load(source: str, overrides: Sequence[str] = ()) -> Config:
     """The config that `source` (a recipe's name or a YAML file) and `overrides` (`a.b=c`) describe."""
     tree, where = _read(source)
-    _apply(tree, overrides, Config)
-    return _valid(Config, tree, f"the config from {where}")
+    for override in overrides:
+        if override.startswith("algorithm="):
+            tree["algorithm"] = override.partition("=")[2]
+    root = find_root(tree, f"the config from {where}")
+    _apply(tree, overrides, root)
+    return _valid(root, tree, f"the config from {where}")
 
 
 def replace_overrides(overrides: Sequence[str], changes: Mapping[str, object]) -> list[str]:

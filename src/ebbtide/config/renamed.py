@@ -54,7 +54,7 @@ def new_name(keys: Sequence[str]) -> str | None:
 
 def upgrade(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The config tree of an earlier run with today's keys and values; an up-to-date tree is returned unchanged."""
-    upgraded: dict[str, Any] = copy.deepcopy(dict(tree))
+    upgraded: dict[str, Any] = {"algorithm": "grpo", **copy.deepcopy(dict(tree))}
     for old, new in RENAMED.items():
         *above, last = old.split(".")
         section = _section(upgraded, above)

@@ -1,19 +1,19 @@
-"""Every setting of Ebbtide: one strict tree, documented field by field. Imports no torch.
+"""The settings that every algorithm has: one strict tree, documented field by field. Imports no torch.
 
-The text under a field is its documentation everywhere: in `ebbtide config`, in docs/config.md and in error messages.
-A section that is `null` is off; a section that is present is on.
+Each algorithm adds its own in config/algorithms/. The text under a field is its documentation everywhere: in `ebbtide
+config`, in docs/config.md and in error messages. A section that is `null` is off; a section that is present is on.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from ebbtide.config.base import Section
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.evaluate import EvaluateConfig
-from ebbtide.config.loss import AdvantageConfig, LossConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.optimizer import OptimizerConfig
@@ -26,8 +26,27 @@ from ebbtide.config.train import TrainConfig
 from ebbtide.errors import UserError
 
 
+class StepSize(NamedTuple):
+    """The most sequences that a step trains on, and their lengths."""
+
+    groups: int
+    samples: int
+    """Sequences per group: completions of a prompt, or the two sides of a pair."""
+    prompt_tokens: int
+    new_tokens: int
+    """Tokens of a sequence that carry loss."""
+
+
 class Config(Section):
     """All settings of one run."""
+
+    cycle: ClassVar[tuple[str, ...]]
+    """The phases of a step, in their order. Saving and evaluation come after it."""
+    length_keys: ClassVar[str] = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens`"
+    """The settings that limit the length of a sequence, for error messages."""
+
+    algorithm: str
+    """What is trained and how: `grpo`, `sft`, `dpo` or `distill`."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: problems, their order, samples, initial weights."""
@@ -45,17 +64,11 @@ class Config(Section):
     model: ModelConfig
     """The policy."""
 
-    task: TaskConfig
-    """The problems to train on, and how completions are scored."""
+    task: TaskConfig | None = None
+    """The problems, and how completions are scored."""
 
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
-
-    advantage: AdvantageConfig = AdvantageConfig()
-    """How rewards become advantages."""
-
-    loss: LossConfig = LossConfig()
-    """The policy loss."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
@@ -85,28 +98,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        rollout, train = self.rollout, self.train
-        if rollout.group_size == 1 and self.advantage.kind != "reinforce_pp":
+        rollout, longest = self.rollout, self.max_sequence_tokens
+        if longest > self.train.microbatch_tokens:
             raise ValueError(
-                f"`advantage.kind: {self.advantage.kind}` compares the samples of a group, and `rollout.group_size: 1`"
-                " makes groups of one: set `rollout.group_size` to 2 or more, or `advantage.kind: reinforce_pp`"
-            )
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        if longest > train.microbatch_tokens:
-            raise ValueError(
-                f"a sequence may have `rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens, which"
-                f" does not fit into `train.microbatch_tokens` = {train.microbatch_tokens}: raise it to {longest} or"
-                " more"
-            )
-        if train.minibatches > rollout.prompts_per_step * rollout.group_size:
-            raise ValueError(
-                f"`train.minibatches: {train.minibatches}` exceeds the {rollout.prompts_per_step * rollout.group_size}"
-                " sequences of a step (`rollout.prompts_per_step` x `rollout.group_size`): lower it to at most that"
+                f"a sequence may have {self.length_keys} = {longest} tokens, which does not fit into"
+                f" `train.microbatch_tokens` = {self.train.microbatch_tokens}: raise it to {longest} or more"
             )
         if self.model.scratch is not None and longest > self.model.scratch.context:
             raise ValueError(
-                f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context"
-                f" of `model.scratch.context` = {self.model.scratch.context}: lower one of them, or raise the context"
+                f"{self.length_keys} = {longest} tokens exceed the model's context of `model.scratch.context` ="
+                f" {self.model.scratch.context}: lower {self._lower}, or raise the context"
             )
         if rollout.engine == "vllm" and self.has_temperature and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
             raise ValueError(
@@ -121,25 +122,24 @@ class Config(Section):
             )
         if self.parallel is not None and self.single_rank_only is not None:
             raise ValueError(f"`parallel` and `{self.single_rank_only}` cannot be combined yet: remove one of the two")
-        has_own_held_out = self.task.python is not None or (
-            self.task.file is not None and self.task.file.held_out is not None
-        )
-        if self.evaluate is not None and self.task.held_out == 0 and not has_own_held_out:
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_problems(self) -> Config:
+        if self.evaluate is None or self.task is None or self.task.has_own_held_out:
+            return self
+        if self.task.held_out == 0:
             raise ValueError(
                 "`evaluate` needs held-out problems, but `task.held_out: 0` sets none aside: raise it, or set"
                 " `evaluate: null`"
             )
-        if self.evaluate is not None and not has_own_held_out:
-            final = self.evaluate.final.problems if self.evaluate.final is not None else None
-            for key, problems in (
-                ("evaluate.problems", self.evaluate.problems),
-                ("evaluate.final.problems", final or 0),
-            ):
-                if problems > self.task.held_out:
-                    raise ValueError(
-                        f"`{key}: {problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside:"
-                        f" lower it, or raise `task.held_out` to {problems}"
-                    )
+        final = self.evaluate.final.problems if self.evaluate.final is not None else None
+        for key, problems in (("evaluate.problems", self.evaluate.problems), ("evaluate.final.problems", final or 0)):
+            if problems > self.task.held_out:
+                raise ValueError(
+                    f"`{key}: {problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside:"
+                    f" lower it, or raise `task.held_out` to {problems}"
+                )
         return self
 
     @property
@@ -154,12 +154,16 @@ class Config(Section):
 
     def check_context(self, context: int | None) -> None:
         """Checks that the longest sequence fits the model's context, if that is known."""
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
-        if context is not None and longest > context:
+        if context is not None and self.max_sequence_tokens > context:
             raise UserError(
-                f"`rollout.max_prompt_tokens` + `rollout.max_new_tokens` = {longest} tokens exceed the model's context"
-                f" of {context}: lower one of them"
+                f"{self.length_keys} = {self.max_sequence_tokens} tokens exceed the model's context of {context}:"
+                f" lower {self._lower}"
             )
+
+    @property
+    def _lower(self) -> str:
+        """What to lower where sequences are too long, for error messages."""
+        return "one of them" if " + " in self.length_keys else "it"
 
     def rollout_weights(self, parts: int) -> RolloutWeightsMode | None:
         """How weights that are sharded into `parts` are gathered to generate; None if there is nothing to gather. The
@@ -182,8 +186,35 @@ class Config(Section):
         """The reward from which on a completion passes."""
         return self.evaluate.pass_reward if self.evaluate is not None else EvaluateConfig().pass_reward
 
+    # What the parts of the system ask of an algorithm.
+
     @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether an extra forward computes the old log-probs; with one update per batch, the log-probs of the training
-        forward are the old ones."""
-        return self.loss.old_logprobs == "trainer" and (self.train.minibatches > 1 or self.train.epochs > 1)
+    def max_sequence_tokens(self) -> int:
+        """Tokens of the longest sequence that is trained on or sampled."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def step_size(self) -> StepSize:
+        """The size of the largest step."""
+        raise NotImplementedError
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature of the log-probs that are trained on."""
+        return 1.0
+
+    @property
+    def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
+        """Phase -> the models that compute log-probs of a step's sequences in it, without gradient: `policy`, or the
+        name of a frozen model."""
+        return {}
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the initial weights is a holding of the run."""
+        return any("reference" in models for models in self.forward_passes.values())
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run samples completions, in its steps or to evaluate."""
+        return "generate" in self.cycle or (self.evaluate is not None and self.task is not None)

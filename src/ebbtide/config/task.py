@@ -124,3 +124,8 @@ class TaskConfig(Section):
                 f" on; set now: {found}{off}"
             )
         return self
+
+    @property
+    def has_own_held_out(self) -> bool:
+        """Whether the held-out problems are the task's own, so that `held_out` sets none aside."""
+        return self.python is not None or (self.file is not None and self.file.held_out is not None)

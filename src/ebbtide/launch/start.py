@@ -37,7 +37,8 @@ def start_run(job: Job, say: Say) -> int:
     # Errors that need no torch to be found are raised now, not ten seconds later.
     build_plan(config.memory, config.optimizer)
     check_paths(config.model)
-    build_task(config.task, config.seed, evaluated=config.evaluate is not None)
+    if config.task is not None:
+        build_task(config.task, config.seed, evaluated=config.evaluate is not None)
     if config.rollout.serve_port is not None:
         check_installed()
     if config.rollout.engine != "vllm":  # vLLM's own allocator does not work with expandable segments

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.model import ModelConfig, ScratchConfig
 from ebbtide.config.optimizer import OptimizerConfig
-from ebbtide.config.root import Config
 from ebbtide.config.task import BuiltinTaskConfig, TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.host import bind_to_numa_node, pci_address
@@ -104,7 +104,7 @@ def _forward_backward_seconds(device: torch.device) -> float:
     """Seconds of a forward and backward with the training code, on a model so small that the host limits it. Repeating
     a single operation would say little about that."""
     scratch = ScratchConfig(layers=LAYERS, hidden=256, heads=2, kv_heads=2, head_dim=128, context=1024)
-    config = Config(model=ModelConfig(scratch=scratch), task=TaskConfig(builtin=BuiltinTaskConfig(name="copy")))
+    config = GrpoConfig(model=ModelConfig(scratch=scratch), task=TaskConfig(builtin=BuiltinTaskConfig(name="copy")))
     policy = Policy(load_model(config, device), config)
     sequence = Trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)
     return _min_seconds(lambda: policy.accumulate([sequence], lambda *_: None), REPEATS, before=policy.model.zero_grad)

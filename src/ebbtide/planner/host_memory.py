@@ -88,7 +88,7 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
     parameters = ceil_div(sum(parameter.numel() for parameter in model.parameters()), share)
     moving, resident = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})
-    if config.loss.kl is not None:
+    if config.has_reference:
         moving["reference"] = dtype.itemsize * parameters
     needs: Counter[str] = Counter(resident)
     needs.update({name: size for name, size in moving.items() if plan.is_ever_offloaded(name)})

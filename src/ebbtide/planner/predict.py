@@ -101,7 +101,7 @@ class Predictor:
                     # vLLM's share includes its copy of the weights.
                     phase.device["kv_cache"] = int(vllm.memory_share * self.machine.device_gib * GIB)
         choice = self.resolve_activations(config)
-        if config.needs_old_logprobs or config.loss.kl is not None:
+        if config.forward_passes.get("logprob"):
             self._train_memory.set_forward(config, work, phases["logprob"])
         if rehearsal is not None:
             self._train_memory.set_forward(config, work, phases["train"])
@@ -146,7 +146,7 @@ class Predictor:
         optimizer, offload = config.optimizer, config.memory.offload
         rows = tuple(tuple(row) if (row := getattr(offload, phase)) is not None else None for phase in PHASES)
         key = (optimizer.place, optimizer.cpu_fraction, optimizer.overlap, optimizer.state_dtype, optimizer.grad_dtype)
-        whole = (*key, config.memory.preset, rows, config.loss.kl is None, config.rollout.partial.kv_cache, rehearsal)
+        whole = (*key, config.memory.preset, rows, config.has_reference, config.rollout.partial.kv_cache, rehearsal)
         if (found := self._bases.get(whole)) is None:
             plan = build_plan(config.memory, optimizer)
             sizes, resident = self._holdings(config, optimizer=rehearsal != "none")
@@ -165,8 +165,8 @@ class Predictor:
     def resolve_activations(self, config: Config) -> ActivationPolicy:
         """What `memory.activations` resolves to on this machine, checked against the host link with a forward of the
         same length as in a run."""
-        rollout, tokens = config.rollout, min(PROBE, config.train.microbatch_tokens)
-        length = min(1024, tokens, rollout.max_prompt_tokens + rollout.max_new_tokens)
+        tokens = min(PROBE, config.train.microbatch_tokens)
+        length = min(1024, tokens, config.max_sequence_tokens)
         both, _ = self._speed.update(MicroBatchSize(tokens, tokens), length, ActivationPolicy(), 0)
         layers = max(1, self._tp_shape.layers - config.memory.activations.keep_last)
         carried = LINK_SHARE * self.machine.rates.link_out * both / 3 / tokens / layers
@@ -189,7 +189,7 @@ class Predictor:
                 on_device, self.sharing.fsdp_size, grouped=self.sharing.size > 1
             )
         sizes["grads"] = grad_bytes(config.optimizer, self._itemsize) * on_device
-        if config.loss.kl is not None:
+        if config.has_reference:
             sizes["reference"] = self._itemsize * parameters
         if config.rollout.partial.kv_cache == "keep":
             rollout, block = config.rollout, BLOCK_SIZES[self._kind]
@@ -216,7 +216,7 @@ class Predictor:
         """Adds the seconds of logprob, train, step and save, and the bytes that cross the host link in them."""
         train = config.train
         updates = train.minibatches * train.epochs
-        forwards = (1 if config.needs_old_logprobs else 0) + (1 if config.loss.kl is not None else 0)
+        forwards = len(config.forward_passes.get("logprob", ()))
         phases["logprob"].add_seconds(forwards, self._forward_seconds(train.microbatch_tokens, work))
         if rehearsal is not None:
             phases["train"].add_seconds(train.epochs, self._forward_seconds(train.microbatch_tokens, work))

@@ -82,7 +82,5 @@ class Workload:
 
 def max_workload(config: Config) -> Workload:
     """The work of a step in which every prompt and every completion has the maximum length."""
-    rollout = config.rollout
-    return Workload(
-        rollout.prompts_per_step, rollout.group_size, rollout.max_prompt_tokens, *[rollout.max_new_tokens] * 3
-    )
+    size = config.step_size
+    return Workload(size.groups, size.samples, size.prompt_tokens, *[size.new_tokens] * 3)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import ActivationsConfig
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.arena import check_host_budget
@@ -76,7 +76,7 @@ class _Logprobs(nn.Module):
 class Policy:
     """A model, and the computations of training: log-probs and gradients."""
 
-    def __init__(self, loaded: LoadedModel, config: Config, ranks: Comm | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, config: GrpoConfig, ranks: Comm | None = None) -> None:
         self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
         self.device: torch.device = loaded.model.device
         self.vocabulary_rows = loaded.vocabulary_rows
@@ -130,7 +130,7 @@ class Policy:
         with swap_weights(self.model, weights) if weights and self._is_sharded else nullcontext(), self._resharded():
             for done, batch in enumerate(batches):
                 logprobs, _ = self._logprobs(
-                    batch, self.config.rollout.temperature, None if self._is_sharded else weights
+                    batch, self.config.logprob_temperature, None if self._is_sharded else weights
                 )
                 parts = torch.split(logprobs, batch.lengths)
                 found |= {
@@ -201,7 +201,7 @@ class Policy:
     def _probe(self, tokens: int, *, backward: bool = True) -> int:
         """Runs a forward and backward as in training on about so many tokens, and leaves no gradients; returns the
         exact number of tokens."""
-        length = min(1024, tokens, self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens)
+        length = min(1024, tokens, self.config.max_sequence_tokens)
         probes = [Trajectory([1], [1] * (length - 1), []) for _ in range(tokens // length)]
         (batch,) = pack(probes, budget=tokens, device=self.device)
         with use_attention(self.model, PACKED):
@@ -248,7 +248,7 @@ class Policy:
         return summary
 
     def _loss_inputs(self, batch: MicroBatch, members: Sequence[Trajectory]) -> LossInputs:
-        logprobs, entropies = self._logprobs(batch, self.config.rollout.temperature)
+        logprobs, entropies = self._logprobs(batch, self.config.logprob_temperature)
 
         def per_token(values: list[float]) -> Tensor:  # [S] -> [P]
             return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)[batch.sequence]
@@ -301,7 +301,7 @@ class Policy:
         )
 
         own_model = whole or self.model
-        longest = self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
+        longest = self.config.max_sequence_tokens
         both = probes(own_model.config, longest, min(len(self.tokenizer), self.vocabulary_rows))
         trajectories = [Trajectory(one.prompt, one.completion, []) for one in both]
         (batch,) = pack(trajectories, budget=2 * longest, device=self.device)

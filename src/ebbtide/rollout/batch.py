@@ -11,8 +11,8 @@ from statistics import fmean
 
 import torch
 
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.rollout import RolloutConfig
-from ebbtide.config.root import Config
 from ebbtide.policy.advantages import compute_advantages
 from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.policy.packing import Trajectory
@@ -95,7 +95,7 @@ def training_sampling_params(rollout: RolloutConfig) -> SamplingParams:
 
 
 def assemble(
-    config: Config,
+    config: GrpoConfig,
     prompts: Sequence[Prompt],  # [prompts]
     groups: Sequence[Sequence[Completion]],  # [prompts][samples]
     scored: Sequence[ScoreResult],  # [prompts * samples]
@@ -130,7 +130,7 @@ def assemble(
     return Batch(samples, trajectories, len(prompts), int(flat.sum()))
 
 
-def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -> Iterator[list[Trajectory]]:
+def minibatches(config: GrpoConfig, trajectories: Sequence[Trajectory], step: int) -> Iterator[list[Trajectory]]:
     """Yields the trajectories of each update of a step: `epochs` passes, each shuffled and cut into `minibatches` of
     almost equal size."""
     for epoch in range(config.train.epochs):

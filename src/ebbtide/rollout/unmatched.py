@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebbtide.config.root import Config
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.printable import printable
@@ -19,7 +19,7 @@ MIN_COMPLETIONS = 256
 class UnmatchedGuard:
     """Counts completions without a match or a score. All ranks see the same samples, and so end together."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: GrpoConfig) -> None:
         self._config = config
         self._matched = config.task.extract is None
         self._steps = self._completions = 0

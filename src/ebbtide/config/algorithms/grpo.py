@@ -1,0 +1,68 @@
+"""The settings of `algorithm: grpo`: RL on sampled completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from ebbtide.config.loss import AdvantageConfig, LossConfig
+from ebbtide.config.root import Config, StepSize
+from ebbtide.config.task import TaskConfig
+
+
+class GrpoConfig(Config):
+    """All settings of a run that trains on sampled and scored completions (GRPO and its kin)."""
+
+    cycle: ClassVar[tuple[str, ...]] = ("generate", "score", "logprob", "train", "step")
+
+    algorithm: Literal["grpo"] = "grpo"
+    """What is trained and how."""
+
+    task: TaskConfig
+    """The problems to train on, and how completions are scored."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages."""
+
+    loss: LossConfig = LossConfig()
+    """The policy loss."""
+
+    @model_validator(mode="after")
+    def _groups_fit_the_algorithm(self) -> GrpoConfig:
+        rollout, train = self.rollout, self.train
+        if rollout.group_size == 1 and self.advantage.kind != "reinforce_pp":
+            raise ValueError(
+                f"`advantage.kind: {self.advantage.kind}` compares the samples of a group, and `rollout.group_size: 1`"
+                " makes groups of one: set `rollout.group_size` to 2 or more, or `advantage.kind: reinforce_pp`"
+            )
+        if train.minibatches > rollout.prompts_per_step * rollout.group_size:
+            raise ValueError(
+                f"`train.minibatches: {train.minibatches}` exceeds the {rollout.prompts_per_step * rollout.group_size}"
+                " sequences of a step (`rollout.prompts_per_step` x `rollout.group_size`): lower it to at most that"
+            )
+        return self
+
+    @property
+    def step_size(self) -> StepSize:
+        rollout = self.rollout
+        return StepSize(rollout.prompts_per_step, rollout.group_size, rollout.max_prompt_tokens, rollout.max_new_tokens)
+
+    @property
+    def logprob_temperature(self) -> float:
+        return self.rollout.temperature
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether an extra forward computes the old log-probs; with one update per batch, the log-probs of the training
+        forward are the old ones."""
+        return self.loss.old_logprobs == "trainer" and (self.train.minibatches > 1 or self.train.epochs > 1)
+
+    @property
+    def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
+        old = ("policy",) if self.needs_old_logprobs else ()
+        return {"logprob": (*old, *(("reference",) if self.loss.kl is not None else ()))}
+
+
+Root = GrpoConfig
