@@ -26,7 +26,6 @@ from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.config.memory import ActivationsConfig
-from ebbtide.loop import seed_everything
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.host import frozen_gc
 from ebbtide.memory.plan import build_plan
@@ -42,6 +41,7 @@ from ebbtide.policy.activation_plan import (
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.block_activations import activation_names
+from ebbtide.worker import seed_everything
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 MOE = [

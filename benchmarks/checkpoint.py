@@ -28,15 +28,18 @@ from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load
 from ebbtide.config.checkpoint import CheckpointConfig
-from ebbtide.loop import seed_everything
+from ebbtide.config.loss import LossConfig
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model, pick_device
 from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.group import Group
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
 from ebbtide.tasks.sampler import Sampler
+from ebbtide.worker import seed_everything
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 MODES = {"device": [], "cpu": ["optimizer.place=cpu"], "streamed": ["optimizer.place=streamed"]}
@@ -59,7 +62,7 @@ class Run:
         )
         generator = torch.Generator().manual_seed(0)
         self.sequences = [
-            Trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1e-4)
+            trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1e-4)
             for number, tokens in enumerate(torch.randint(200, (32, 382), generator=generator).tolist())
         ]
         self.step()
@@ -67,7 +70,7 @@ class Run:
     def step(self) -> tuple[float, float]:
         """(seconds of forward and backward, of the optimizer's step)."""
         start = _now()
-        self.policy.accumulate(self.sequences, lambda *_: None)
+        self.policy.forward_backward(self.sequences, build_loss(LossConfig()), no_progress)
         middle = _now()
         self.optimizer.step(1e-6)
         return middle - start, _now() - middle

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from common import Row, beginning, kept, save
 
+from ebbtide.algorithms.loop import train
 from ebbtide.config import load
-from ebbtide.loop import train
 from ebbtide.model.load import load_model
 from ebbtide.parallel.comm import Comm
 from ebbtide.report.report import Report

@@ -19,6 +19,7 @@ import torch
 from common import Row, kept, save
 
 from ebbtide.config import load
+from ebbtide.config.loss import LossConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.host import free_host_bytes
@@ -27,8 +28,10 @@ from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
 from ebbtide.planner.host_memory import host_bytes
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 WIDE = ["model.scratch.hidden=4096", "model.scratch.heads=32", "model.scratch.kv_heads=8", "model.scratch.mlp=12288"]
@@ -59,8 +62,8 @@ def attempt(mode: str, layers: int) -> dict[str, float]:
         with Residency(plan, torch.device("cuda", 0)) as residency:
             policy = Policy(loaded, config)
             optimizer = AdamW(loaded.model.named_parameters(), config.optimizer, residency)
-            sequences = [Trajectory([1] * 126, [2] * 256, [-5.0] * 256, advantage=1.0, weight=1 / 256)]
-            policy.accumulate(sequences, lambda *_: None)
+            sequences = [trajectory([1] * 126, [2] * 256, [-5.0] * 256, advantage=1.0, weight=1 / 256)]
+            policy.forward_backward(sequences, build_loss(LossConfig()), no_progress)
             torch.cuda.synchronize()
             start = time.perf_counter()
             figures = optimizer.step(1e-6)

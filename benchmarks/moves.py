@@ -21,9 +21,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 from common import Row, save, seconds
 
+from ebbtide.algorithms.loop import train
 from ebbtide.config import load
 from ebbtide.config.memory import MemoryConfig
-from ebbtide.loop import train
 from ebbtide.memory.buckets import allocate_buckets
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency

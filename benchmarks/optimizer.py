@@ -25,14 +25,17 @@ import torch
 from common import Row, kept, save
 
 from ebbtide.config import load
-from ebbtide.loop import seed_everything
+from ebbtide.config.loss import LossConfig
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.costs import ring_bytes
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import Datum, trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
+from ebbtide.worker import seed_everything
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 GIB = 2**30
@@ -48,14 +51,14 @@ MODES = {
 }
 
 
-def trajectories() -> list[Trajectory]:
+def trajectories() -> list[Datum]:
     """Sequences of 126 + 256 tokens that fill one micro-batch."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for number in range(TOKENS // 382):
         tokens = torch.randint(200, (382,), generator=generator).tolist()
         made.append(
-            Trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1 / TOKENS)
+            trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1 / TOKENS)
         )
     return made
 
@@ -90,7 +93,8 @@ def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
         optimizer = AdamW(loaded.model.named_parameters(), config.optimizer, residency)
         built = time.perf_counter() - start
         backward, step, peak = timed(
-            lambda: policy.accumulate(sequences, lambda *_: None), lambda: optimizer.step(1e-6)
+            lambda: policy.forward_backward(sequences, build_loss(LossConfig()), no_progress),
+            lambda: optimizer.step(1e-6),
         )
         exposed = residency.mover.drain().exposed / (REPEATS + WARM_UP)
         ring = ring_bytes(config.optimizer, weights // 2, 2)
@@ -141,7 +145,8 @@ def peer(name: str, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optim
         print(f"{name}: not installed ({error})", flush=True)
         return []
     backward, seconds, peak = timed(
-        lambda: policy.accumulate(sequences, lambda *_: None), lambda: (optimizer.step(), optimizer.zero_grad())
+        lambda: policy.forward_backward(sequences, build_loss(LossConfig()), no_progress),
+        lambda: (optimizer.step(), optimizer.zero_grad()),
     )
     return [
         Row(name, "forward and backward, 16k tokens", backward, "s"),

@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from common import Row, beginning, kept, save
 
+from ebbtide.algorithms.loop import train
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.model.shape import find_shape
 from ebbtide.planner.calibrate import calibrate
 from ebbtide.planner.predict import Predictor

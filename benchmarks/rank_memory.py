@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ebbtide.config import load
+from ebbtide.config.loss import LossConfig
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
@@ -31,8 +32,10 @@ from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.dtensor import local
 from ebbtide.planner.predict import LIBRARIES, Predictor
 from ebbtide.planner.workload import Workload
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
 from ebbtide.rollout.weights.build import shard_policy
 from ebbtide.system.machine import machine_for
 from ebbtide.system.units import GIB
@@ -70,15 +73,15 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
             policy.place_activations(residency, {})
             optimizer.discard_grads()
             samples = [
-                Trajectory([1] * PROMPT, [2] * NEW, [-5.0] * NEW, advantage=1.0, weight=1 / NEW) for _ in range(SAMPLES)
+                trajectory([1] * PROMPT, [2] * NEW, [-5.0] * NEW, advantage=1.0, weight=1 / NEW) for _ in range(SAMPLES)
             ]
             for _ in range(2):  # the first makes what stays
                 with residency.phase("generate"), whole.materialized():
                     pass
                 with residency.phase("logprob"):
-                    policy.forward_only(samples, lambda *_: None)
+                    policy.forward_only(samples, build_loss(LossConfig()), no_progress)
                 with residency.phase("train"):
-                    policy.accumulate(samples, lambda *_: None)
+                    policy.forward_backward(samples, build_loss(LossConfig()), no_progress)
                 with residency.phase("step"):
                     optimizer.step(1e-6)
                 figures = residency.meter.drain()

@@ -31,7 +31,7 @@ from common import Row, beginning, kept, save
 from ebbtide.config import load
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.policy.attention import use_attention
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.policy import Policy
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged.attention import model_cache_costs
@@ -121,13 +121,13 @@ def grpo() -> list[Row]:
     requests = [request for request, _ in grpo_work(16, sampling)]
     groups = PagedEngine(loaded, 128).generate(requests, sampling, lambda *_: None)
     trajectories = [
-        Trajectory(request.prompt, done.tokens, done.logprobs)
+        trajectory(request.prompt, done.tokens, done.logprobs)
         for request, group in zip(requests, groups, strict=True)
         for done in group
     ]
     Policy(loaded, config).compute_logprobs("old_logprobs", trajectories, lambda *_: None)
-    sampled = torch.cat([torch.tensor(one.rollout_logprobs) for one in trajectories])
-    trained = torch.cat([one.old_logprobs.cpu() for one in trajectories if one.old_logprobs is not None])
+    sampled = torch.cat([torch.tensor(one.values["rollout_logprobs"]) for one in trajectories])
+    trained = torch.cat([torch.as_tensor(one.values["old_logprobs"]).cpu() for one in trajectories])
     exact = exact_logprobs(loaded, trajectories)
     for label, one, other in (
         ("engine, trainer", sampled, trained),
@@ -143,14 +143,14 @@ def grpo() -> list[Row]:
 
 
 @torch.no_grad()
-def exact_logprobs(loaded: LoadedModel, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+def exact_logprobs(loaded: LoadedModel, trajectories: Sequence[Datum]) -> torch.Tensor:
     """What the same weights give where nothing is rounded to 16 bits."""
     model: Any = copy.deepcopy(loaded.model).float()
     found = []
     for one in trajectories:
-        ids = torch.tensor([one.prompt + one.completion], device="cuda")
-        rows = model(ids, use_cache=False).logits[0, len(one.prompt) - 1 : -1].log_softmax(-1)
-        found.append(rows.gather(-1, torch.tensor(one.completion, device="cuda")[:, None])[:, 0].cpu())
+        ids = torch.tensor([one.tokens], device="cuda")
+        rows = model(ids, use_cache=False).logits[0, one.targets[0] - 1 : -1].log_softmax(-1)
+        found.append(rows.gather(-1, ids[0, one.targets[0] :, None])[:, 0].cpu())
     return torch.cat(found)
 
 

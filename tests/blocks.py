@@ -4,13 +4,16 @@ import torch
 
 from conftest import TINY, family, merged
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.loss import LossConfig
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
 from ebbtide.model.load import blocks_of, load_model
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.block_activations import ActivationChoice, locally_recomputable
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
 
 CPU = torch.device("cpu")
 DENSE = [
@@ -68,12 +71,12 @@ class Setup:
 
         lengths = [size * (4 + i % 5) for i in range(12)]
         self.sequences = [
-            Trajectory(tokens(3 + i % 3), tokens(n), [-2.0] * n, (-1.0) ** i, 0.01) for i, n in enumerate(lengths)
+            trajectory(tokens(3 + i % 3), tokens(n), [-2.0] * n, (-1.0) ** i, 0.01) for i, n in enumerate(lengths)
         ]
         self.kept = self.grads()
 
     def grads(self) -> dict[str, torch.Tensor]:
-        self.policy.accumulate(self.sequences, lambda *_: None)
+        self.policy.forward_backward(self.sequences, build_loss(LossConfig()), no_progress)
         found = {name: weight.grad.clone() for name, weight in self.model.named_parameters() if weight.grad is not None}
         self.model.zero_grad()
         return found

@@ -22,9 +22,9 @@ policy
 rollout
 checkpoint
 planner
-evaluate updates
 report rollout.serve
-loop
+worker
+algorithms
 launch
 cli
 __main__

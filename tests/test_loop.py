@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import family
-from ebbtide.loop import train
+from ebbtide.algorithms.loop import train
 from ebbtide.report.report import Report
 
 # What a clock or the allocator says, not the seed.

@@ -8,7 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebbtide import loop
+from ebbtide import worker
+from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.cli import app
 from ebbtide.config import load
@@ -16,7 +17,6 @@ from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
 from ebbtide.report.report import Report
-from ebbtide.updates import RehearsalUpdates
 from toy import state_of
 
 AWAY = {
@@ -30,7 +30,7 @@ AWAY = {
 
 def run(config, rehearsal=None):
     with Report(config, "test") as report:
-        policy = loop.train(config, report, rehearsal)
+        policy = train(config, report, rehearsal)
     lines = [json.loads(line) for line in (report.folder.path / "metrics.jsonl").read_text().splitlines()]
     return lines, (report.folder.path / "rollouts.jsonl").read_text(), policy.model.state_dict()
 
@@ -38,9 +38,11 @@ def run(config, rehearsal=None):
 @pytest.mark.parametrize("place", ["device", "streamed", "cpu"])
 def test_with_an_optimizer_built_no_weight_and_no_moment_changes(tiny, tmp_path, monkeypatch, place) -> None:
     built, states = [], []
-    monkeypatch.setattr(loop, "AdamW", lambda *arguments: built.append(AdamW(*arguments)) or built[-1])
-    step = RehearsalUpdates.step
-    monkeypatch.setattr(RehearsalUpdates, "step", lambda self, lr: states.append(state_of(built[0])) or step(self, lr))
+    monkeypatch.setattr(worker, "AdamW", lambda *arguments: built.append(AdamW(*arguments)) or built[-1])
+    step = worker.Worker.optim_step
+    monkeypatch.setattr(
+        worker.Worker, "optim_step", lambda self, lr: states.append(state_of(built[0])) or step(self, lr)
+    )
     config = tiny({**AWAY, "optimizer.place": place, "run.folder": str(tmp_path / "a")})
     lines, _, weights = run(config, "built")
     before = load_model(config).model.state_dict()
@@ -58,7 +60,7 @@ def test_without_an_optimizer_nothing_of_one_is_made(tiny, tmp_path, monkeypatch
     def forbidden(*_: object) -> None:
         raise AssertionError("an optimizer was built")
 
-    monkeypatch.setattr(loop, "AdamW", forbidden)
+    monkeypatch.setattr(worker, "AdamW", forbidden)
     lines, _, _ = run(tiny({**AWAY, "run.folder": str(tmp_path / "a")}), "none")
     assert not [key for line in lines for key in line if key.endswith(("/master", "/moments", "/grads")) and line[key]]
     assert all("mismatch" in line for line in lines[1:])
@@ -103,7 +105,7 @@ def test_a_run_that_goes_on_adds_to_its_file(tiny, tmp_path) -> None:
     run(tiny({**base, "train.steps": 1, "run.overwrite": True}))
     longer = tiny({**base, "train.steps": 3, "resume": "auto"})
     with Report(longer, "test", resumed=find_checkpoint(longer, print)) as report:
-        loop.train(longer, report)
+        train(longer, report)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1] * 4 + [2] * 4 + [3] * 4
     other = tmp_path / "other.jsonl"
     other.write_text(file.read_text())

@@ -29,3 +29,7 @@ class AbandonableProgress:
         if self.must_stop():
             raise WorkAbandoned
         self.progress(done, of)
+
+
+def no_progress(done: int, of: int) -> None:
+    """Shows nothing."""

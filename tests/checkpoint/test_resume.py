@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from disk import room_for
+from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.checkpointer import Checkpointer
 from ebbtide.checkpoint.export import export
 from ebbtide.checkpoint.manifest import CheckpointFiles
@@ -28,7 +29,6 @@ from ebbtide.checkpoint.writer import Writer
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.report.report import Report
 from ebbtide.rollout.serve import run as serve_run

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from test_resume import keeper, run, same
 
-import ebbtide.loop
+import ebbtide.algorithms.grpo
 from conftest import TINY, merged
+from ebbtide.algorithms.evaluate import evaluate, is_eval_missing
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.checkpoint.store import Checkpoint, list_checkpoints
 from ebbtide.config.algorithms.grpo import GrpoConfig
-from ebbtide.evaluate import evaluate, is_eval_missing
 from ebbtide.launch.job import Job
 from ebbtide.launch.run_rank import run_rank
 
@@ -53,7 +53,7 @@ def stop(monkeypatch, when: str, at: int) -> list[int]:
     """Has a run asked to stop at some moment of a step; gives the steps of evaluations that ended."""
     ended: list[int] = []
     step = 0
-    assemble = ebbtide.loop.assemble
+    assemble = ebbtide.algorithms.grpo.assemble
 
     def assembled(*args):
         nonlocal step
@@ -70,8 +70,8 @@ def stop(monkeypatch, when: str, at: int) -> list[int]:
         ended.append(step)
         return found
 
-    monkeypatch.setattr("ebbtide.loop.assemble", assembled)
-    monkeypatch.setattr("ebbtide.loop.evaluate", evaluated)
+    monkeypatch.setattr("ebbtide.algorithms.grpo.assemble", assembled)
+    monkeypatch.setattr("ebbtide.algorithms.grpo.evaluate", evaluated)
     return ended
 
 
@@ -124,7 +124,7 @@ def test_of_a_run_that_was_killed_after_its_last_checkpoint_what_is_missing_is_m
     folder = tmp_path / "run"
     shutil.copytree(straight[0], folder)
     assert not (folder / "report.html").exists()
-    monkeypatch.setattr("ebbtide.loop.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("ebbtide.worker.load_model", lambda *_: pytest.fail("loaded"))
     said: list[str] = []
     again = config(folder, resume="auto")
     run_rank(Job("test", again, None, find_checkpoint(again, said.append)))

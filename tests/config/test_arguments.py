@@ -13,7 +13,7 @@ FLAGS, VALUED = {"--json", "--help"}, {"--gpu", "--out"}
 
 
 def read(line: str, root: type = GrpoConfig) -> list[str]:
-    return settings_last(line.split(), FLAGS, VALUED, root)
+    return settings_last(line.split(), FLAGS, VALUED, [root])
 
 
 @pytest.mark.parametrize(

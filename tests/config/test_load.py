@@ -111,7 +111,7 @@ def test_unknown_key_names_the_nearest() -> None:
     assert "unknown key `optimiser` (= {'lr': 1, 'eps': 1}). Did you mean `optimizer`?" in refused(
         "optimiser.lr=1", "optimiser.eps=1"
     )
-    assert "unknown key `what` (= {'is': {'this': 1}}). Valid keys here: seed, " in refused("what.is.this=1")
+    assert "unknown key `what` (= {'is': {'this': 1}}). Valid keys here: algorithm, seed, " in refused("what.is.this=1")
 
 
 def test_wrong_type_names_key_value_and_meaning() -> None:

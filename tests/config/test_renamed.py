@@ -35,10 +35,12 @@ NEW = {
 
 
 def test_the_config_of_an_earlier_run_is_read_as_it_was_meant() -> None:
-    assert upgrade(OLD) == NEW
-    assert upgrade(NEW) == NEW
-    assert upgrade({"cluster": None, "rollout": "odd"}) == {"parallel": None, "rollout": "odd"}
-    assert upgrade({"checkpoint": {"metric": "clipped"}}) == {"checkpoint": {"metric": "clip_fraction"}}
+    named = {"algorithm": "grpo"}  # the only one there was
+    assert upgrade(OLD) == named | NEW
+    assert upgrade(NEW) == named | NEW
+    assert upgrade({"cluster": None, "rollout": "odd"}) == named | {"parallel": None, "rollout": "odd"}
+    assert upgrade({"checkpoint": {"metric": "clipped"}}) == named | {"checkpoint": {"metric": "clip_fraction"}}
+    assert upgrade({"algorithm": "sft"}) == {"algorithm": "sft"}
 
 
 def test_every_new_name_is_a_key_and_no_old_one() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from conftest import FAMILIES, family
+from ebbtide.algorithms.loop import train
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.memory.device_budget import enforce_budget, free_bytes
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from conftest import TINY, merged
+from ebbtide.algorithms.loop import train
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
-from ebbtide.loop import train
 from ebbtide.memory.device_budget import enforce_budget
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency

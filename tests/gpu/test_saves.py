@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from conftest import TINY, merged
+from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
-from ebbtide.loop import train
 from ebbtide.report.report import Report
 from saved import contents, equal, made, read
 from toy import one_step

@@ -10,15 +10,16 @@ from conftest import FAMILIES, family
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
 from ebbtide.model.tokenizer import scratch_tokenizer
-from ebbtide.policy.packing import Trajectory, pack
+from ebbtide.policy.datum import Datum, trajectory
+from ebbtide.policy.packing import pack
 from ebbtide.policy.policy import Policy
 
 
-def trajectories(vocabulary: int) -> list[Trajectory]:
+def trajectories(vocabulary: int) -> list[Datum]:
     generator = torch.Generator().manual_seed(0)
     lengths = [(3, 5), (1, 1), (6, 9), (2, 4)]
     return [
-        Trajectory(
+        trajectory(
             torch.randint(vocabulary, (prompt,), generator=generator).tolist(),
             torch.randint(vocabulary, (completion,), generator=generator).tolist(),
             [0.0] * completion,
@@ -27,16 +28,16 @@ def trajectories(vocabulary: int) -> list[Trajectory]:
     ]
 
 
-def padded_logprobs(model, items: list[Trajectory]) -> list[torch.Tensor]:
+def padded_logprobs(model, items: list[Datum]) -> list[torch.Tensor]:
     """The usual way: one padded batch, full logits, the model's own attention."""
-    longest = max(len(item.prompt) + len(item.completion) for item in items)
-    rows = [item.prompt + item.completion for item in items]
+    rows = [item.tokens for item in items]
+    longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     logprobs = model(ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
     found = []
     for row, item in enumerate(items):
-        start, end = len(item.prompt), len(item.prompt) + len(item.completion)
+        start, end = item.targets[0], len(item.tokens)
         found.append(logprobs[row, start - 1 : end - 1].gather(-1, ids[row, start:end, None])[:, 0])
     return found
 
@@ -54,7 +55,7 @@ def test_packed_equals_padded(tiny, name, budget) -> None:
     with torch.no_grad():
         wanted = padded_logprobs(loaded.model, items)
     for item, reference in zip(items, wanted, strict=True):
-        torch.testing.assert_close(item.old_logprobs, reference, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(item.values["old_logprobs"], reference, rtol=1e-4, atol=1e-4)
 
 
 def test_a_neighbour_in_the_pack_changes_nothing(tiny) -> None:
@@ -67,7 +68,7 @@ def test_a_neighbour_in_the_pack_changes_nothing(tiny) -> None:
     alone, crowded = trajectories(len(loaded.tokenizer))[2:3], trajectories(len(loaded.tokenizer))
     policy.compute_logprobs("old_logprobs", alone, lambda done, of: None)
     policy.compute_logprobs("old_logprobs", crowded, lambda done, of: None)
-    torch.testing.assert_close(alone[0].old_logprobs, crowded[2].old_logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(alone[0].values["old_logprobs"], crowded[2].values["old_logprobs"], rtol=1e-5, atol=1e-5)
 
 
 def test_sliding_window(tiny) -> None:
@@ -85,7 +86,7 @@ def test_sliding_window(tiny) -> None:
     with torch.no_grad():
         wanted = padded_logprobs(loaded.model, items)
     for item, reference in zip(items, wanted, strict=True):
-        torch.testing.assert_close(item.old_logprobs, reference, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(item.values["old_logprobs"], reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,7 +19,13 @@ from patience import PATIENCE
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["ranks", "ebbtide.loop", "ebbtide.report.null_report", "ebbtide.parallel.comm", "ebbtide.launch.run_rank"]
+    [
+        "ranks",
+        "ebbtide.algorithms.grpo",
+        "ebbtide.report.null_report",
+        "ebbtide.parallel.comm",
+        "ebbtide.launch.run_rank",
+    ]
 )
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS_EACH, PORTS = 2_000, itertools.count()
@@ -104,9 +110,9 @@ def runs(rank: int, configs: list[Any]) -> list[dict[str, Any]]:
 
 def run(rank: int, config: Any, resume: str | None = None) -> dict[str, Any]:
     """One run: its metrics, its whole weights, and the shapes of what this rank has of them."""
+    from ebbtide.algorithms.loop import train
     from ebbtide.checkpoint.store import list_checkpoints
     from ebbtide.launch.join import join
-    from ebbtide.loop import train
     from ebbtide.parallel.dtensor import local
     from ebbtide.report.null_report import NullReport
     from ebbtide.report.report import Report

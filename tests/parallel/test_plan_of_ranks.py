@@ -103,8 +103,10 @@ def parts(rank: int, meshes: list[tuple[int, int, int]]) -> dict[object, object]
 
     from ebbtide.model.load import load_model
     from ebbtide.parallel.dtensor import local
-    from ebbtide.policy.packing import Trajectory
+    from ebbtide.policy.datum import trajectory
+    from ebbtide.policy.losses import build_loss
     from ebbtide.policy.policy import Policy
+    from ebbtide.progress import no_progress
 
     found: dict[object, object] = {}
     for mesh in meshes:
@@ -122,10 +124,10 @@ def parts(rank: int, meshes: list[tuple[int, int, int]]) -> dict[object, object]
             found[mesh, name] = sum(local(weight).numel() for weight in policy.model.parameters())
             if name != "llama":
                 continue
-            samples = [Trajectory([1] * 3, [2] * 4, [-5.0] * 4, advantage=1.0, weight=1.0)] * 2
-            for what, work in (("forward", policy.forward_only), ("update", policy.accumulate)):
+            samples = [trajectory([1] * 3, [2] * 4, [-5.0] * 4, advantage=1.0, weight=1.0)] * 2
+            for what, work in (("forward", policy.forward_only), ("update", policy.forward_backward)):
                 with CommDebugMode() as seen:
-                    work(samples, lambda *_: None)
+                    work(samples, build_loss(config.loss), no_progress)
                 found[mesh, what] = {
                     str(kind).split(".")[-1].strip("_"): count for kind, count in seen.get_comm_counts().items()
                 }

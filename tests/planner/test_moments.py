@@ -12,14 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import TINY, merged
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.loss import LossConfig
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.workload import max_workload
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
 from ebbtide.system.machine import machine_for
 
 
@@ -58,12 +61,12 @@ def test_a_later_micro_batch_takes_what_was_predicted(tied: bool) -> None:
         merged(TINY, {f"model.scratch.{key}": value for key, value in scratch.items()} | settings)
     )
     policy = Policy(load_model(config), config)
-    sequences = [Trajectory([1] * 8, [2] * 56, [-1.0] * 56, advantage=1.0, weight=1e-3) for _ in range(4)]
+    sequences = [trajectory([1] * 8, [2] * 56, [-1.0] * 56, advantage=1.0, weight=1e-3) for _ in range(4)]
     with Residency(build_plan(config.memory, config.optimizer), torch.device("cpu")) as residency:
         policy.place_activations(residency, {})
         policy.model.zero_grad()
         with Alive() as alive:
-            policy.accumulate(sequences, lambda *_: None)
+            policy.forward_backward(sequences, build_loss(LossConfig()), no_progress)
     predictor = Predictor(find_shape(config.model), machine_for("h200", None, 125, None))
     device = predictor.predict(config, max_workload(config), 2**40).phases["train"].device
     assert alive.most == pytest.approx(sum(device[name] for name in ("grads", "activations", "logits")), rel=0.06)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ebbtide.algorithms.loop import train
 from ebbtide.cli import app
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.memory.oom import oom_error
 from ebbtide.model.shape import find_shape
 from ebbtide.parallel.comm import Comm

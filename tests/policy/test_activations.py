@@ -195,7 +195,7 @@ def test_forwards_without_gradient_are_left_alone(dense) -> None:
     with ActivationHooks(dense.blocks, ActivationChoice(frozenset({"mlp_act"})), parking, minimum=1):
         dense.policy.compute_logprobs("old_logprobs", dense.sequences, lambda *_: None)
         for sequence in dense.sequences:
-            sequence.old_logprobs = None
+            del sequence.values["old_logprobs"]
     assert parking.drain() == (0, 0)
 
 

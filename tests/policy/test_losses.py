@@ -14,9 +14,11 @@ import torch
 from ebbtide.model.load import load_model
 from ebbtide.parallel.comm import Comm
 from ebbtide.policy import policy as policy_module
+from ebbtide.policy.datum import Datum, idle_datum, trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.losses.normalise import token_weights
-from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
 
 CASES = {
     "grpo, against the sampler": {"loss.old_logprobs": "rollout"},
@@ -42,61 +44,61 @@ CASES = {
 }
 
 
-def rollouts(vocabulary: int, noise: float = 0.3) -> list[Trajectory]:
+def rollouts(vocabulary: int, noise: float = 0.3) -> list[Datum]:
     generator = torch.Generator().manual_seed(3)
     made = []
     for prompt, completion, advantage in [(3, 5, 1.0), (1, 1, -0.5), (6, 6, 0.7), (2, 4, -1.2), (4, 2, 0.0)]:
-        trajectory = Trajectory(
+        item = trajectory(
             torch.randint(vocabulary, (prompt,), generator=generator).tolist(),
             torch.randint(vocabulary, (completion,), generator=generator).tolist(),
             (-2.4 + noise * torch.randn(completion, generator=generator)).tolist(),
             advantage,
         )
-        trajectory.old_logprobs = -2.4 + noise * torch.randn(completion, generator=generator)
-        trajectory.reference_logprobs = -2.4 + noise * torch.randn(completion, generator=generator)
-        made.append(trajectory)
+        item.values["old_logprobs"] = -2.4 + noise * torch.randn(completion, generator=generator)
+        item.values["reference_logprobs"] = -2.4 + noise * torch.randn(completion, generator=generator)
+        made.append(item)
     return made
 
 
-def weigh(items: list[Trajectory], config) -> None:
+def weigh(items: list[Datum], config) -> None:
     """As a step does it, before anything is packed."""
-    lengths = [len(item.completion) for item in items]
+    lengths = [len(item.targets) for item in items]
     weights = token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens)
     for item, weight in zip(items, weights, strict=True):
-        item.weight = weight
+        item.values["weights"] = weight
 
 
-def reference_loss(model, config, items: list[Trajectory], on_policy: bool) -> torch.Tensor:
+def reference_loss(model, config, items: list[Datum], on_policy: bool) -> torch.Tensor:
     loss_config, total = config.loss, torch.zeros(())
     kind = loss_config.kind
     low, high = loss_config.clip_low or 0.2, loss_config.clip_high or 0.2
-    all_tokens = sum(len(item.completion) for item in items)
+    all_tokens = sum(len(item.targets) for item in items)
     for item in items:
-        ids = torch.tensor([item.prompt + item.completion])
+        ids = torch.tensor([item.tokens])
         logits = model(ids, use_cache=False).logits[0].float() / config.rollout.temperature
         per_token = []
         steps = []
-        for t, token in enumerate(item.completion):
-            row = torch.log_softmax(logits[len(item.prompt) - 1 + t], 0)
-            steps.append((row[token], -(row.exp() * row).sum()))
-        old = [step[0].detach() for step in steps] if on_policy else list(item.old_logprobs)
+        for target in item.targets:
+            row = torch.log_softmax(logits[target - 1], 0)
+            steps.append((row[item.tokens[target]], -(row.exp() * row).sum()))
+        old = [step[0].detach() for step in steps] if on_policy else list(item.values["old_logprobs"])
         if loss_config.old_logprobs == "rollout":
-            old = [torch.tensor(logprob) for logprob in item.rollout_logprobs]
+            old = [torch.tensor(logprob) for logprob in item.values["rollout_logprobs"]]
         sequence_ratio = torch.exp(sum(step[0] - before for step, before in zip(steps, old, strict=True)) / len(steps))
         for t, (logprob, entropy) in enumerate(steps):
             ratio = sequence_ratio if kind == "gspo" else torch.exp(logprob - old[t])
-            advantage = item.advantage
+            advantage = item.values["advantages"]
             if kind == "cispo":
                 value = -min(max(ratio.item(), 1 - low), 1 + high) * advantage * logprob
             else:
                 value = -torch.min(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
             if loss_config.importance_sampling is not None:
                 value = value * min(
-                    math.exp(old[t].item() - item.rollout_logprobs[t]), loss_config.importance_sampling.cap
+                    math.exp(old[t].item() - item.values["rollout_logprobs"][t]), loss_config.importance_sampling.cap
                 )
             value = value - loss_config.entropy * entropy
             if loss_config.kl is not None:
-                d = logprob - item.reference_logprobs[t]
+                d = logprob - item.values["reference_logprobs"][t]
                 estimates = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}
                 value = value + loss_config.kl.coefficient * estimates[loss_config.kl.estimator]
             per_token.append(value)
@@ -137,11 +139,11 @@ def test_loss_and_gradients_equal_the_formula(tiny, spread_model, case, on_polic
     weigh(items, config)
     if on_policy:
         for item in items:
-            item.old_logprobs = None
+            del item.values["old_logprobs"]
     if config.loss.kl is None:
         for item in items:
-            item.reference_logprobs = None
-    figures = policy.accumulate(items, lambda done, of: None)
+            del item.values["reference_logprobs"]
+    figures = policy.forward_backward(items, build_loss(policy.config.loss), no_progress)
     assert figures["loss"] == pytest.approx(wanted.item(), abs=2e-6)
     for name, parameter in policy.model.named_parameters():
         torch.testing.assert_close(
@@ -159,8 +161,8 @@ def test_cases_are_clipped_and_differ(tiny, spread_model) -> None:
         weigh(items, config)
         if config.loss.kl is None:
             for item in items:
-                item.reference_logprobs = None
-        figures = Policy(spread_model, config).accumulate(items, lambda done, of: None)
+                del item.values["reference_logprobs"]
+        figures = Policy(spread_model, config).forward_backward(items, build_loss(config.loss), no_progress)
         assert figures["clip_fraction"] > 0
         values[case] = round(figures["loss"], 7)
     spread_model.model.zero_grad()
@@ -172,19 +174,19 @@ def test_prompt_tokens_do_not_count(tiny, spread_model) -> None:
     items = rollouts(len(spread_model.tokenizer))
     policy = Policy(spread_model, tiny())
     policy.compute_logprobs("old_logprobs", items, lambda done, of: None)
-    assert [len(item.old_logprobs) for item in items] == [len(item.completion) for item in items]
+    assert [len(item.values["old_logprobs"]) for item in items] == [len(item.targets) for item in items]
 
 
 def test_figures_are_means_over_completion_tokens(tiny, spread_model) -> None:
     items = rollouts(len(spread_model.tokenizer))
     policy = Policy(spread_model, tiny({"train.microbatch_tokens": 16}))
     policy.compute_logprobs("old_logprobs", items, lambda done, of: None)
-    figures = policy.accumulate(items, lambda done, of: None)
+    figures = policy.forward_backward(items, build_loss(policy.config.loss), no_progress)
     spread_model.model.zero_grad()
     differences = [
         ours.item() - theirs
         for item in items
-        for ours, theirs in zip(item.old_logprobs, item.rollout_logprobs, strict=True)
+        for ours, theirs in zip(item.values["old_logprobs"], item.values["rollout_logprobs"], strict=True)
     ]
     assert figures["mismatch"] == pytest.approx(sum(map(abs, differences)) / len(differences), rel=1e-5)
     assert figures["mismatch_max"] == pytest.approx(max(map(abs, differences)), rel=1e-5)
@@ -200,14 +202,17 @@ class WithAnIdleRound(Comm):
 
 def test_a_micro_batch_without_work_adds_nothing_even_where_its_kl_overflows(tiny, spread_model, monkeypatch) -> None:
     # as far above the policy's as makes exp() infinite
-    unlikely = replace(policy_module.IDLE, reference_logprobs=torch.full((1,), 100.0))
-    monkeypatch.setattr(policy_module, "IDLE", unlikely)
+    def unlikely(like: Datum) -> Datum:
+        idle = idle_datum(like)
+        return replace(idle, values={**idle.values, "reference_logprobs": torch.full((1,), 100.0)})
+
+    monkeypatch.setattr(policy_module, "idle_datum", unlikely)
     config = tiny({"loss.kl": {"coefficient": 0.5, "estimator": "k3"}})
     found = []
     for ranks in (Comm(), WithAnIdleRound()):
         items = rollouts(len(spread_model.tokenizer))
         weigh(items, config)
-        figures = Policy(spread_model, config, ranks).accumulate(items, lambda done, of: None)
+        figures = Policy(spread_model, config, ranks).forward_backward(items, build_loss(config.loss), no_progress)
         found.append(
             (figures, {name: parameter.grad.clone() for name, parameter in spread_model.model.named_parameters()})
         )

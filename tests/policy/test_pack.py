@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.policy.packing import Trajectory, pack, plan_packing
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.packing import pack, plan_packing
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
@@ -29,7 +30,7 @@ def test_too_long_a_sequence_is_refused() -> None:
 
 
 def test_places_and_targets() -> None:
-    (batch,) = pack([Trajectory([1, 2, 3], [4, 5], []), Trajectory([6], [7, 8, 9], [])], 64, torch.device("cpu"))
+    (batch,) = pack([trajectory([1, 2, 3], [4, 5], []), trajectory([6], [7, 8, 9], [])], 64, torch.device("cpu"))
     assert batch.token_ids.tolist() == [[1, 2, 3, 4, 6, 7, 8]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert batch.starts.tolist() == [0, 4, 7]

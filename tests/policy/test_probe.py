@@ -5,24 +5,24 @@ import torch
 from transformers import AutoConfig
 
 from ebbtide.errors import UserError
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.policy import Policy
 from families import family_model, own_logprobs
 
 LONGER = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 16}
 
 
-def filled(policy: Policy, *lengths: int) -> list[Trajectory]:
+def filled(policy: Policy, *lengths: int) -> list[Datum]:
     """Sequences of so many tokens, with log-probs of all but their first three."""
     tokens = [[2 + 5 * place % 9 for place in range(length)] for length in lengths]
-    items = [Trajectory(each[:3], each[3:], [0.0] * (len(each) - 3)) for each in tokens]
+    items = [trajectory(each[:3], each[3:], [0.0] * (len(each) - 3)) for each in tokens]
     policy.compute_logprobs("old_logprobs", items, lambda done, of: None)
     return items
 
 
-def check(item: Trajectory, loaded) -> None:
-    wanted = own_logprobs(loaded, item.prompt, item.completion)
-    torch.testing.assert_close(item.old_logprobs, wanted, atol=1e-4, rtol=1e-4)
+def check(item: Datum, loaded) -> None:
+    wanted = own_logprobs(loaded, item.tokens[:3], item.tokens[3:])
+    torch.testing.assert_close(item.values["old_logprobs"], wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_window_that_only_the_layer_knows_is_kept_to(tiny) -> None:

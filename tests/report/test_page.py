@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.algorithms.loop import train
 from ebbtide.cli import main
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.report.page import build
 from ebbtide.report.page.lines import GrowingFile, read_selection
 from ebbtide.report.page.metrics import (

@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 
+from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.planner.host_memory import COPIES
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.null_report import NullReport
@@ -43,7 +43,7 @@ def test_config_yaml_is_written_once_and_is_that_of_the_checkpoint(tiny, tmp_pat
 
 def test_a_folder_has_no_config_before_everything_is_decided(tiny, tmp_path, monkeypatch) -> None:
     config = tiny({"run.folder": str(tmp_path / "run")})
-    monkeypatch.setattr("ebbtide.loop.fit_to_host", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("ebbtide.worker.fit_to_host", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError), Report(config, "test") as report:
         train(config, report)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "rollouts.jsonl"]

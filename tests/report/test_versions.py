@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ebbtide import __version__
-from ebbtide.loop import train
+from ebbtide.algorithms.loop import train
 from ebbtide.report.report import Report
 from ebbtide.report.versions import checkout_commit, find_commit
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebbtide.evaluate import evaluate, pass_at_k
+from ebbtide.algorithms.evaluate import evaluate, pass_at_k
 from ebbtide.rollout.batch import assemble, average_metrics, make_requests, minibatches
 from ebbtide.rollout.engine import Completion
 from ebbtide.rollout.prompts import Prompt

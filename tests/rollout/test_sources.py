@@ -7,10 +7,10 @@ from contextlib import suppress
 import pytest
 import torch
 
+from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.config import load
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model

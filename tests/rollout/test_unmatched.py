@@ -2,8 +2,8 @@
 
 import pytest
 
+from ebbtide.algorithms.loop import train
 from ebbtide.errors import UserError
-from ebbtide.loop import train
 from ebbtide.report.report import Report
 from ebbtide.rollout.batch import Sample
 from ebbtide.rollout.engine import Completion

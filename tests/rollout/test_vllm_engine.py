@@ -11,12 +11,13 @@ import torch
 
 from completions import stopped_by
 from conftest import TINY, family, merged
+from ebbtide.algorithms.loop import train
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
-from ebbtide.loop import seed_everything, train
 from ebbtide.model.load import load_model
 from ebbtide.report.report import Report
 from ebbtide.rollout.engine import Request, SamplingParams
+from ebbtide.worker import seed_everything
 
 pytest.importorskip("vllm")
 

@@ -51,14 +51,16 @@ class Ended(BaseException):
     """In place of the process's end."""
 
 
-@pytest.mark.parametrize(("during", "number"), [("load_model", signal.SIGINT), ("encode_prompts", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("during", "number"), [("worker.load_model", signal.SIGINT), ("algorithms.grpo.encode_prompts", signal.SIGTERM)]
+)
 def test_a_stop_before_the_first_step_takes_the_folder_back(tmp_path, capfd, monkeypatch, during, number) -> None:
     def end(code: int) -> None:
         assert code == 130
         raise Ended
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(f"ebbtide.loop.{during}", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr(f"ebbtide.{during}", lambda *_, **__: signal.raise_signal(number))
     before = signal.getsignal(number)
     with pytest.raises(Ended):
         ebbtide(capfd, "train", "quickstart", f"run.folder={tmp_path}/run")

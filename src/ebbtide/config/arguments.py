@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from ebbtide.config.explain import all_keys
 from ebbtide.config.foreign import find_counterpart
-from ebbtide.config.root import Config
+from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 
@@ -27,24 +27,24 @@ DASHED = re.compile(r"-{1,2}([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 class SettingsCommand(TyperCommand):
     """A command that accepts settings among its arguments, in any order and spelling."""
 
-    root: type[BaseModel] = Config
+    roots: Sequence[type[BaseModel]] = tuple(roots().values())
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named: dict[bool, set[str]] = {True: set(), False: set()}
         for one in self.get_params(ctx):
             if (flag := getattr(one, "is_flag", None)) is not None:  # an option
                 named[flag].update(one.opts, one.secondary_opts)
-        return super().parse_args(ctx, settings_last(args, named[True], named[False], self.root))
+        return super().parse_args(ctx, settings_last(args, named[True], named[False], self.roots))
 
 
 class ServerSettingsCommand(SettingsCommand):
     """A command that accepts the settings of `ebbtide serve`."""
 
-    root = ServeConfig
+    roots = (ServeConfig,)
 
 
 def settings_last(
-    arguments: Sequence[str], flags: Collection[str], valued: Collection[str], root: type[BaseModel]
+    arguments: Sequence[str], flags: Collection[str], valued: Collection[str], roots: Sequence[type[BaseModel]]
 ) -> list[str]:
     """Rewrites the settings among a command's arguments as `section.key=value` and puts them last.
 
@@ -63,7 +63,7 @@ def settings_last(
             left = left[1:]
         elif argument in flags or argument.partition("=")[0] in valued:
             own.append(argument)
-        elif dashed is not None and _is_setting(dashed[1], root):
+        elif dashed is not None and any(_is_setting(dashed[1], root) for root in roots):
             settings.append(_setting(dashed[1], dashed[2], left))
         elif SETTING.match(argument) and not os.path.isfile(argument):
             settings.append(argument)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Container, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -11,10 +12,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.base import meaning
 from ebbtide.config.explain import all_keys, section_at, sections
 from ebbtide.config.foreign import foreign_names
 from ebbtide.config.root import Config
+from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
 from ebbtide.config.values import main_key
 
@@ -62,11 +65,35 @@ def reference() -> str:
         "On the command line `--train.steps=50` and `--train.steps 50` are read as `train.steps=50`.",
         "",
     ]
-    return "\n".join([*lines, *_tables(Config, ""), *_tables(ServeConfig, "", "`ebbtide serve`"), *_foreign()])
+    lines += _tables(GrpoConfig, "")
+    for name, root in roots().items():
+        lines += [] if root is GrpoConfig else _differences(name, root)
+    return "\n".join([*lines, *_tables(ServeConfig, "", "`ebbtide serve`"), *_foreign()])
+
+
+def _differences(name: str, root: type[Config]) -> list[str]:
+    """The keys of another algorithm that are not those of GRPO."""
+    fields = {
+        key: field
+        for key, field in root.model_fields.items()
+        if key != "algorithm"
+        and (key not in GrpoConfig.model_fields or field.annotation != GrpoConfig.model_fields[key].annotation)
+    }
+    absent = [f"`{key}`" for key in GrpoConfig.model_fields if key not in root.model_fields]
+    lines = [
+        f"## `algorithm: {name}`",
+        "",
+        f"{' '.join((root.__doc__ or '').split())} Its other keys are those above, without {' and '.join(absent)}.",
+        "",
+        *_table(fields, "", sections(root)),
+    ]
+    for key, below in sections(root).items():
+        lines += _tables(below, f"{key}.") if key in fields and key not in sections(GrpoConfig) else []
+    return lines
 
 
 def _foreign() -> list[str]:
-    rows = [f"| `{name}` | {here.replace('|', chr(92) + '|')} |" for name, here in foreign_names(Config).items()]
+    rows = [f"| `{name}` | {here.replace('|', chr(92) + '|')} |" for name, here in foreign_names(GrpoConfig).items()]
     return [
         "## Names from other tools",
         "",
@@ -82,7 +109,7 @@ def _foreign() -> list[str]:
 
 def _main_keys() -> str:
     """Each section that accepts one value, as in `loss.kl=0.04`, with the key that the value sets."""
-    named = {key: main_key(section_at(key.split("."), Config)) for key in all_keys(Config)}
+    named = {key: main_key(section_at(key.split("."), GrpoConfig)) for key in all_keys(GrpoConfig)}
     return ", ".join(f"`{key}` (`{main}`)" for key, main in named.items() if main is not None)
 
 
@@ -93,16 +120,19 @@ def _tables(section: type[BaseModel], above: str, title: str = "The top level") 
         "",
         " ".join((section.__doc__ or "").split()),
         "",
-        "| key | type | default | meaning |",
-        "|---|---|---|---|",
+        *_table(section.model_fields, above, below),
     ]
-    for name, field in section.model_fields.items():
-        kind = "section" if name in below else _type(field.annotation, field)
-        lines.append(f"| `{above}{name}` | {kind} | {_default(field)} | {meaning(field).replace('|', chr(92) + '|')} |")
-    lines.append("")
     for name, kind_below in below.items():
         lines += _tables(kind_below, f"{above}{name}.")
     return lines
+
+
+def _table(fields: Mapping[str, FieldInfo], above: str, below: Container[str]) -> list[str]:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        kind = "section" if name in below else _type(field.annotation, field)
+        lines.append(f"| `{above}{name}` | {kind} | {_default(field)} | {meaning(field).replace('|', chr(92) + '|')} |")
+    return [*lines, ""]
 
 
 def _type(annotation: Any, field: FieldInfo | None = None) -> str:

@@ -25,7 +25,7 @@ def explain_error(problem: dict[str, Any], root: type[BaseModel]) -> list[str]:
     """The lines that explain one pydantic error; an unknown section gives a line for each key in it."""
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        return _unknown(keys, problem["input"], root)
+        return explain_unknown(keys, problem["input"], root)
     return [_wrong(problem, keys, root)]
 
 
@@ -51,7 +51,7 @@ def _wrong(problem: dict[str, Any], keys: Sequence[str], root: type[BaseModel]) 
     return f"`{dotted}` is {_short(problem['input'])} and should {wanted}. {more}"
 
 
-def _unknown(keys: Sequence[str], value: object, root: type[BaseModel]) -> list[str]:
+def explain_unknown(keys: Sequence[str], value: object, root: type[BaseModel]) -> list[str]:
     """Lines on an unknown key, or on each key of an unknown section, with what was probably meant."""
     found = {path: (inside, _meant(path, root)) for path, inside in islice(_leaves(tuple(keys), value), MOST)}
     lines, others = [], []

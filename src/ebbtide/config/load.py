@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ebbtide.config.explain import explain_error, section_at
+from ebbtide.config.explain import explain_error, explain_unknown, section_at
 from ebbtide.config.renamed import upgrade
 from ebbtide.config.root import Config
-from ebbtide.config.roots import find_root
+from ebbtide.config.roots import DEFAULT, find_root, roots
 from ebbtide.config.serve import ServeConfig
 from ebbtide.config.values import convert_values, expand_single_value, main_key
 from ebbtide.config.yaml_text import read_yaml
@@ -36,6 +36,9 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         if override.startswith("algorithm="):
             tree["algorithm"] = override.partition("=")[2]
+    if isinstance(section := tree.get("algorithm"), dict):  # a section of another tool's config
+        lines = "\n".join(f"  - {line}" for line in explain_unknown(["algorithm"], section, roots()[DEFAULT]))
+        raise UserError(f"the config from {where} is not valid:\n{lines}")
     root = find_root(tree, f"the config from {where}")
     _apply(tree, overrides, root)
     return _valid(root, tree, f"the config from {where}")

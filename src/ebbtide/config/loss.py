@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from ebbtide.config.base import NotNegative, Positive, Section
+
+KINDS = ("grpo", "gspo", "cispo")
 
 
 class AdvantageConfig(Section):
@@ -44,9 +48,10 @@ class ImportanceSamplingConfig(Section):
 class LossConfig(Section):
     """The policy loss."""
 
-    kind: Literal["grpo", "gspo", "cispo"] = "grpo"
+    kind: str = "grpo"
     """`grpo`: clipped ratio per token; `gspo`: clipped ratio per sequence; `cispo`: REINFORCE with a clipped,
-    detached ratio as weight."""
+    detached ratio as weight; or `module:function`, a function of your own that returns the loss of each token (see
+    docs/api.md)."""
 
     clip_low: Positive | None = None
     """Lower clipping bound of the ratio: 1 - clip_low; `null` is the kind's usual value: 0.2 (grpo), 3e-4 (gspo), 1.0
@@ -81,6 +86,15 @@ class LossConfig(Section):
     """Exclude completions that hit `rollout.max_new_tokens` from the loss; they still count in their group's
     baseline."""
 
+    @field_validator("kind")
+    @classmethod
+    def _kind_is_known(cls, kind: str) -> str:
+        if kind.lower() in KINDS:
+            return kind.lower()
+        if not re.fullmatch(r"[\w.]+:\w+", kind):
+            raise PydanticCustomError("loss_kind", "'grpo', 'gspo' or 'cispo', or the `module:function` of your own")
+        return kind
+
     @model_validator(mode="after")
     def _importance_sampling_needs_trainer_logprobs(self) -> LossConfig:
         if self.importance_sampling is not None and self.old_logprobs == "rollout":
@@ -97,6 +111,16 @@ class LossConfig(Section):
                 f"`loss.kind: gspo` is always normalised by sequence, and `loss.normalise: {self.normalise}`"
                 " contradicts it: remove one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _clip_needs_a_ratio(self) -> LossConfig:
+        for key in ("clip_low", "clip_high"):
+            if ":" in self.kind and getattr(self, key) is not None:
+                raise ValueError(
+                    f"`loss.{key}` clips the ratio of grpo, gspo and cispo, and `loss.kind: {self.kind}` is a function"
+                    " of your own: remove one of the two"
+                )
         return self
 
     @property

@@ -176,6 +176,10 @@ class Config(Section):
             else "gathered"
         )
 
+    def is_eval_due(self, step: int) -> bool:
+        """Whether an evaluation is due after this step."""
+        return self.evaluate is not None and (step % self.evaluate.every == 0 or step == self.train.steps)
+
     @property
     def has_temperature(self) -> bool:
         """Whether anything is sampled at a temperature other than 1; greedy decoding counts as 1."""

@@ -6,16 +6,16 @@ import os
 import sys
 from datetime import date
 
+from ebbtide.algorithms.evaluate import is_eval_missing
+from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.resume import with_saved_choices
 from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.planner_keys import with_chat_date
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import RunStopped
-from ebbtide.evaluate import is_eval_missing
 from ebbtide.launch.job import Job
 from ebbtide.launch.join import join
-from ebbtide.loop import seed_everything, train
 from ebbtide.parallel.comm import Comm
 from ebbtide.report.null_report import NullReport
 from ebbtide.report.protocol import RankReport
@@ -23,6 +23,7 @@ from ebbtide.report.report import Report
 from ebbtide.rollout.weights.channel import RolloutChannel
 from ebbtide.rollout.weights.remote import generation_worker
 from ebbtide.system.signals import exit_on_signal, restore_handlers
+from ebbtide.worker import seed_everything
 
 
 def run_rank(job: Job) -> None:

@@ -22,9 +22,10 @@ from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
 from ebbtide.planner.speed import OPS
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
-from ebbtide.progress import Progress
+from ebbtide.progress import Progress, no_progress
 from ebbtide.system.machine import Rates
 from ebbtide.system.units import gib
 
@@ -106,8 +107,10 @@ def _forward_backward_seconds(device: torch.device) -> float:
     scratch = ScratchConfig(layers=LAYERS, hidden=256, heads=2, kv_heads=2, head_dim=128, context=1024)
     config = GrpoConfig(model=ModelConfig(scratch=scratch), task=TaskConfig(builtin=BuiltinTaskConfig(name="copy")))
     policy = Policy(load_model(config, device), config)
-    sequence = Trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)
-    return _min_seconds(lambda: policy.accumulate([sequence], lambda *_: None), REPEATS, before=policy.model.zero_grad)
+    data, loss = [trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)], build_loss(config.loss)
+    return _min_seconds(
+        lambda: policy.forward_backward(data, loss, no_progress), REPEATS, before=policy.model.zero_grad
+    )
 
 
 def _cpu_step_seconds(device: torch.device) -> float:

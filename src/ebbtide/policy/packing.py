@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-
-@dataclass
-class Trajectory:
-    """One sampled completion on its way to the trainer."""
-
-    prompt: list[int]
-    completion: list[int]
-    rollout_logprobs: list[float]
-    """The sampler's log-prob of each completion token."""
-    advantage: float = 0.0
-    weight: float = 0.0
-    """Weight of each of its tokens in the loss; set for a whole step at once, so that losses of micro-batches are
-    summed."""
-    old_logprobs: Tensor | None = field(default=None, repr=False)
-    """[completion], fp32: the trainer's log-probs before the first update on this batch; None if the batch has only
-    one update."""
-    reference_logprobs: Tensor | None = field(default=None, repr=False)
-    """[completion], fp32: the reference policy's log-probs."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that go through the model: all but the last, which predicts nothing."""
-        return len(self.prompt) + len(self.completion) - 1
+from ebbtide.policy.datum import Datum
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """S packed sequences of T tokens in all, and the P completion tokens that are predicted from them."""
+    """S packed sequences of T tokens in all, and the P targets that are predicted from them."""
 
-    members: list[int]  # [S]: indices of the packed trajectories
+    members: list[int]  # [S]: indices of the packed data
     token_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]: 0 at the start of each sequence
     starts: Tensor  # [S + 1], int32: where each sequence starts, and T
     longest: int
-    predict: Tensor  # [P]: the positions in T whose hidden states predict a completion token
+    predict: Tensor  # [P]: the positions in T whose hidden states predict a target
     targets: Tensor  # [P]: those tokens
     sequence: Tensor  # [P]: the sequence (0 .. S-1) of each
-    lengths: list[int]  # [S]: completion tokens of each sequence; they add up to P
+    lengths: list[int]  # [S]: targets of each sequence; they add up to P
 
 
 def plan_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -66,13 +44,23 @@ def plan_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def pack(trajectories: Sequence[Trajectory], budget: int, device: torch.device) -> list[MicroBatch]:
-    """All trajectories in micro-batches of at most `budget` tokens."""
-    bins = plan_packing([trajectory.tokens for trajectory in trajectories], budget)
-    return [_micro_batch(trajectories, members, device) for members in bins]
+def together(data: Sequence[Datum]) -> list[list[int]]:
+    """The indices of data that have to be in one micro-batch: those of a group, and every other one alone."""
+    units: dict[tuple[bool, int], list[int]] = {}
+    for index, datum in enumerate(data):
+        key = (False, index) if datum.group is None else (True, datum.group)
+        units.setdefault(key, []).append(index)
+    return list(units.values())
 
 
-def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], device: torch.device) -> MicroBatch:
+def pack(data: Sequence[Datum], budget: int, device: torch.device) -> list[MicroBatch]:
+    """All data in micro-batches of at most `budget` tokens."""
+    units = together(data)
+    bins = plan_packing([sum(data[index].length for index in unit) for unit in units], budget)
+    return [_micro_batch(data, [index for unit in chosen for index in units[unit]], device) for chosen in bins]
+
+
+def _micro_batch(data: Sequence[Datum], members: list[int], device: torch.device) -> MicroBatch:
     token_ids: list[int] = []
     positions: list[int] = []
     starts = [0]
@@ -80,15 +68,18 @@ def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], device:
     targets: list[int] = []
     sequence: list[int] = []
     for place, index in enumerate(members):
-        trajectory = trajectories[index]
-        begin, prompt, completion = starts[-1], len(trajectory.prompt), len(trajectory.completion)
-        token_ids += trajectory.prompt + trajectory.completion[:-1]
-        positions += range(trajectory.tokens)
-        # The hidden state of the prompt's last token predicts the completion's first.
-        predict += range(begin + prompt - 1, begin + prompt - 1 + completion)
-        targets += trajectory.completion
-        sequence += [place] * completion
-        starts.append(begin + trajectory.tokens)
+        datum, begin = data[index], starts[-1]
+        token_ids += datum.tokens[: datum.length]
+        positions += range(datum.length)
+        # The hidden state of each token predicts the next one.
+        if isinstance(datum.targets, range):  # the usual case, in a tenth of the time
+            predict += range(begin + datum.targets.start - 1, begin + datum.targets.stop - 1)
+            targets += datum.tokens[datum.targets.start : datum.targets.stop]
+        else:
+            predict += [begin + target - 1 for target in datum.targets]
+            targets += [datum.tokens[target] for target in datum.targets]
+        sequence += [place] * len(datum.targets)
+        starts.append(begin + datum.length)
 
     def put(values: list[int], dtype: torch.dtype = torch.long) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
@@ -102,5 +93,5 @@ def _micro_batch(trajectories: Sequence[Trajectory], members: list[int], device:
         predict=put(predict),
         targets=put(targets),
         sequence=put(sequence),
-        lengths=[len(trajectories[index].completion) for index in members],
+        lengths=[len(data[index].targets) for index in members],
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import ActivationsConfig
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.arena import check_host_budget
@@ -30,9 +30,10 @@ from ebbtide.policy.activation_plan import (
 )
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
+from ebbtide.policy.datum import Datum, idle_datum, per_target
 from ebbtide.policy.head import token_logprobs
-from ebbtide.policy.losses import LossInputs, mismatch, policy_loss
-from ebbtide.policy.packing import MicroBatch, Trajectory, pack
+from ebbtide.policy.losses import Loss, LossInputs, Ratio, mismatch
+from ebbtide.policy.packing import MicroBatch, pack, together
 from ebbtide.policy.reference import swap_weights
 from ebbtide.progress import Progress
 from ebbtide.system.units import gib
@@ -40,9 +41,6 @@ from ebbtide.system.units import gib
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
-
-# A trajectory of weight 0, which a rank without work computes so that collectives match those of the other ranks.
-IDLE = Trajectory([1], [1], [0.0], old_logprobs=torch.zeros(1), reference_logprobs=torch.zeros(1))
 
 
 class _Logprobs(nn.Module):
@@ -54,7 +52,7 @@ class _Logprobs(nn.Module):
         self.model = model
 
     def forward(self, batch: MicroBatch, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
-        """(log-prob [P], entropy [P]) of each completion token, at `temperature`."""
+        """(log-prob [P], entropy [P]) of each target, at `temperature`."""
         with use_attention(self.model, PACKED):
             hidden = decoder(self.model)(
                 input_ids=batch.token_ids,
@@ -67,7 +65,7 @@ class _Logprobs(nn.Module):
             ).last_hidden_state[0]  # [T, H]
         scale, softcap = logit_scaling(self.model.config)
         weight, bias = head_weight(self.model)
-        # Only [P, H] of [T, H] go through the head: positions that predict a completion token.
+        # Only [P, H] of [T, H] go through the head: positions that predict a target.
         return token_logprobs(
             hidden[batch.predict], weight, bias, batch.targets, scale=scale / temperature, softcap=softcap, chunk=chunk
         )
@@ -76,7 +74,7 @@ class _Logprobs(nn.Module):
 class Policy:
     """A model, and the computations of training: log-probs and gradients."""
 
-    def __init__(self, loaded: LoadedModel, config: GrpoConfig, ranks: Comm | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, config: Config, ranks: Comm | None = None) -> None:
         self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
         self.device: torch.device = loaded.model.device
         self.vocabulary_rows = loaded.vocabulary_rows
@@ -105,7 +103,7 @@ class Policy:
     def _logprobs(
         self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(log-prob [P], entropy [P]) of each completion token, under `weights` instead of the model's own if given."""
+        """(log-prob [P], entropy [P]) of each target, under `weights` instead of the model's own if given."""
         arguments = batch, temperature, self.config.train.head_chunk_tokens
         if weights is None:
             found: tuple[Tensor, Tensor] = self.module(*arguments)
@@ -117,15 +115,11 @@ class Policy:
 
     @torch.no_grad()
     def compute_logprobs(
-        self,
-        name: Literal["old_logprobs", "reference_logprobs"],
-        trajectories: Sequence[Trajectory],
-        progress: Progress,
-        weights: Mapping[str, Tensor] | None = None,
+        self, name: str, data: Sequence[Datum], progress: Progress, weights: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Sets the attribute `name` of each trajectory to the log-probs of its completion, without gradient, under the
-        policy's weights or those given."""
-        mine, batches = self._local_share(trajectories)
+        """Sets the value `name` of each datum to the log-probs of its targets, without gradient, under the policy's
+        weights or those given."""
+        mine, batches = self._local_share(data)
         found: dict[int, Tensor] = {}
         with swap_weights(self.model, weights) if weights and self._is_sharded else nullcontext(), self._resharded():
             for done, batch in enumerate(batches):
@@ -138,7 +132,7 @@ class Policy:
                 }
                 progress(done + 1, len(batches))
         for index, part in self._ranks.all_gather_dict(found).items():
-            setattr(trajectories[index], name, part)
+            data[index].values[name] = part
 
     @property
     def _is_sharded(self) -> bool:
@@ -155,13 +149,15 @@ class Policy:
             if is_fsdp_module(self.module):
                 self.module.reshard()
 
-    def _local_share(self, trajectories: Sequence[Trajectory]) -> tuple[list[int], list[MicroBatch]]:
-        """(indices of this rank's trajectories, its micro-batches). Every rank has the same number of micro-batches;
-        those added for that contain `IDLE` only, whose index is one past the last."""
-        mine = self._ranks.local_share([trajectory.tokens for trajectory in trajectories])
-        batches = pack([trajectories[index] for index in mine], self.config.train.microbatch_tokens, self.device)
+    def _local_share(self, data: Sequence[Datum]) -> tuple[list[int], list[MicroBatch]]:
+        """(indices of this rank's data, its micro-batches). Every rank has the same number of micro-batches; those
+        added for that contain an idle datum only, whose index is one past the last."""
+        units = together(data)
+        shares = self._ranks.local_share([sum(data[index].length for index in unit) for unit in units])
+        mine = [index for share in shares for index in units[share]]
+        batches = pack([data[index] for index in mine], self.config.train.microbatch_tokens, self.device)
         if missing := self._ranks.max_rounds(len(batches)) - len(batches):
-            (empty,) = pack([IDLE], budget=1, device=self.device)
+            (empty,) = pack([idle_datum(data[0])], budget=1, device=self.device)
             batches += [replace(empty, members=[len(mine)])] * missing
         return mine, batches
 
@@ -202,7 +198,7 @@ class Policy:
         """Runs a forward and backward as in training on about so many tokens, and leaves no gradients; returns the
         exact number of tokens."""
         length = min(1024, tokens, self.config.max_sequence_tokens)
-        probes = [Trajectory([1], [1] * (length - 1), []) for _ in range(tokens // length)]
+        probes = [Datum.completion([1], [1] * (length - 1)) for _ in range(tokens // length)]
         (batch,) = pack(probes, budget=tokens, device=self.device)
         with use_attention(self.model, PACKED):
             logprobs, _ = self._logprobs(batch, temperature=1.0)
@@ -215,75 +211,68 @@ class Policy:
                 torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
         return batch.token_ids.numel()
 
-    def accumulate(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
-        """Accumulates the gradient of the loss on a minibatch, micro-batch by micro-batch; returns metrics."""
+    def forward_backward(self, data: Sequence[Datum], loss: Loss, progress: Progress) -> dict[str, float]:
+        """Accumulates the gradient of the loss, micro-batch by micro-batch; returns metrics."""
         # The backward recomputes activations, and so needs the same attention as the forward.
         with use_attention(self.model, PACKED), self._activations or nullcontext():
-            return self._accumulate(minibatch, progress, backward=True)
+            return self._accumulate(data, loss, progress, backward=True)
 
-    def forward_only(self, minibatch: Sequence[Trajectory], progress: Progress) -> dict[str, float]:
-        """The metrics of `accumulate`, without gradients."""
+    def forward_only(self, data: Sequence[Datum], loss: Loss, progress: Progress) -> dict[str, float]:
+        """The metrics of `forward_backward`, without gradients."""
         with use_attention(self.model, PACKED), torch.no_grad(), self._resharded():
-            return self._accumulate(minibatch, progress, backward=False)
+            return self._accumulate(data, loss, progress, backward=False)
 
-    def _accumulate(self, minibatch: Sequence[Trajectory], progress: Progress, *, backward: bool) -> dict[str, float]:
-        mine, batches = self._local_share(minibatch)
-        members = [*(minibatch[index] for index in mine), IDLE]
-        seen: list[dict[str, Tensor]] = []
+    def _accumulate(self, data: Sequence[Datum], loss: Loss, progress: Progress, *, backward: bool) -> dict[str, float]:
+        mine, batches = self._local_share(data)
+        members = [*(data[index] for index in mine), idle_datum(data[0])]
+        seen: list[dict[str, Tensor | Ratio]] = []
         for done, batch in enumerate(batches):
             inputs = self._loss_inputs(batch, [members[member] for member in batch.members])
-            loss, reported = policy_loss(self.config.loss, inputs)
+            found = loss(inputs)
+            value, reported = found if isinstance(found, tuple) else (found, {})
             idle = len(mine) in batch.members
             if backward:  # An idle micro-batch uses a loss of 0: a weight of 0 would not stop a k3 that overflows.
-                (inputs.logprobs.sum() * 0.0 if idle else loss).backward()
-            filled = inputs.old_logprobs if self.config.needs_old_logprobs else None
-            reported |= mismatch(inputs.logprobs if filled is None else filled, inputs.rollout_logprobs)
-            reported |= {"loss": loss.detach(), "entropy": inputs.entropies.detach().sum()}
-            seen.append({name: torch.zeros_like(value) for name, value in reported.items()} if idle else reported)
+                (inputs.logprobs.sum() * 0.0 if idle else value).backward()
+            figures = {**reported, "loss": value.detach(), "entropy": inputs.entropies.detach().sum()}
+            if "rollout_logprobs" in inputs.values:
+                trainer = inputs.values.get("old_logprobs", inputs.logprobs)
+                figures |= mismatch(trainer, inputs["rollout_logprobs"])
+            seen.append({name: _zero(figure) for name, figure in figures.items()} if idle else figures)
             progress(done + 1, len(batches))
-        summary = self._summary(seen, tokens=sum(len(trajectory.completion) for trajectory in minibatch))
+        summary = self._summary(seen, targets=sum(len(datum.targets) for datum in data))
         if self._offloader is not None:
             offloaded, refused = self._offloader.drain()
             summary |= {"activations_offloaded_gib": gib(offloaded), "activations_without_room_gib": gib(refused)}
         return summary
 
-    def _loss_inputs(self, batch: MicroBatch, members: Sequence[Trajectory]) -> LossInputs:
+    def _loss_inputs(self, batch: MicroBatch, members: Sequence[Datum]) -> LossInputs:
         logprobs, entropies = self._logprobs(batch, self.config.logprob_temperature)
-
-        def per_token(values: list[float]) -> Tensor:  # [S] -> [P]
-            return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)[batch.sequence]
-
-        def concatenate(parts: list[Tensor | None]) -> Tensor | None:  # S of [completion] -> [P]
-            known = [part for part in parts if part is not None]
-            return torch.cat(known).to(self.device) if known else None
-
-        sampled = [logprob for member in members for logprob in member.rollout_logprobs]
-        rollout = torch.tensor(sampled, dtype=torch.float32).to(self.device, non_blocking=True)
         return LossInputs(
             logprobs=logprobs,
             entropies=entropies,
-            old_logprobs=(
-                rollout
-                if self.config.loss.old_logprobs == "rollout"
-                else concatenate([member.old_logprobs for member in members])
-            ),
-            rollout_logprobs=rollout,
-            reference_logprobs=concatenate([member.reference_logprobs for member in members]),
-            advantages=per_token([member.advantage for member in members]),
-            weights=per_token([member.weight for member in members]),
+            values=per_target(members, batch.sequence, self.device),
             sequence=batch.sequence,
             sequences=len(members),
+            groups=[datum.group for datum in members],
         )
 
-    def _summary(self, seen: Sequence[dict[str, Tensor]], tokens: int) -> dict[str, float]:
-        """Metrics per token from the sums of all micro-batches and ranks; one transfer from the device for all."""
-        names = list(seen[0])
-        # [micro-batches, names]
-        table = torch.stack([torch.stack([reported[name].float() for name in names]) for reported in seen])
-        sums, largest = self._ranks.all_sum(table.sum(0).tolist()), self._ranks.all_max(table.max(0).values.tolist())
-        summary = {name: total / tokens for name, total in zip(names, sums, strict=True)}
-        summary["loss"] = sums[names.index("loss")]
-        summary["mismatch_max"] = largest[names.index("mismatch_max")]
+    def _summary(self, seen: Sequence[dict[str, Tensor | Ratio]], targets: int) -> dict[str, float]:
+        """Metrics from the sums of all micro-batches and ranks: means per target, ratios, the whole loss, and the
+        maximum of names that end in `_max`. One transfer from the device is made for all."""
+        columns = [column for name, figure in seen[0].items() for column in _columns(name, figure)]
+        table = torch.stack(  # [micro-batches, columns]
+            [torch.stack([part.float() for figure in figures.values() for part in _parts(figure)]) for figures in seen]
+        )
+        sums = dict(zip(columns, self._ranks.all_sum(table.sum(0).tolist()), strict=True))
+        largest = dict(zip(columns, self._ranks.all_max(table.max(0).values.tolist()), strict=True))
+        summary = {}
+        for name, figure in seen[0].items():
+            if isinstance(figure, Ratio):
+                summary[name] = sums[name] / count if (count := sums[f"{name}/count"]) else 0.0
+            elif name.endswith("_max"):
+                summary[name] = largest[name]
+            else:
+                summary[name] = sums[name] if name == "loss" else sums[name] / targets
         return summary
 
     @torch.no_grad()
@@ -303,8 +292,8 @@ class Policy:
         own_model = whole or self.model
         longest = self.config.max_sequence_tokens
         both = probes(own_model.config, longest, min(len(self.tokenizer), self.vocabulary_rows))
-        trajectories = [Trajectory(one.prompt, one.completion, []) for one in both]
-        (batch,) = pack(trajectories, budget=2 * longest, device=self.device)
+        data = [Datum.completion(one.prompt, one.completion) for one in both]
+        (batch,) = pack(data, budget=2 * longest, device=self.device)
         # This has to be the first forward: from it FSDP learns which module is the root.
         with self._resharded(), refuse_broken_model(lambda why: not_packable(self.model, why)):
             packed, _ = self._logprobs(batch, temperature=1.0)
@@ -320,3 +309,15 @@ class Policy:
                 f" {difference:.3g} on average, more than rounding: this architecture does something between its layers"
                 " and its logits that is not supported. Choose another model"
             )
+
+
+def _columns(name: str, figure: Tensor | Ratio) -> list[str]:
+    return [name, f"{name}/count"] if isinstance(figure, Ratio) else [name]
+
+
+def _parts(figure: Tensor | Ratio) -> list[Tensor]:
+    return [figure.total, figure.count] if isinstance(figure, Ratio) else [figure]
+
+
+def _zero(figure: Tensor | Ratio) -> Tensor | Ratio:
+    return Ratio(*map(torch.zeros_like, _parts(figure))) if isinstance(figure, Ratio) else torch.zeros_like(figure)

@@ -15,7 +15,7 @@ from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.root import Config
 from ebbtide.memory.residency import Residency
 from ebbtide.planner.run_plan import RunPlan
-from ebbtide.progress import Progress
+from ebbtide.progress import Progress, no_progress
 from ebbtide.rollout.batch import Sample
 
 
@@ -42,15 +42,15 @@ class NullReport:
         pass
 
     def working(self, what: str) -> AbstractContextManager[Progress]:
-        return nullcontext(_no_progress)
+        return nullcontext(no_progress)
 
     def phase(self, name: str) -> AbstractContextManager[Progress]:
-        return nullcontext(_no_progress)
+        return nullcontext(no_progress)
 
     def set_plan(self, config: Config, plan: RunPlan | None) -> None:
         pass
 
-    def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, *, prompts: int, tests: int) -> None:
+    def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, about: str) -> None:
         pass
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
@@ -64,7 +64,3 @@ class NullReport:
 
     def summarize_run(self, outcome: str, *, rehearsed: bool = False) -> None:
         pass
-
-
-def _no_progress(done: int, of: int) -> None:
-    pass

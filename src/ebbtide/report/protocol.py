@@ -65,8 +65,8 @@ class RankReport(Protocol):
         """Writes the config as it will run, with everything decided, and the plan if there is one."""
         ...
 
-    def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, *, prompts: int, tests: int) -> None:
-        """Shows what the run is, before its first step."""
+    def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, about: str) -> None:
+        """Shows what the run is, before its first step. `about`: what is trained on."""
         ...
 
     def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:

@@ -17,7 +17,6 @@ from ebbtide.checkpoint.store import Checkpoint, add_metrics
 from ebbtide.config import replace_overrides
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.evaluate import is_eval_due
 from ebbtide.memory.meter import Meter
 from ebbtide.memory.residency import Residency
 from ebbtide.planner.run_plan import RunPlan
@@ -119,24 +118,19 @@ class Report:
         """Shows at once what a user should not overlook."""
         self.terminal.say(text, "bold yellow")
 
-    def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, *, prompts: int, tests: int) -> None:
+    def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, about: str) -> None:
         """Opens the sinks and prints what the run is, the notes so far, and the plan of its holdings."""
         self._meter, self._token_spans = residency.meter, TokenSpans(tokenizer)
         self.folder.write_versions(describe_start(self.steps_done, residency.device))
         self._sinks.open(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters())
-        rollout = self._config.rollout
         self.terminal.say(
             f"{self._source}: {type(model).__name__}, {parameters:,} parameters in"
             f" {str(first.dtype).removeprefix('torch.')} on {first.device}",
             "bold",
         )
-        self.terminal.say(
-            f"{prompts:,} problems, {tests} held-out ones for evaluation, {rollout.prompts_per_step} x"
-            f" {rollout.group_size} samples per step, {self._config.loss.kind} for {self._config.train.steps} steps;"
-            f" writing to {self.folder.path}"
-        )
+        self.terminal.say(f"{about} for {self._config.train.steps} steps; writing to {self.folder.path}")
 
         if self.resumed is not None:
             self.terminal.say(f"resuming after step {self.resumed.step}, from {self.resumed.path}")
@@ -183,7 +177,7 @@ class Report:
         self._seen.update(metrics.keys())
         self._say_failures(samples)
         self.steps_done = step
-        self._eval_missing = is_eval_due(self._config, step) and not any(key.startswith("evaluate/") for key in metrics)
+        self._eval_missing = self._config.is_eval_due(step) and not any(key.startswith("evaluate/") for key in metrics)
         if self._eval_missing:
             self.terminal.say("  its evaluation is left to the run that resumes from its checkpoint")
         every = self._config.report.samples_every

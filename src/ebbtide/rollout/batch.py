@@ -13,9 +13,10 @@ import torch
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.rollout import RolloutConfig
+from ebbtide.config.root import Config
 from ebbtide.policy.advantages import compute_advantages
+from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.losses.normalise import token_weights
-from ebbtide.policy.packing import Trajectory
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.score_message import ScoreResult
@@ -36,10 +37,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """All samples of a step, and those that are trained on as trajectories."""
+    """All samples of a step, and those that are trained on as data."""
 
     samples: list[Sample]
-    trajectories: list[Trajectory]
+    data: list[Datum]
     groups: int
     zero_std_groups: int
 
@@ -68,7 +69,7 @@ class Batch:
             "completion_tokens_max": max(lengths),
             "finished": sum(sample.completion.finish == "stop" for sample in self.samples) / count,
             "samples": count,
-            "samples_trained": len(self.trajectories),
+            "samples_trained": len(self.data),
         }
 
 
@@ -100,8 +101,7 @@ def assemble(
     groups: Sequence[Sequence[Completion]],  # [prompts][samples]
     scored: Sequence[ScoreResult],  # [prompts * samples]
 ) -> Batch:
-    """Computes the advantages of all samples, and trajectories with their loss weights for those that are trained
-    on."""
+    """Computes the advantages of all samples, and data with their loss weights for those that are trained on."""
     shape = len(prompts), config.rollout.group_size
     rewards = torch.tensor([score.value for score in scored], dtype=torch.float64).view(shape)
     values = compute_advantages(rewards, config.advantage.kind)  # [prompts, samples]
@@ -121,26 +121,26 @@ def assemble(
     lengths = [len(completion.tokens) for completion, counts in zip(completions, counted, strict=True) if counts]
     # Flat groups count in the average even where they are left out: leaving them out must not make the update larger.
     weights = iter(token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens))
-    trajectories = []
+    data = []
     for sample, counts in zip(samples, counted, strict=True):
         weight = next(weights) * config.train.minibatches if counts else 0.0
         if sample.trained:
             done = sample.completion
-            trajectories.append(Trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
-    return Batch(samples, trajectories, len(prompts), int(flat.sum()))
+            data.append(trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
+    return Batch(samples, data, len(prompts), int(flat.sum()))
 
 
-def minibatches(config: GrpoConfig, trajectories: Sequence[Trajectory], step: int) -> Iterator[list[Trajectory]]:
-    """Yields the trajectories of each update of a step: `epochs` passes, each shuffled and cut into `minibatches` of
+def minibatches(config: Config, data: Sequence[Datum], step: int) -> Iterator[list[Datum]]:
+    """Yields the data of each update of a step: `epochs` passes, each shuffled and cut into `minibatches` of
     almost equal size."""
     for epoch in range(config.train.epochs):
-        order = list(range(len(trajectories)))
+        order = list(range(len(data)))
         if config.train.minibatches > 1:
             generator = torch.Generator().manual_seed(sample_seed(config.seed, "minibatches", step, epoch))
             order = torch.randperm(len(order), generator=generator).tolist()
         for part in torch.tensor(order).tensor_split(config.train.minibatches):
             if len(part):
-                yield [trajectories[index] for index in part.tolist()]
+                yield [data[index] for index in part.tolist()]
 
 
 def average_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:

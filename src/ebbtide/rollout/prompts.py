@@ -62,7 +62,7 @@ def encode_prompts(
             )
         if len(tokens) <= limit:
             prompts.append(Prompt(problem, text, tokens, encoded.has_control_text))
-        elif config.task.overlong_prompts == "error":
+        elif config.task is None or config.task.overlong_prompts == "error":
             raise UserError(
                 f"problem {number} has a prompt of {len(tokens)} tokens, more than `rollout.max_prompt_tokens` ="
                 f" {limit} (it begins {text[:40]!r}): raise the limit, or set `task.overlong_prompts: drop`"

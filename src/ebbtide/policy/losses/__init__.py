@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from ebbtide.config.loss import LossConfig
+from ebbtide.errors import UserError
 from ebbtide.policy.losses.cispo import cispo
 from ebbtide.policy.losses.grpo import grpo
 from ebbtide.policy.losses.gspo import gspo
@@ -17,44 +21,101 @@ from ebbtide.policy.losses.kl import kl_estimate
 CLIPS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}  # (low, high) as each method's paper uses them
 
 
+Metrics = Mapping[str, "Tensor | Ratio"]
+"""What a loss reports of a micro-batch: sums over its targets, which become means per target; or ratios."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A metric that is no mean over targets: both parts are summed over micro-batches and ranks, then divided."""
+
+    total: Tensor
+    count: Tensor
+
+
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a loss from a micro-batch: P completion tokens of S sequences."""
+    """The inputs of a loss from a micro-batch: P targets of S sequences."""
 
     logprobs: Tensor  # [P], with gradient
     entropies: Tensor  # [P], with gradient
-    old_logprobs: Tensor | None  # [P]; None: the only update on the batch, whose own log-probs are the old ones
-    rollout_logprobs: Tensor  # [P]
-    reference_logprobs: Tensor | None  # [P]; None: no KL penalty
-    advantages: Tensor  # [P]
-    weights: Tensor  # [P]: weight of each token in the loss
-    sequence: Tensor  # [P]: which sequence each token belongs to, 0 .. S-1
+    values: Mapping[str, Tensor]  # name -> [P, ...]: the values of the data
+    sequence: Tensor  # [P]: which sequence each target belongs to, 0 .. S-1
     sequences: int  # S
+    groups: Sequence[int | None]  # [S]: the group of each sequence
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The values [P, ...] of this name."""
+        if name not in self.values:
+            raise KeyError(f"no datum has the value `{name}`; they have: {', '.join(self.values) or 'none'}")
+        return self.values[name]
+
+    def sequence_sum(self, per_target: Tensor) -> Tensor:
+        """[P] -> [S]: the sum over each sequence."""
+        zeros = torch.zeros(self.sequences, dtype=per_target.dtype, device=per_target.device)
+        return zeros.index_add(0, self.sequence, per_target)
 
 
-def policy_loss(config: LossConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """(the micro-batch's part of the loss, a scalar; sums over tokens to report). Both are summed over
-    micro-batches."""
-    low, high = CLIPS[config.kind]
-    low, high = config.clip_low or low, config.clip_high or high
-    old = inputs.old_logprobs if inputs.old_logprobs is not None else inputs.logprobs.detach()
-    if config.kind == "grpo":
-        per_token, cut = grpo(inputs.logprobs, old, inputs.advantages, low, high)
-    elif config.kind == "gspo":
-        per_token, cut = gspo(inputs.logprobs, old, inputs.advantages, inputs.sequence, inputs.sequences, low, high)
+Loss = Callable[[LossInputs], "Tensor | tuple[Tensor, Metrics]"]
+"""A loss: the micro-batch's part of it, a scalar, and what to report. Both are summed over micro-batches."""
+
+
+def build_loss(config: LossConfig) -> Loss:
+    """The policy loss that the config describes."""
+    custom = _import_loss(config.kind) if ":" in config.kind else None
+    return partial(policy_loss, config, custom=custom)
+
+
+def policy_loss(config: LossConfig, inputs: LossInputs, custom: Loss | None = None) -> tuple[Tensor, Metrics]:
+    """The clipped ratio of `loss.kind`, or another loss for each target (`custom`), with importance sampling, the
+    entropy bonus and the KL penalty."""
+    logprobs, advantages = inputs.logprobs, inputs["advantages"]
+    if config.old_logprobs == "rollout":
+        old = inputs["rollout_logprobs"]
+    else:  # With one update per batch, the log-probs of this forward are the old ones.
+        old = inputs.values.get("old_logprobs", logprobs.detach())
+    reported: dict[str, Tensor | Ratio] = {}
+    if custom is not None:
+        found = custom(inputs)
+        per_token, more = found if isinstance(found, tuple) else (found, {})
+        if per_token.shape != logprobs.shape:
+            raise UserError(
+                f"`loss.kind: {config.kind}` returned a tensor of shape {tuple(per_token.shape)}: it has to return the"
+                f" loss of each target, {tuple(logprobs.shape)}"
+            )
+        reported |= more
     else:
-        per_token, cut = cispo(inputs.logprobs, old, inputs.advantages, low, high)
+        low, high = CLIPS[config.kind]
+        low, high = config.clip_low or low, config.clip_high or high
+        if config.kind == "grpo":
+            per_token, cut = grpo(logprobs, old, advantages, low, high)
+        elif config.kind == "gspo":
+            per_token, cut = gspo(logprobs, old, advantages, inputs.sequence, inputs.sequences, low, high)
+        else:
+            per_token, cut = cispo(logprobs, old, advantages, low, high)
+        reported["clip_fraction"] = cut.float().sum()
     if config.importance_sampling is not None:
-        per_token = per_token * importance_weights(old, inputs.rollout_logprobs, config.importance_sampling.cap)
+        per_token = per_token * importance_weights(old, inputs["rollout_logprobs"], config.importance_sampling.cap)
     if config.entropy:
         per_token = per_token - config.entropy * inputs.entropies
-    reported = {"clip_fraction": cut.float().sum()}
     if config.kl is not None:
-        assert inputs.reference_logprobs is not None  # The loop computes them whenever the config has a KL penalty.
-        penalty = kl_estimate(inputs.logprobs, inputs.reference_logprobs, config.kl.estimator)
+        penalty = kl_estimate(logprobs, inputs["reference_logprobs"], config.kl.estimator)
         per_token = per_token + config.kl.coefficient * penalty
         reported["kl"] = penalty.detach().sum()
-    return (per_token * inputs.weights).sum(), reported
+    return (per_token * inputs["weights"]).sum(), reported
+
+
+def _import_loss(name: str) -> Loss:
+    """The function that `module:function` names."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"`loss.kind: {name}` cannot be imported: {error}") from None
+    if not callable(found):
+        raise UserError(f"`loss.kind: {name}` is a {type(found).__name__}, and should be a function of LossInputs")
+    loss: Loss = found
+    return loss
 
 
 def mismatch(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

@@ -17,14 +17,9 @@ from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 from ebbtide.rollout.prompts import Prompt
 
 
-def is_eval_due(config: Config, step: int) -> bool:
-    """Whether an evaluation is due after this step."""
-    return config.evaluate is not None and (step % config.evaluate.every == 0 or step == config.train.steps)
-
-
 def is_eval_missing(config: Config, saved: Checkpoint) -> bool:
     """Whether the evaluation that was due at this checkpoint's step is missing, as the run was stopped before it."""
-    return is_eval_due(config, saved.step) and not any(key.startswith("evaluate/") for key in saved.metrics)
+    return config.is_eval_due(saved.step) and not any(key.startswith("evaluate/") for key in saved.metrics)
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:

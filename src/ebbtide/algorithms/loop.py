@@ -1,0 +1,118 @@
+"""The steps of a run, whatever its algorithm: evaluation, report, checkpoints, and stopping."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Self
+
+from ebbtide.algorithms.evaluate import is_eval_missing
+from ebbtide.checkpoint.checkpointer import Checkpointer
+from ebbtide.config.root import Config
+from ebbtide.config.train import Rehearsal
+from ebbtide.errors import LoopStopped
+from ebbtide.memory.host import frozen_gc
+from ebbtide.parallel.comm import Comm
+from ebbtide.policy.policy import Policy
+from ebbtide.progress import AbandonableProgress, Progress, WorkAbandoned
+from ebbtide.report.protocol import RankReport
+from ebbtide.rollout.batch import Sample
+from ebbtide.rollout.weights.channel import RolloutChannel
+from ebbtide.worker import Worker, seed_everything
+
+
+class Algorithm(ABC):
+    """An algorithm on a worker, for the length of a run, in which it is a context. Its module in algorithms/ has a
+    function `read_data`, which reads the training data before the model is loaded, and a class `Run`, an `Algorithm`
+    that is built from the worker and the data."""
+
+    about: str
+    """What is trained on, for the lines that introduce the run."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:  # noqa: B027 (most have nothing to end)
+        """Ends what the steps use beside the worker."""
+
+    @abstractmethod
+    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+        """Does one step; returns its metrics, and the samples that were made in it."""
+
+    @abstractmethod
+    def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
+        """The metrics of an evaluation after a step. It uses no random state of the run."""
+
+    def after_step(self, samples: Sequence[Sample]) -> None:  # noqa: B027 (most do nothing then)
+        """Called when a step has been reported."""
+
+
+def train(
+    config: Config,
+    report: RankReport,
+    rehearsal: Rehearsal | None = None,
+    comm: Comm | None = None,
+    channel: RolloutChannel | None = None,
+) -> Policy:
+    """Runs one whole run and returns the trained policy; the report has what happened. A rehearsal (dry run) does
+    everything except the updates."""
+    module: Any = import_module(f"ebbtide.algorithms.{config.algorithm}")
+    seed_everything(config.seed, config.deterministic)
+    with report.working("reading the data"):
+        data = module.read_data(config)
+    with Worker(config, report, rehearsal=rehearsal, comm=comm, channel=channel) as worker:
+        algorithm: Algorithm = module.Run(worker, data)
+        report.begin(worker.policy.model, worker.policy.tokenizer, worker.residency, algorithm.about)
+        _Loop(worker, algorithm).run()
+        return worker.policy
+
+
+class _Loop:
+    def __init__(self, worker: Worker, algorithm: Algorithm) -> None:
+        self._worker, self._algorithm = worker, algorithm
+        self._config, self._report = worker.config, worker.report
+
+    def run(self) -> None:
+        """Does all steps that are left. Raises LoopStopped if the run has to stop before the last one."""
+        worker, config, report = self._worker, self._config, self._report
+        start_step = 0
+        if worker.state is not None and report.resumed is not None:
+            with report.working("reading the checkpoint"):
+                start_step = worker.load(report.resumed.path)
+        self._checkpointer = Checkpointer(config, report.path, worker.state, report.note, comm=worker.comm)
+        with self._algorithm, self._checkpointer, frozen_gc():
+            self._steps(start_step)
+
+    def _steps(self, start_step: int) -> None:
+        worker, config, report = self._worker, self._config, self._report
+        eval_first = config.evaluate is not None if report.resumed is None else is_eval_missing(config, report.resumed)
+        if eval_first:
+            if not (evaluation := self._evaluate(start_step)):
+                raise LoopStopped
+            report.note_evaluation(start_step, evaluation | worker.residency.meter.drain())
+
+        for step in range(start_step + 1, config.train.steps + 1):
+            metrics, samples = self._algorithm.step(step)
+            evaluation = self._evaluate(step) if config.is_eval_due(step) else {}
+            metrics |= evaluation
+            report.step(step, metrics | worker.residency.meter.drain(), samples)
+            self._algorithm.after_step(samples)
+            if self._checkpointer.step_done(step):
+                with worker.phase("save"):
+                    self._checkpointer.save(step, metrics)
+            complete = step == config.train.steps and (config.evaluate is None or bool(evaluation))
+            if self._checkpointer.stopping and not complete:
+                raise LoopStopped
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluates and returns the metrics. Returns none if the run has to stop: no save waits for an evaluation that
+        the resumed run can do."""
+        checkpointer = self._checkpointer
+        if self._worker.comm.any(checkpointer.must_stop):
+            return {}
+        try:
+            with self._worker.phase("evaluate") as progress:
+                return self._algorithm.evaluate(step, AbandonableProgress(progress, lambda: checkpointer.must_stop))
+        except WorkAbandoned:
+            return {}

@@ -1,0 +1,98 @@
+"""The datum: a sequence of tokens, which of them carry loss, and what the loss needs to know about each of those."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Value: TypeAlias = float | Sequence[float] | Tensor
+"""A value of a datum: one number for all of its targets, or one entry for each (a tensor may have rows of any
+shape)."""
+
+
+@dataclass
+class Datum:
+    """One sequence on its way to the trainer: a sampled completion, an example with answers in several turns, or one
+    side of a pair."""
+
+    tokens: list[int]
+    targets: Sequence[int]
+    """Positions of the tokens that carry loss, in ascending order: of any number of turns, but never the first
+    token, which nothing predicts."""
+    values: dict[str, Value] = field(default_factory=dict)
+    """What the loss reads, by name: `advantages`, `weights`, `rollout_logprobs` and so on. `weights` are the weights
+    of targets in the loss; they are set for a whole update at once, so that losses of micro-batches are summed."""
+    group: int | None = None
+    """Data of the same group are packed into the same micro-batch."""
+
+    def __post_init__(self) -> None:
+        if not self.targets or self.targets[0] < 1 or self.targets[-1] >= len(self.tokens):
+            raise ValueError(
+                f"the targets of a datum are positions from 1 to {len(self.tokens) - 1} of its {len(self.tokens)}"
+                f" tokens, at least one of them, but are {list(self.targets[:8])}"
+            )
+
+    @classmethod
+    def completion(cls, prompt: Sequence[int], completion: Sequence[int], **values: Value) -> Datum:
+        """A prompt and a completion, which carries the loss."""
+        tokens = [*prompt, *completion]
+        return cls(tokens, range(len(prompt), len(tokens)), values)
+
+    @classmethod
+    def masked(cls, tokens: Sequence[int], mask: Sequence[bool], **values: Value) -> Datum:
+        """Tokens, of which those carry loss for which `mask` is true."""
+        if len(mask) != len(tokens):
+            raise ValueError(f"the mask has {len(mask)} entries for {len(tokens)} tokens")
+        return cls(list(tokens), [place for place, carries in enumerate(mask) if carries], values)
+
+    @property
+    def length(self) -> int:
+        """Tokens that go through the model: those before the last target."""
+        return self.targets[-1]
+
+
+def trajectory(
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    rollout_logprobs: Sequence[float] = (),
+    advantage: float = 0.0,
+    weight: float = 0.0,
+) -> Datum:
+    """A sampled completion, with the sampler's log-probs of its tokens if they are known. Its advantage and the weight
+    of each of its tokens in the loss are the same for all of them."""
+    datum = Datum.completion(prompt, completion, advantages=advantage, weights=weight)
+    if rollout_logprobs:
+        datum.values["rollout_logprobs"] = rollout_logprobs
+    return datum
+
+
+def idle_datum(like: Datum) -> Datum:
+    """A datum with the values of another by name, all 0, which a rank without work computes so that collectives match
+    those of the other ranks."""
+
+    def zero(value: Value) -> Value:
+        return torch.zeros(1, *value.shape[1:], dtype=value.dtype) if isinstance(value, Tensor) else 0.0
+
+    return Datum([1, 1], [1], {name: zero(value) for name, value in like.values.items()})
+
+
+def per_target(data: Sequence[Datum], sequence: Tensor, device: torch.device) -> Mapping[str, Tensor]:
+    """Name -> the values of all targets of these data [P, ...], for each name that all of them have. `sequence`: [P],
+    the datum of each target."""
+    names = [name for name in data[0].values if all(name in datum.values for datum in data)]
+    return {name: _gather([datum.values[name] for datum in data], data, sequence, device) for name in names}
+
+
+def _gather(values: Sequence[Value], data: Sequence[Datum], sequence: Tensor, device: torch.device) -> Tensor:
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.cat([value for value in values if isinstance(value, Tensor)]).to(device)
+    if all(isinstance(value, float | int) for value in values):
+        return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)[sequence]
+    flat: list[float] = []
+    for value, datum in zip(values, data, strict=True):
+        flat += [value] * len(datum.targets) if isinstance(value, float | int) else value
+    return torch.tensor(flat, dtype=torch.float32).to(device, non_blocking=True)

@@ -1,0 +1,259 @@
+"""The worker: the model, the optimizer, the sampler, all holdings and the checkpoints of one rank, behind a few verbs.
+It knows no algorithm.
+
+    with Worker(config) as worker:
+        with worker.phase("generate") as progress: groups = worker.sample(requests, sampling, progress)
+        with worker.phase("train") as progress: worker.forward_backward(data, loss, progress)
+        with worker.phase("step"): worker.optim_step(lr)
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy
+import torch
+from torch import Tensor
+
+from ebbtide.checkpoint.resume import FOLDER
+from ebbtide.checkpoint.saver import Saver
+from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState, UnfinishedRollouts
+from ebbtide.config.checkpoint import CheckpointConfig
+from ebbtide.config.root import Config
+from ebbtide.config.train import Rehearsal
+from ebbtide.memory.device_budget import enforce_budget
+from ebbtide.memory.host import bind_to_numa_node, pci_address
+from ebbtide.memory.plan import HoldingName, Phase, build_plan
+from ebbtide.memory.residency import Residency
+from ebbtide.model.load import LoadedModel, load_model, pick_device
+from ebbtide.optim.adamw import AdamW
+from ebbtide.parallel.comm import Comm
+from ebbtide.parallel.dtensor import local
+from ebbtide.parallel.group import Group
+from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
+from ebbtide.planner.run_plan import RunPlan, plan_run
+from ebbtide.policy.datum import Datum
+from ebbtide.policy.losses import Loss
+from ebbtide.policy.policy import Policy
+from ebbtide.policy.reference import freeze_reference
+from ebbtide.progress import Progress, no_progress
+from ebbtide.report.folder import HISTORY
+from ebbtide.report.null_report import NullReport
+from ebbtide.report.protocol import RankReport
+from ebbtide.rollout.build import build_engine
+from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
+from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.rollout.weights.build import shard_policy
+from ebbtide.rollout.weights.channel import RolloutChannel
+from ebbtide.tasks.sampler import Sampler
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at the first matmul
+    torch.use_deterministic_algorithms(deterministic)
+    # This debugging aid of torch's would write every new tensor once more.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+class Worker:
+    """One rank of a run. It is a context manager: it plans and loads when it is entered, and frees everything at the
+    end."""
+
+    policy: Policy
+    engine: Engine
+    """The sampler; there is one only where the config's algorithm generates or evaluates by sampling."""
+    loaded: LoadedModel
+
+    def __init__(
+        self,
+        config: Config,
+        report: RankReport | None = None,
+        *,
+        rehearsal: Rehearsal | None = None,
+        comm: Comm | None = None,
+        channel: RolloutChannel | None = None,
+    ) -> None:
+        """Without a report nothing is printed, and checkpoints go to `run.folder`. A rehearsal (dry run) does
+        everything except the updates."""
+        self.config, self.rehearsal = config, rehearsal
+        self.report = report or NullReport(Path(config.run.folder or f"runs/{config.run.name}"))
+        self.comm, self._channel = comm or Comm(), channel
+        self.optimizer: AdamW | None = None
+        self._frozen: dict[str, Mapping[str, Tensor]] = {}
+        self.state: RunState | None = None
+        """What a checkpoint saves and restores; None in a rehearsal."""
+        self._saver: Saver | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._enter(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._saver is not None:
+            if kind is None:
+                self._saver.wait()
+            self._saver.close()
+        self._stack.close()
+
+    def _enter(self, stack: ExitStack) -> None:
+        """Decides everything, then loads the model and builds what computes with it."""
+        report, comm = self.report, self.comm
+        seed_everything(self.config.seed, self.config.deterministic)
+        device = pick_device(self.config.device)
+        if device.type == "cuda" and (binding := bind_to_numa_node(pci_address(device))):
+            report.note(binding)
+        plan = plan_run(self.config, device, self.rehearsal, comm, report.note)
+        if plan is not None:
+            self.config = plan.config
+        for ranks in (comm if comm.size > 1 else None, self._channel):
+            if ranks is not None:
+                report.note(ranks.describe())
+        placement = build_plan(self.config.memory, self.config.optimizer, self.config.rollout_weights(comm.shards))
+        check_weights_fit(self.config, device)
+        self.config, host_needs = fit_to_host(
+            self.config,
+            placement,
+            report.note,
+            optimizer=self.rehearsal != "none",
+            share=comm.shards,
+            processes=comm.local_size,
+        )
+        report.set_plan(self.config, plan)  # writes config.yaml: nothing in it changes from here on
+        stack.enter_context(enforce_budget(device, self.config.memory.budget_gib))
+        self.residency = stack.enter_context(Residency(placement, device))
+        self._watch_memory(plan)
+        with report.working("loading the model"), self.residency.startup():
+            self._load(host_needs)
+        with report.working("pinning host memory"):
+            saves = self.config.checkpoint is not None and self.config.checkpoint.async_save
+            self.residency.pin(copied=SAVED_HOLDINGS if saves else ())
+
+    def _watch_memory(self, plan: RunPlan | None) -> None:
+        if plan is not None:
+            self.residency.on_oom(plan.oom_advice)
+        if self.report.path.is_dir():
+            self.residency.record_history(self.report.path / HISTORY)
+
+    def _load(self, host_needs: dict[str, int]) -> None:
+        config, residency, comm = self.config, self.residency, self.comm
+        self.loaded = loaded = load_model(config, comm.load_device(residency.device))
+        self.policy = policy = Policy(loaded, config, comm)
+        place = residency.plan.place("generate", "weights")
+        rollout_weights = shard_policy(policy, comm, self._channel, residency.device, place)
+        with rollout_weights.materialized() as model:
+            policy.verify(model)
+        if config.generates:
+            self.engine = rollout_weights.engine(  # built and verified before the optimizer takes its memory
+                lambda model: build_engine(replace(loaded, model=model), config, residency.make_room),
+                lambda: self.optimizer.steps if self.optimizer is not None else {},
+            )
+        residency.register("weights", [local(parameter) for parameter in policy.model.parameters()])
+        if self.rehearsal != "none":
+            self.optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, comm, self.report.note)
+        if config.has_reference:
+            self._frozen["reference"] = freeze_reference(policy.model, residency)
+        if self.optimizer is not None and self.rehearsal is None:
+            policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
+            self.optimizer.discard_grads()  # the gradients of the trial passes
+
+    # The verbs
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[Progress]:
+        """Enters a phase: the residency moves holdings for it, the meter measures it, and the report shows its
+        progress."""
+        with self.residency.phase(name), self.report.phase(name) as progress:
+            yield progress
+
+    def sample(
+        self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress = no_progress
+    ) -> list[list[Completion]]:
+        """The completions of each request, in the generate or the evaluate phase."""
+        return self.engine.generate(requests, sampling, progress)
+
+    @property
+    def paged_engine(self) -> PagedEngine:
+        """The sampler, for sessions: samples that are added, stepped and continued one by one."""
+        if not isinstance(self.engine, PagedEngine):
+            raise TypeError(f"a session needs `rollout.engine: paged`, and the engine is {type(self.engine).__name__}")
+        return self.engine
+
+    def logprobs(
+        self,
+        data: Sequence[Datum],
+        name: str,
+        progress: Progress = no_progress,
+        *,
+        model: HoldingName | Literal["policy"] = "policy",
+    ) -> None:
+        """Sets the value `name` of each datum to the log-probs of its targets under the policy, or under a frozen
+        model such as `reference`."""
+        if model != "policy":
+            self.residency.need(model)
+        self.policy.compute_logprobs(name, data, progress, weights=self._frozen.get(model))
+
+    def forward_backward(self, data: Sequence[Datum], loss: Loss, progress: Progress = no_progress) -> dict[str, float]:
+        """Accumulates the gradient of the loss in the train phase, and returns metrics. A rehearsal makes the forward
+        pass alone."""
+        run = self.policy.forward_backward if self.rehearsal is None else self.policy.forward_only
+        return run(data, loss, progress)
+
+    def optim_step(self, lr: float) -> dict[str, float]:
+        """Does the optimizer step in the step phase, and returns metrics. A rehearsal moves the optimizer's state to
+        where the step would use it, and changes no weight."""
+        if self.optimizer is not None and self.rehearsal is None:
+            figures = self.optimizer.step(lr)
+            self.report.note_skipped_update(self.optimizer.skipped_for)
+            return figures
+        for name in ("master", "moments"):
+            if self.residency.has(name):
+                self.residency.need(name)
+        return {"lr": lr, "updates_skipped": 0.0}
+
+    def track(self, order: Sampler[Any], digest: str | None = None, rollouts: UnfinishedRollouts | None = None) -> None:
+        """Makes the order of the data, and rollouts that are under way, part of what is saved and loaded. `digest`: of
+        the data, so that a resumed run can warn where they have changed."""
+        if self.optimizer is not None and self.rehearsal is None:
+            group = Group(timedelta(minutes=self.config.run.distributed_timeout_minutes))
+            model, optimizer, residency = self.policy.model, self.optimizer, self.residency
+            self.state = RunState(self.config, model, optimizer, order, residency, group, rollouts, digest)
+
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Writes a checkpoint to `checkpoints/` in the run's folder, in the save phase. With asynchronous saves it is
+        complete when the next one begins, or when the worker ends."""
+        if self._saver is None:
+            settings = self.config.checkpoint or CheckpointConfig()
+            self._saver = Saver(settings, self.report.path / FOLDER, self._saved_state, self.report.note)
+        self._saver.save(step, dict(metrics or {}))
+
+    def load(self, checkpoint: Path) -> int:
+        """Loads a checkpoint, bit for bit, and returns its step."""
+        settings = self.config.checkpoint or CheckpointConfig()
+        return self._saved_state.load(
+            checkpoint,
+            load_rng=settings.load_rng,
+            parallel=settings.fully_parallel_load,
+            warn=self.report.warn,
+        )
+
+    @property
+    def _saved_state(self) -> RunState:
+        if self.state is None:
+            self.track(Sampler((), self.config.seed))
+        if self.state is None:
+            raise RuntimeError("a rehearsal has nothing to save or load")
+        return self.state
