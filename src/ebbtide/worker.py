@@ -212,6 +212,10 @@ class Worker:
         run = self.policy.forward_backward if self.rehearsal is None else self.policy.forward_only
         return run(data, loss, progress)
 
+    def forward(self, data: Sequence[Datum], loss: Loss, progress: Progress = no_progress) -> dict[str, float]:
+        """The metrics of `forward_backward`, without gradients, such as for a loss on held-out data."""
+        return self.policy.forward_only(data, loss, progress)
+
     def optim_step(self, lr: float) -> dict[str, float]:
         """Does the optimizer step in the step phase, and returns metrics. A rehearsal moves the optimizer's state to
         where the step would use it, and changes no weight."""

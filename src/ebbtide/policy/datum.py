@@ -70,6 +70,13 @@ def trajectory(
     return datum
 
 
+def weigh_by_token(data: Sequence[Datum]) -> None:
+    """Sets the weights of all targets of an update to the same value, which makes its loss the mean over them."""
+    weight = 1 / sum(len(datum.targets) for datum in data)
+    for datum in data:
+        datum.values["weights"] = weight
+
+
 def idle_datum(like: Datum) -> Datum:
     """A datum with the values of another by name, all 0, which a rank without work computes so that collectives match
     those of the other ranks."""

@@ -157,8 +157,9 @@ class Policy:
         mine = [index for share in shares for index in units[share]]
         batches = pack([data[index] for index in mine], self.config.train.microbatch_tokens, self.device)
         if missing := self._ranks.max_rounds(len(batches)) - len(batches):
-            (empty,) = pack([idle_datum(data[0])], budget=1, device=self.device)
-            batches += [replace(empty, members=[len(mine)])] * missing
+            idle = [replace(idle_datum(data[index]), group=0) for index in units[0]]  # a pair is idle as a pair
+            (empty,) = pack(idle, budget=len(idle), device=self.device)
+            batches += [replace(empty, members=[len(mine)] * len(idle))] * missing
         return mine, batches
 
     def place_activations(

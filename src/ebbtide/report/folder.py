@@ -37,7 +37,7 @@ class RunFolder:
     def __init__(self, config: Config, resumed: Checkpoint | None = None) -> None:
         self.set_aside_checkpoints: list[Path] = []
         """Later checkpoints that a resumed run has renamed, as it does their steps again."""
-        self._rollouts = config.report.rollouts
+        self._rollouts = config.report.rollouts and "generate" in config.cycle
         restarted = restart_folder(config) if resumed is None else None
         same_file = (
             resumed is not None

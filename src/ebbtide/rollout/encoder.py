@@ -72,24 +72,36 @@ class Encoder:
             return Encoded(text, self._plain_tokenizer.encode(text).ids, has_control_text=True)
         return Encoded(text, self._tokenizer(text)["input_ids"], has_control_text=False)
 
-    def chat(self, messages: Sequence[Message]) -> Encoded:
-        """Encodes messages with the generation prompt after them. Roles and contents are data."""
+    @property
+    def is_templated(self) -> bool:
+        """Whether chats are rendered by a chat template."""
+        return self._templated
+
+    def continuation(self, text: str) -> list[int]:
+        """The tokens of a text that follows other tokens."""
+        if self._quotes(text):
+            return list(self._plain_tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def chat(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> Encoded:
+        """Encodes messages, with the generation prompt after them. Roles and contents are data."""
         if not self._templated:
             return self.text("".join(message["content"] for message in messages))
         if not any(self._quotes(message["role"]) or self._quotes(message["content"]) for message in messages):
-            text = self._rendered(messages)
+            text = self._rendered(messages, generation_prompt)
             return Encoded(text, self._tokenizer(text, add_special_tokens=False)["input_ids"], has_control_text=False)
-        rendered = self._rendered(
-            [{"role": self._marked(one["role"]), "content": self._marked(one["content"])} for one in messages]
-        )
+        marked: list[Message] = [
+            {"role": self._marked(one["role"]), "content": self._marked(one["content"])} for one in messages
+        ]
+        rendered = self._rendered(marked, generation_prompt)
         text = self._written.sub(lambda found: found["quoted"] or found["added"] or "", rendered)
         secret = self._written.sub(self._renamed, rendered)
         return Encoded(text, self._plain_tokenizer.encode(secret, add_special_tokens=False).ids, has_control_text=True)
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, chat_template=self._template
+                messages, tokenize=False, add_generation_prompt=generation_prompt, chat_template=self._template
             )
         except TemplateError:
             raise

@@ -40,7 +40,7 @@ class FileTask:
         return Score(value, {self.config.scorer: value})
 
     def _problems(self, path: str) -> list[Problem]:
-        problems = [self._problem(row, where) for row, where in _rows(path)]
+        problems = [self._problem(row, where) for row, where in read_rows(path)]
         if not problems:
             raise UserError(f"the dataset {path} is empty: write one row per problem")
         return problems
@@ -66,17 +66,18 @@ class FileTask:
             key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)
         }
         return Problem(
-            _messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest
+            read_messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest
         )
 
 
-def _rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each row of the file, with its place in the file for error messages."""
+def read_rows(path: str, section: str = "task.file") -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row of the file, with its place in the file for error messages. `section`: the section of the config that
+    names it."""
     file = _from_hub(path) if path.startswith(HUB) else Path(path).expanduser()
     if not file.is_file():
         found = "is a folder" if file.is_dir() else "is not a regular file" if file.exists() else "does not exist"
         raise UserError(
-            f"the dataset {path} {found} (looked for {file.absolute()}): name a .jsonl or .parquet file in `task.file`"
+            f"the dataset {path} {found} (looked for {file.absolute()}): name a .jsonl or .parquet file in `{section}`"
         )
     if file.suffix == ".parquet":
         yield from _parquet(file)
@@ -135,7 +136,8 @@ def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
         yield row, f"{file}, row {number},"
 
 
-def _messages(prompt: Any, where: str) -> list[Message]:
+def read_messages(prompt: Any, where: str) -> list[Message]:
+    """The messages of a field; a text is one user message."""
     messages = ask(prompt) if isinstance(prompt, str) else prompt
     if (why := find_message_problem(messages)) is not None:
         raise UserError(

@@ -1,0 +1,113 @@
+"""DPO: raise the probability of the better completion of each pair against that of the worse, relative to where the
+policy began."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from ebbtide.algorithms.loop import Algorithm
+from ebbtide.config.algorithms.dpo import DpoConfig
+from ebbtide.config.data import PairsConfig
+from ebbtide.errors import UserError
+from ebbtide.optim.schedule import learning_rate
+from ebbtide.policy.datum import Datum
+from ebbtide.policy.losses.preference import preference_loss
+from ebbtide.progress import Progress
+from ebbtide.rollout.batch import Sample
+from ebbtide.rollout.examples import ExampleEncoder, ExampleRows, Rows, data_digest, read_example_rows, read_side
+from ebbtide.system.units import ceil_div
+from ebbtide.tasks.sampler import Sampler
+from ebbtide.worker import Worker
+
+
+def read_data(config: DpoConfig) -> ExampleRows:
+    return read_example_rows(config.data, evaluated=config.evaluate is not None)
+
+
+class Run(Algorithm):
+    """One run of DPO on a worker."""
+
+    def __init__(self, worker: Worker, rows: ExampleRows) -> None:
+        config = worker.config
+        assert isinstance(config, DpoConfig)
+        self._config, self._worker = config, worker
+        encoder = ExampleEncoder(worker.loaded, config, config.data.max_tokens, config.data.overlong)
+        with worker.report.working("encoding pairs") as progress:
+            pairs = _encode_pairs(rows.train, encoder, config.data, progress)
+            self._held_out = [
+                side for pair in _encode_pairs(rows.held_out, encoder, config.data, progress) for side in pair
+            ]
+        tokens = sum(len(side.tokens) for pair in pairs for side in pair) / len(pairs)
+        self.about = (
+            f"{len(pairs):,} pairs of {tokens:,.0f} tokens on average, {len(self._held_out) // 2} held-out ones for"
+            f" evaluation, {config.data.batch_size} per step (an epoch is {ceil_div(len(pairs), config.data.batch_size)}"
+            f" steps), {config.loss.kind}"
+        )
+        self._order = Sampler(pairs, config.seed)
+        self._loss = partial(
+            preference_loss,
+            kind=config.loss.kind,
+            beta=config.loss.beta,
+            label_smoothing=config.loss.label_smoothing,
+        )
+        worker.track(self._order, data_digest(pairs))
+        # These are the initial weights, also in a run that resumes: its checkpoint is loaded later.
+        drawn = Sampler(range(len(pairs)), config.seed).draw(config.train.steps * config.data.batch_size)
+        sides = [side for number in dict.fromkeys(drawn) for side in pairs[number]]
+        if config.loss.reference == "once":
+            with worker.report.working("computing the reference's log-probs") as progress:
+                worker.logprobs(sides, "reference_logprobs", progress)
+        _weigh(self._held_out)
+        if self._held_out:
+            worker.logprobs(self._held_out, "reference_logprobs")
+
+    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+        config, worker = self._config, self._worker
+        started = time.perf_counter()
+        data = [side for pair in self._order.draw(config.data.batch_size) for side in pair]
+        _weigh(data)
+        with worker.phase("logprob") as progress:
+            if config.has_reference:
+                worker.logprobs(data, "reference_logprobs", progress, model="reference")
+        with worker.phase("train") as progress:
+            metrics = worker.forward_backward(data, self._loss, progress)
+        with worker.phase("step"):
+            metrics |= worker.optim_step(learning_rate(config.optimizer, step - 1, config.train.steps))
+        seconds, tokens = time.perf_counter() - started, sum(datum.length for datum in data)
+        return metrics | {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}, []
+
+    def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
+        found = self._worker.forward(self._held_out, self._loss, progress)
+        return {f"evaluate/{name}": found[name] for name in ("loss", "accuracy", "margin")}
+
+
+def _weigh(data: Sequence[Datum]) -> None:
+    """Sets the weights of pairs so that the loss is the mean over them, and their groups so that both sides of a pair
+    are computed together; an epoch may end in a batch, so that it has the same pair twice."""
+    for place, datum in enumerate(data):
+        datum.values["weights"], datum.group = 2 / len(data), place // 2
+
+
+def _encode_pairs(rows: Rows, encoder: ExampleEncoder, config: PairsConfig, progress: Progress) -> list[list[Datum]]:
+    """The better and the worse side of each pair that is not left out."""
+    pairs = []
+    for number, (row, where) in enumerate(rows):
+        names = {"chosen_field": config.chosen_field, "rejected_field": config.rejected_field}
+        for key, name in names.items():
+            if name not in row:
+                raise UserError(
+                    f"{where} has no field `{name}` (`data.{key}`); its fields are: {', '.join(map(str, row)) or 'none'}"
+                )
+        prompt = read_side(row, config.prompt_field, where) if config.prompt_field in row else []
+        sides = [encoder.completion(prompt, read_side(row, name, where), where) for name in names.values()]
+        if all(sides):
+            pairs.append([side[-1] for side in sides])
+        if number % 1000 == 999:
+            progress(number + 1, len(rows))
+    if rows and not pairs:
+        raise UserError(
+            f"all {len(rows)} pairs have more than `data.max_tokens` tokens, and so were dropped: raise the limit"
+        )
+    return pairs

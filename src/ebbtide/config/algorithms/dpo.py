@@ -1,0 +1,87 @@
+"""The settings of `algorithm: dpo`: training on pairs of a better and a worse completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ebbtide.config.base import Positive, Section
+from ebbtide.config.data import PairsConfig
+from ebbtide.config.root import Config, StepSize
+
+
+class PreferenceLossConfig(Section):
+    """The loss of a pair."""
+
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid`: the log-sigmoid of the margin (DPO); `ipo`: the squared distance of the margin per token from
+    1 / (2 beta) (IPO)."""
+
+    beta: Positive = 0.1
+    """How strongly the policy is held to the reference: a larger value allows less distance."""
+
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """The probability that a pair is labelled the wrong way round (conservative DPO). For `sigmoid` only."""
+
+    reference: Literal["once", "each_step"] = "once"
+    """When the reference's log-probs are computed: `once`, before the first step, for every pair that the run will
+    draw, with the initial weights, so that no reference is held; `each_step`, in the logprob phase, under a frozen
+    copy of the initial weights."""
+
+    @model_validator(mode="after")
+    def _smoothing_needs_sigmoid(self) -> PreferenceLossConfig:
+        if self.kind == "ipo" and self.label_smoothing:
+            raise ValueError(
+                f"`loss.label_smoothing: {self.label_smoothing}` is for `loss.kind: sigmoid`: remove one of the two"
+            )
+        return self
+
+
+class DpoConfig(Config):
+    """All settings of a run that trains on pairs of completions (direct preference optimization)."""
+
+    cycle: ClassVar[tuple[str, ...]] = ("logprob", "train", "step")
+    length_keys: ClassVar[str] = "`data.max_tokens`"
+
+    algorithm: Literal["dpo"] = "dpo"
+    """What is trained and how."""
+
+    data: PairsConfig
+    """The pairs to train on."""
+
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    """The loss of a pair."""
+
+    @model_validator(mode="after")
+    def _pairs_fit(self) -> DpoConfig:
+        if 2 * self.data.max_tokens > self.train.microbatch_tokens:
+            raise ValueError(
+                f"a pair may have 2 x `data.max_tokens` = {2 * self.data.max_tokens} tokens, and is computed in one"
+                f" micro-batch, but `train.microbatch_tokens` is {self.train.microbatch_tokens}: raise it to"
+                f" {2 * self.data.max_tokens} or more"
+            )
+        for key in ("minibatches", "epochs"):
+            if getattr(self.train, key) != 1:
+                raise ValueError(
+                    f"`train.{key}: {getattr(self.train, key)}` cuts a step of RL into updates, and a step of DPO is"
+                    " one: remove it. `data.batch_size` is the size of an update, and `train.steps` their number"
+                )
+        return self
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        sampled = super().max_sequence_tokens if self.generates else 0
+        return max(self.data.max_tokens, sampled)
+
+    @property
+    def step_size(self) -> StepSize:
+        return StepSize(self.data.batch_size, 2, 1, self.data.max_tokens - 1)
+
+    @property
+    def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
+        return {"logprob": ("reference",)} if self.loss.reference == "each_step" else {}
+
+
+Root = DpoConfig

@@ -1,0 +1,63 @@
+"""The section `data`: files of examples, for algorithms that train on given text instead of sampled completions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ebbtide.config.base import Count, Natural, Section
+
+
+class DataConfig(Section):
+    """Examples from JSONL or Parquet files."""
+
+    train: str
+    """Path of a `.jsonl` or `.parquet` file, or `hf://datasets/OWNER/NAME/FILE` for a dataset's file on the hub."""
+
+    held_out: str | None = None
+    """Path of a file with the held-out examples; `null` sets the last `held_out_rows` rows of `train` aside."""
+
+    held_out_rows: Natural = 64
+    """Number of rows of `train` set aside for `evaluate`. Ignored with `held_out`, and without `evaluate`."""
+
+    batch_size: Count = 32
+    """Examples per step, on all ranks together (the global batch size)."""
+
+    max_tokens: Count = 2048
+    """Longest sequence, in tokens."""
+
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What to do with an example of more than `max_tokens`: stop, leave it out, or cut its end off."""
+
+
+class ExamplesConfig(DataConfig):
+    """Examples from JSONL or Parquet files: conversations, prompts with completions, or plain texts. Which it is, the
+    first of these fields that a row has decides: messages, prompt and completion, text."""
+
+    messages_field: str = "messages"
+    """Field with a conversation: a list of messages with `role` and `content`."""
+
+    prompt_field: str = "prompt"
+    """Field with a prompt: a text, or a list of messages."""
+
+    completion_field: str = "completion"
+    """Field with the completion of the prompt: a text, or a list of messages."""
+
+    text_field: str = "text"
+    """Field with a plain text, all of which carries loss."""
+
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens carry loss: those of assistant turns and completions, or all."""
+
+
+class PairsConfig(DataConfig):
+    """Pairs of a better and a worse completion of the same prompt, from JSONL or Parquet files."""
+
+    prompt_field: str = "prompt"
+    """Field with the prompt: a text, or a list of messages. Where a row has none, the messages that its two
+    completions begin with in common are the prompt."""
+
+    chosen_field: str = "chosen"
+    """Field with the better completion: a text, or a list of messages."""
+
+    rejected_field: str = "rejected"
+    """Field with the worse completion: a text, or a list of messages."""
