@@ -574,7 +574,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path) -> None:
     process = subprocess.Popen(command("killed"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     for line in process.stdout:
-        if "step 3/6" in line:
+        if line.startswith("step 3/6"):
             process.kill()
             break
     process.wait()
