@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from ebbtide.algorithms.loop import Algorithm
@@ -36,14 +37,12 @@ class Run(Algorithm):
         encoder = ExampleEncoder(worker.loaded, config, config.data.max_tokens, config.data.overlong)
         with worker.report.working("encoding pairs") as progress:
             pairs = _encode_pairs(rows.train, encoder, config.data, progress)
-            self._held_out = [
-                side for pair in _encode_pairs(rows.held_out, encoder, config.data, progress) for side in pair
-            ]
+            held_out = _encode_pairs(rows.held_out, encoder, config.data, progress)
         tokens = sum(len(side.tokens) for pair in pairs for side in pair) / len(pairs)
+        epoch = ceil_div(len(pairs), config.data.batch_size)
         self.about = (
-            f"{len(pairs):,} pairs of {tokens:,.0f} tokens on average, {len(self._held_out) // 2} held-out ones for"
-            f" evaluation, {config.data.batch_size} per step (an epoch is {ceil_div(len(pairs), config.data.batch_size)}"
-            f" steps), {config.loss.kind}"
+            f"{len(pairs):,} pairs of {tokens:,.0f} tokens on average, {len(held_out)} held-out ones for evaluation,"
+            f" {config.data.batch_size} per step (an epoch is {epoch} steps), {config.loss.kind}"
         )
         self._order = Sampler(pairs, config.seed)
         self._loss = partial(
@@ -59,15 +58,13 @@ class Run(Algorithm):
         if config.loss.reference == "once":
             with worker.report.working("computing the reference's log-probs") as progress:
                 worker.logprobs(sides, "reference_logprobs", progress)
-        _weigh(self._held_out)
-        if self._held_out:
-            worker.logprobs(self._held_out, "reference_logprobs")
+        self._held_out = _as_update(held_out)
+        worker.logprobs(self._held_out, "reference_logprobs")
 
     def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
         config, worker = self._config, self._worker
         started = time.perf_counter()
-        data = [side for pair in self._order.draw(config.data.batch_size) for side in pair]
-        _weigh(data)
+        data = _as_update(self._order.draw(config.data.batch_size))
         with worker.phase("logprob") as progress:
             if config.has_reference:
                 worker.logprobs(data, "reference_logprobs", progress, model="reference")
@@ -83,11 +80,14 @@ class Run(Algorithm):
         return {f"evaluate/{name}": found[name] for name in ("loss", "accuracy", "margin")}
 
 
-def _weigh(data: Sequence[Datum]) -> None:
-    """Sets the weights of pairs so that the loss is the mean over them, and their groups so that both sides of a pair
-    are computed together; an epoch may end in a batch, so that it has the same pair twice."""
-    for place, datum in enumerate(data):
-        datum.values["weights"], datum.group = 2 / len(data), place // 2
+def _as_update(pairs: Sequence[Sequence[Datum]]) -> list[Datum]:
+    """The sides of pairs with their weights, so that the loss is the mean over pairs, and as groups, so that both sides
+    of a pair are computed together. They are copies: a batch in which an epoch ends may have a pair twice."""
+    return [
+        replace(side, values={**side.values, "weights": 1 / len(pairs)}, group=number)
+        for number, pair in enumerate(pairs)
+        for side in pair
+    ]
 
 
 def _encode_pairs(rows: Rows, encoder: ExampleEncoder, config: PairsConfig, progress: Progress) -> list[list[Datum]]:
@@ -97,9 +97,8 @@ def _encode_pairs(rows: Rows, encoder: ExampleEncoder, config: PairsConfig, prog
         names = {"chosen_field": config.chosen_field, "rejected_field": config.rejected_field}
         for key, name in names.items():
             if name not in row:
-                raise UserError(
-                    f"{where} has no field `{name}` (`data.{key}`); its fields are: {', '.join(map(str, row)) or 'none'}"
-                )
+                fields = ", ".join(map(str, row)) or "none"
+                raise UserError(f"{where} has no field `{name}` (`data.{key}`); its fields are: {fields}")
         prompt = read_side(row, config.prompt_field, where) if config.prompt_field in row else []
         sides = [encoder.completion(prompt, read_side(row, name, where), where) for name in names.values()]
         if all(sides):

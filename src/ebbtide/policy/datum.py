@@ -72,7 +72,7 @@ def trajectory(
 
 def weigh_by_token(data: Sequence[Datum]) -> None:
     """Sets the weights of all targets of an update to the same value, which makes its loss the mean over them."""
-    weight = 1 / sum(len(datum.targets) for datum in data)
+    weight = 1 / max(1, sum(len(datum.targets) for datum in data))
     for datum in data:
         datum.values["weights"] = weight
 

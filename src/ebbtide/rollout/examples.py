@@ -49,6 +49,8 @@ def read_example_rows(config: DataConfig, *, evaluated: bool) -> ExampleRows:
                 " lower it, or name a file in `data.held_out`"
             )
         rows, held_out = rows[:cut], rows[cut:]
+    if evaluated and not held_out:
+        raise UserError("`evaluate` needs held-out examples: raise `data.held_out_rows`, or set `evaluate: null`")
     if not rows:
         raise UserError(f"the dataset {config.train} is empty: write one row per example")
     return ExampleRows(rows, held_out)
