@@ -27,7 +27,7 @@ from ebbtide.errors import LoopStopped, UserError
 from ebbtide.evaluate import evaluate, is_eval_due, is_eval_missing
 from ebbtide.memory.device_budget import enforce_budget
 from ebbtide.memory.host import bind_to_numa_node, frozen_gc, pci_address
-from ebbtide.memory.plan import Phase, build_plan
+from ebbtide.memory.plan import Phase
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, load_model, pick_device
 from ebbtide.optim.adamw import AdamW
@@ -35,6 +35,7 @@ from ebbtide.optim.schedule import learning_rate
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import local
 from ebbtide.parallel.group import Group
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
 from ebbtide.planner.run_plan import plan_run
 from ebbtide.policy.policy import Policy
@@ -90,7 +91,7 @@ def train(
         report.note(comm.describe())
     if channel is not None:
         report.note(channel.describe())
-    placement = build_plan(config.memory, config.optimizer, config.rollout_weights(comm.shards))
+    placement = plan_holdings(config, comm.shards)
     check_weights_fit(config, device)
     config, host_needs = fit_to_host(
         config,
