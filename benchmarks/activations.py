@@ -28,9 +28,9 @@ from ebbtide.config import load
 from ebbtide.config.memory import ActivationsConfig
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.host import frozen_gc
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import blocks_of, decoder, load_model
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.activation_plan import (
     ActivationFigures,
     choose_activations,
@@ -156,7 +156,7 @@ class Bench:
         return rows
 
     def ours(self, name: str, config: ActivationsConfig, *, in_turns: bool = False) -> list[Row]:
-        with Residency(build_plan(self.config.memory), torch.device("cuda", 0)) as residency:
+        with Residency(plan_holdings(self.config), torch.device("cuda", 0)) as residency:
             self.figures = self.figures or measure_figures(
                 ActivationsConfig(preset="balanced"), self.blocks, self.probe, residency, self.tokens
             )

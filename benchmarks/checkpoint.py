@@ -29,11 +29,11 @@ from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.loss import LossConfig
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model, pick_device
 from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.group import Group
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
@@ -91,7 +91,7 @@ def timed(work: Callable[[], object]) -> float:
 @contextmanager
 def run(options: list[str]) -> Iterator[Run]:
     config = load(CONFIG, options)
-    with Residency(build_plan(config.memory, config.optimizer), pick_device(config.device)) as residency:
+    with Residency(plan_holdings(config), pick_device(config.device)) as residency:
         yield Run(options, residency)
 
 

@@ -23,10 +23,10 @@ from ebbtide.config.loss import LossConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.host import free_host_bytes
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import host_bytes
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
@@ -55,7 +55,7 @@ def attempt(mode: str, layers: int) -> dict[str, float]:
         f"memory.host_budget_gib={free_host_bytes() / GIB - 4:.2f}",
     ]
     config = load(CONFIG, options)
-    plan = build_plan(config.memory, config.optimizer)
+    plan = plan_holdings(config)
     try:
         check_host_budget(host_bytes(config, plan), config.memory.host_budget_gib)
         loaded = load_model(config)

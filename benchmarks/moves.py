@@ -24,10 +24,12 @@ from common import Row, save, seconds
 from ebbtide.algorithms.loop import train
 from ebbtide.config import load
 from ebbtide.config.memory import MemoryConfig
+from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.memory.buckets import allocate_buckets
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
+from ebbtide.optim.costs import optimizer_holdings
 from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -73,7 +75,9 @@ def moved(rows: list[Row]) -> None:
         Row("tensor by tensor .to()", "in", size / base_in / GB, "GB/s"),
     ]
 
-    residency = Residency(build_plan(MemoryConfig(preset="lean")), torch.device("cuda", 0))
+    holdings = optimizer_holdings(OptimizerConfig())
+    plan = build_plan(MemoryConfig(preset="lean"), holdings, ["generate", "train", "step"])
+    residency = Residency(plan, torch.device("cuda", 0))
     residency.register("master", allocate_buckets(shapes, torch.float32, residency.device)[0])
     residency.register(
         "moments", [flat for _ in range(2) for flat in allocate_buckets(shapes, torch.float32, residency.device)[0]]

@@ -26,11 +26,11 @@ from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.config.loss import LossConfig
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.costs import ring_bytes
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
@@ -88,7 +88,7 @@ def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
     policy, sequences = Policy(loaded, config), trajectories()
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     outside = torch.cuda.memory_allocated() - weights  # buffers, workspaces
-    with Residency(build_plan(config.memory, config.optimizer), torch.device("cuda", 0)) as residency:
+    with Residency(plan_holdings(config), torch.device("cuda", 0)) as residency:
         start = time.perf_counter()
         optimizer = AdamW(loaded.model.named_parameters(), config.optimizer, residency)
         built = time.perf_counter() - start

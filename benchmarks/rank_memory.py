@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ebbtide.config import load
 from ebbtide.config.loss import LossConfig
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
@@ -30,6 +29,7 @@ from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.dtensor import local
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import LIBRARIES, Predictor
 from ebbtide.planner.workload import Workload
 from ebbtide.policy.datum import trajectory
@@ -64,7 +64,7 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
     try:
         comm: Any = Comm()
         comm.mesh = init_device_mesh("cuda", mesh, mesh_dim_names=("replicate", "shard", "tensor"))
-        with Residency(build_plan(config.memory, config.optimizer), device) as residency:
+        with Residency(plan_holdings(config), device) as residency:
             loaded = load_model(config, device)
             policy = Policy(loaded, config)
             whole = shard_policy(policy, comm, None, device, "gathered")

@@ -7,9 +7,9 @@ from torch import nn
 
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.optimizer import OptimizerConfig
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
+from plans import plan_of
 
 CPU = torch.device("cpu")
 STEPS = 20
@@ -57,7 +57,7 @@ def trained(
 ):
     """(model, residency, optimizer, the figures of each step) after some steps on random targets."""
     config = OptimizerConfig(**{"weight_decay": 0.1, "clip_norm": 0.5, **options})
-    residency = Residency(build_plan(memory or MemoryConfig(), config), device)
+    residency = Residency(plan_of(memory or MemoryConfig(), config), device)
     model = Toy(dtype).to(device)
     optimizer = AdamW(model.named_parameters(), config, residency)
     if state is not None:

@@ -27,8 +27,8 @@ from ebbtide.config.train import Rehearsal
 from ebbtide.errors import RunStopped, UserError
 from ebbtide.launch.job import Job, read_job
 from ebbtide.launch.start import start_run, use_expandable_segments
-from ebbtide.memory.plan import build_plan
 from ebbtide.planner import render
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.offline import Hardware, plan_offline
 from ebbtide.rollout.serve.preflight import check_installed, read_api_key
 from ebbtide.system.files import user_error_on_full_disk
@@ -340,7 +340,7 @@ def show_config(source: Source, overrides: Overrides = None) -> None:
     """Print the resolved config of a recipe or file, with the meaning of each key. The output is valid YAML: save it
     and edit it."""
     config = load(source, overrides or [])
-    build_plan(config.memory, config.optimizer)
+    plan_holdings(config)
     _echo(to_annotated_yaml(config).removesuffix("\n"))
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy
 import torch
@@ -30,17 +30,19 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.device_budget import enforce_budget
 from ebbtide.memory.host import bind_to_numa_node, pci_address
-from ebbtide.memory.plan import HoldingName, Phase, build_plan
+from ebbtide.memory.plan import HoldingName, Phase
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, load_model, pick_device
 from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import local
 from ebbtide.parallel.group import Group
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
 from ebbtide.planner.run_plan import RunPlan, plan_run
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.losses import Loss
+from ebbtide.policy.model_costs import POLICY
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
 from ebbtide.progress import Progress, no_progress
@@ -122,7 +124,7 @@ class Worker:
         for ranks in (comm if comm.size > 1 else None, self._channel):
             if ranks is not None:
                 report.note(ranks.describe())
-        placement = build_plan(self.config.memory, self.config.optimizer, self.config.rollout_weights(comm.shards))
+        placement = plan_holdings(self.config, comm.shards)
         check_weights_fit(self.config, device)
         self.config, host_needs = fit_to_host(
             self.config,
@@ -152,8 +154,8 @@ class Worker:
         config, residency, comm = self.config, self.residency, self.comm
         self.loaded = loaded = load_model(config, comm.load_device(residency.device))
         self.policy = policy = Policy(loaded, config, comm)
-        place = residency.plan.place("generate", "weights")
-        rollout_weights = shard_policy(policy, comm, self._channel, residency.device, place)
+        mode = config.rollout_weights(comm.shards)
+        rollout_weights = shard_policy(policy, comm, self._channel, residency.device, mode)
         with rollout_weights.materialized() as model:
             policy.verify(model)
         if config.generates:
@@ -198,11 +200,11 @@ class Worker:
         name: str,
         progress: Progress = no_progress,
         *,
-        model: HoldingName | Literal["policy"] = "policy",
+        model: HoldingName = POLICY,
     ) -> None:
         """Sets the value `name` of each datum to the log-probs of its targets under the policy, or under a frozen
         model such as `reference`."""
-        if model != "policy":
+        if model != POLICY:
             self.residency.need(model)
         self.policy.compute_logprobs(name, data, progress, weights=self._frozen.get(model))
 

@@ -167,7 +167,6 @@ def test_strict_types_are_not_coerced() -> None:
         (["run.folder="], ["`run.folder` is empty"]),
         (["rollout.temperature=1e-300"], ["`rollout.temperature`", "0.000001"]),
         (["optimizer.betas=[0.9]"], ["`optimizer.betas` is [0.9] and should have at least 2 items."]),
-        (["memory.offload.generate=[moment]"], ["'moment'", "'moments'", "While completions are sampled"]),
         (["optimizer.lr=-1"], ["`optimizer.lr`", "-1", "greater than 0"]),
     ],
 )

@@ -12,10 +12,10 @@ from conftest import FAMILIES, family
 from ebbtide.algorithms.loop import train
 from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import enforce_budget, free_bytes
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import blocks_of, load_model
 from ebbtide.model.shape import find_shape
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy import block_activations
 from ebbtide.policy.activation_costs import ActivationPolicy, locally_recomputable, saved_bytes
 from ebbtide.policy.activation_plan import measure_saved_bytes
@@ -60,7 +60,7 @@ def test_a_run_keeps_to_its_budget_and_says_what_was_predicted(tiny, tmp_path, c
 
 def test_memory_that_runs_out_leaves_the_plans_view_and_a_history(tiny, tmp_path) -> None:
     config, device = tiny(), torch.device("cuda", torch.cuda.current_device())
-    with enforce_budget(device, 2.0), Residency(build_plan(config.memory, config.optimizer), device) as residency:
+    with enforce_budget(device, 2.0), Residency(plan_holdings(config), device) as residency:
         assert free_bytes(device) <= 2 * GIB
         residency.on_oom(lambda phase: f"the plan foresaw {phase}")
         residency.record_history(tmp_path / "history.pickle")

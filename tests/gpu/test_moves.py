@@ -10,15 +10,15 @@ from ebbtide.algorithms.loop import train
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.memory.device_budget import enforce_budget
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.report.report import Report
+from plans import plan_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def lean() -> Residency:
-    return Residency(build_plan(MemoryConfig(preset="lean")), torch.device("cuda", 0))
+    return Residency(plan_of(MemoryConfig(preset="lean")), torch.device("cuda", 0))
 
 
 def test_bytes_survive_many_moves_while_compute_runs() -> None:

@@ -5,12 +5,12 @@ import torch
 
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
+from plans import plan_of
 
 
 def residency_of(**memory) -> Residency:
-    residency = Residency(build_plan(MemoryConfig.model_validate(memory)), torch.device("cpu"))
+    residency = Residency(plan_of(MemoryConfig.model_validate(memory)), torch.device("cpu"))
     residency.register("weights", [torch.zeros(10)])
     residency.register("moments", [torch.zeros(2**28)])
     residency.register("reference", [torch.zeros(5)])

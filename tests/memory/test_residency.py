@@ -9,17 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ebbtide.config.memory import MemoryConfig
-from ebbtide.memory.plan import MOVABLE, PHASE_NEEDS, PHASES, build_plan
 from ebbtide.memory.residency import Residency
+from plans import plan_of
 
 CPU = torch.device("cpu")
+PLAN = plan_of()
+PHASES = PLAN.phases
 
 
 rows = st.fixed_dictionaries(
-    {
-        phase: st.none() | st.lists(st.sampled_from([h for h in MOVABLE if h not in PHASE_NEEDS[phase]]), unique=True)
-        for phase in PHASES
-    }
+    {phase: st.none() | st.lists(st.sampled_from(PLAN.could_offload(phase)), unique=True) for phase in PHASES}
 )
 
 
@@ -29,7 +28,7 @@ class AnyRun(RuleBasedStateMachine):
     @initialize(offload=rows, preset=st.sampled_from(["keep", "lean"]))
     def start(self, offload, preset) -> None:
         torch.manual_seed(0)
-        self.residency = Residency(build_plan(MemoryConfig.model_validate({"preset": preset, "offload": offload})), CPU)
+        self.residency = Residency(plan_of(MemoryConfig.model_validate({"preset": preset, "offload": offload})), CPU)
         self.held = {
             "weights": [self.make_weight()],
             "master": [torch.randn(37), torch.randn(5)],
@@ -152,7 +151,7 @@ class AnyRun(RuleBasedStateMachine):
         leased = {name for name, _, _ in self.leases}
         self.residency.enter(self.phase)
         held = self.residency.holdings()
-        for name in PHASE_NEEDS[self.phase]:
+        for name in PLAN.needs(self.phase):
             assert held[name].host == 0
         for name in self.residency.plan.offloaded_in(self.phase):
             assert held[name].device == 0 or name in leased
@@ -167,7 +166,7 @@ TestAnyRun.settings = settings(max_examples=150, stateful_step_count=30, deadlin
 
 
 def lean() -> Residency:
-    return Residency(build_plan(MemoryConfig(preset="lean")), CPU)
+    return Residency(plan_of(MemoryConfig(preset="lean")), CPU)
 
 
 def test_frozen_holdings_are_copied_out_once() -> None:

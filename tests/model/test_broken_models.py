@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import build_plan
 from ebbtide.model.load import load_model, model_config
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import host_bytes
 from ebbtide.policy.policy import Policy
 
@@ -50,7 +50,7 @@ def test_a_config_with_wrong_values_is_refused(base, tmp_path, tiny, keys) -> No
     config = tiny(
         {"model": {"path": str(changed(base, tmp_path, "config.json", **keys))}, "checkpoint": {"async_save": True}}
     )
-    for look in (lambda: host_bytes(config, build_plan(config.memory, config.optimizer)), lambda: load_model(config)):
+    for look in (lambda: host_bytes(config, plan_holdings(config)), lambda: load_model(config)):
         with pytest.raises(UserError, match="could not be loaded as a causal language model"):
             look()
 

@@ -6,8 +6,8 @@ import pytest
 
 from ebbtide.cli import main
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import build_plan
 from ebbtide.model.load import load_model, model_config, uninitialized_model
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import host_bytes
 from ebbtide.policy.policy import Policy
 
@@ -101,4 +101,4 @@ def test_code_beside_a_class_that_transformers_has_is_left_alone(tiny, folder) -
     assert type(loaded.tokenizer).__module__.startswith("transformers.")
     Policy(loaded, config).verify()
     assert uninitialized_model(config, loaded.model.dtype)[0].config.model_type == "qwen3"
-    assert host_bytes(config, build_plan(config.memory, config.optimizer))
+    assert host_bytes(config, plan_holdings(config))

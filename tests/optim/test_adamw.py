@@ -8,10 +8,10 @@ from torch import nn
 
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.optimizer import OptimizerConfig
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.schedule import learning_rate
+from plans import plan_of
 
 
 def parameters(dtype=torch.float32) -> dict[str, nn.Parameter]:
@@ -25,7 +25,7 @@ def parameters(dtype=torch.float32) -> dict[str, nn.Parameter]:
 
 
 def optimizer_for(named, config: OptimizerConfig) -> AdamW:
-    return AdamW(named, config, Residency(build_plan(MemoryConfig()), torch.device("cpu")))
+    return AdamW(named, config, Residency(plan_of(MemoryConfig()), torch.device("cpu")))
 
 
 def in_double(weights, gradients, config, lrs):

@@ -17,13 +17,13 @@ from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.mover import Mover
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim import costs, cpu_kernels, on_cpu, on_device, streamed
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.costs import state_bytes
 from ebbtide.optim.grad_accumulator import Ring
 from ebbtide.optim.rule import join_master
+from plans import plan_of
 from toy import CPU, MODES, ON_CPU, Toy, error, in_double, same, state_of, trained
 
 
@@ -81,7 +81,7 @@ def test_a_parameter_without_a_gradient_in_some_micro_batches_and_gradients_that
 
 def test_gradients_of_the_cpu_part_do_not_stay_on_the_device() -> None:
     config = OptimizerConfig(place="cpu")
-    residency = Residency(build_plan(MemoryConfig(), config), CPU)
+    residency = Residency(plan_of(MemoryConfig(), config), CPU)
     model = Toy(torch.bfloat16)
     optimizer = AdamW(model.named_parameters(), config, residency)
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_narrow_weights_are_wide_ones_rounded(mode) -> None:
     config = OptimizerConfig(weight_decay=0.1, clip_norm=0.5, lr=1e-2, **MODES[mode])
     ends = []
     for dtype in (torch.bfloat16, torch.float32):
-        residency = Residency(build_plan(MemoryConfig(), config), CPU)
+        residency = Residency(plan_of(MemoryConfig(), config), CPU)
         generator = torch.Generator().manual_seed(3)
         named = {
             name: nn.Parameter(torch.randn(size, generator=generator).bfloat16().to(dtype))
@@ -219,7 +219,7 @@ def test_the_bytes_foretold_are_the_bytes_held(mode, dtype, state, monkeypatch) 
         monkeypatch.setattr(module, "CHUNK", 2**16)
     monkeypatch.setattr(costs, "CPU_CHUNK", 2**16)
     config = OptimizerConfig(state_dtype=state, **MODES[mode])
-    residency = Residency(build_plan(MemoryConfig(), config), CPU)
+    residency = Residency(plan_of(MemoryConfig(), config), CPU)
     optimizer = AdamW(
         nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 300)).to(dtype).named_parameters(), config, residency
     )
@@ -307,7 +307,7 @@ def test_a_parameter_without_an_element_here(mode) -> None:
     """Of which other ranks have all. Its gradient may be a view of what others' are in."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(0, 3))])
     config = OptimizerConfig(**MODES[mode])
-    with Residency(build_plan(MemoryConfig(preset="lean"), config), CPU) as residency:
+    with Residency(plan_of(MemoryConfig(preset="lean"), config), CPU) as residency:
         optimizer = AdamW(model.named_parameters(), config, residency)
         residency.pin()
         for _ in range(2):
@@ -354,7 +354,7 @@ def test_a_gradient_away_at_the_step_comes_back(monkeypatch) -> None:
 @pytest.mark.parametrize("weight", [torch.ones(3, 4).half(), torch.ones(3, 4).T])
 def test_weights_that_cannot_be_trained_are_refused(weight) -> None:
     with pytest.raises(ValueError, match="w is torch"):
-        AdamW([("w", nn.Parameter(weight))], OptimizerConfig(), Residency(build_plan(MemoryConfig()), CPU))
+        AdamW([("w", nn.Parameter(weight))], OptimizerConfig(), Residency(plan_of(MemoryConfig()), CPU))
 
 
 def test_the_cpu_part_uses_the_cores_there_are(monkeypatch) -> None:

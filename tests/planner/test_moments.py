@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from conftest import TINY, merged
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.loss import LossConfig
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.workload import max_workload
 from ebbtide.policy.datum import trajectory
@@ -62,7 +62,7 @@ def test_a_later_micro_batch_takes_what_was_predicted(tied: bool) -> None:
     )
     policy = Policy(load_model(config), config)
     sequences = [trajectory([1] * 8, [2] * 56, [-1.0] * 56, advantage=1.0, weight=1e-3) for _ in range(4)]
-    with Residency(build_plan(config.memory, config.optimizer), torch.device("cpu")) as residency:
+    with Residency(plan_holdings(config), torch.device("cpu")) as residency:
         policy.place_activations(residency, {})
         policy.model.zero_grad()
         with Alive() as alive:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.planner_keys import GROUPS, free_groups, keep_planned_settings, with_changes
-from ebbtide.memory.plan import build_plan
 from ebbtide.model.shape import find_shape
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import COPIES, host_bytes
 from ebbtide.planner.predict import Predictor
-from ebbtide.planner.prediction import CYCLE, Prediction
+from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.render import explain_misfit, render_plan, to_arguments
 from ebbtide.planner.search import PlanResult, PlanSearch, usable_gib
 from ebbtide.planner.search import settings_diff as as_settings
@@ -219,7 +219,7 @@ def test_what_a_run_pins_for_saves_is_host_memory_where_there_is_room() -> None:
     with_copies = Predictor(find_shape(config.model), machine).predict(config, max_workload(config), 139 * GIB)
     needs = host_bytes(
         config_with(checkpoint={}, device="cpu", model={**BASE["model"], "dtype": "bfloat16"}),
-        build_plan(config.memory, config.optimizer),
+        plan_holdings(config),
     )
     assert with_copies.host == needs[COPIES]
     assert with_copies.missing_save_bytes == 0
@@ -379,8 +379,8 @@ def test_a_table_is_of_the_plan_that_the_text_speaks_of(
     assert needed == f"{float(row.split()[3]):.3g}"
     if found.nearest is not None:
         (other,) = others
-        rows = [line.split() for line in other.splitlines() if line.split()[0] in CYCLE]
-        assert len(rows) == len(CYCLE)
+        rows = [line.split() for line in other.splitlines() if line.split()[0] in config.cycle]
+        assert len(rows) == len(config.cycle)
         seconds = sum(float(row[1]) for row in rows)
         assert f"at {found.nearest.prediction.seconds:.1f} s per step" in shown
         assert seconds == pytest.approx(found.nearest.prediction.seconds, abs=0.03)

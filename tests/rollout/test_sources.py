@@ -11,9 +11,9 @@ from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.config import load
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import host_bytes
 from ebbtide.report.report import Report
 from ebbtide.rollout.paged.engine import PagedEngine
@@ -36,7 +36,7 @@ def rollouts_of(config):
     problems = build_task(config.task, config.seed, evaluated=False).problems()
     prompts = encode_prompts(problems.train, loaded.tokenizer, loaded.vocabulary_rows, config, lambda *_: None)
     engine = PagedEngine(loaded, config.rollout.max_num_seqs, block=4)
-    residency = Residency(build_plan(config.memory, config.optimizer), torch.device("cpu"))
+    residency = Residency(plan_holdings(config), torch.device("cpu"))
     return (
         build_source(config, engine, Sampler(prompts, config.seed), prompts, residency, rows=loaded.vocabulary_rows),
         residency,
@@ -180,4 +180,4 @@ def test_what_cannot_be_is_refused() -> None:
         (["memory.offload.generate=[kv_cache]"], "the generate phase needs it"),
     ):
         with pytest.raises(UserError, match=message):
-            build_plan(load("quickstart", options).memory)
+            plan_holdings(load("quickstart", options))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SAVE = "save"
+"""The phase in which a checkpoint is taken."""
 SLOTS = 2  # tensors in shared memory at once: one for each thread that writes, each to its own file
 
 

@@ -4,37 +4,42 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from ebbtide.config.base import Natural, Positive, Section
 
-MovableName = Literal["grads", "master", "moments", "reference", "kv_cache"]
-
 
 class OffloadConfig(Section):
-    """Holdings that are offloaded to host memory in each phase; a list given here replaces the preset's."""
+    """Holdings that are offloaded to host memory in each phase; a list given here replaces the preset's. Only phases
+    that the algorithm has can be set."""
 
-    generate: list[MovableName] | None = None
+    generate: list[str] | None = None
     """While completions are sampled."""
 
-    score: list[MovableName] | None = None
+    score: list[str] | None = None
     """While completions are scored."""
 
-    logprob: list[MovableName] | None = None
+    logprob: list[str] | None = None
     """While old and reference log-probs are computed. Offloading the optimizer state (`[moments, master]`) here pays
     only if this phase lacks memory."""
 
-    train: list[MovableName] | None = None
+    train: list[str] | None = None
     """During forward and backward."""
 
-    step: list[MovableName] | None = None
+    step: list[str] | None = None
     """During the optimizer step."""
 
-    save: list[MovableName] | None = None
+    save: list[str] | None = None
     """While a checkpoint is written."""
 
-    evaluate: list[MovableName] | None = None
+    evaluate: list[str] | None = None
     """During evaluation on held-out problems."""
+
+    @field_validator("*")
+    @classmethod
+    def _spelled_alike(cls, names: list[str] | None) -> list[str] | None:
+        """Which holdings there are depends on the parts of a run: the plan checks the names."""
+        return names if names is None else [name.lower().replace("-", "_") for name in names]
 
 
 ActivationName = Literal[
@@ -117,7 +122,8 @@ class MemoryConfig(Section):
 
     offload: OffloadConfig = OffloadConfig()
     """Holdings (groups of tensors) to offload in each phase: `grads`, `master`, `moments` (the optimizer state),
-    `reference`, `kv_cache` (with `rollout.partial.kv_cache: keep`). Names not used in a run are ignored."""
+    `reference` and other frozen models, `kv_cache` (with `rollout.partial.kv_cache: keep`). Names not used in a run are
+    ignored."""
 
     activations: ActivationsConfig = ActivationsConfig()
     """Whether activations are kept, offloaded or recomputed, per module."""

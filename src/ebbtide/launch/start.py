@@ -14,7 +14,7 @@ from ebbtide.errors import RunStopped, UserError
 from ebbtide.launch.job import Job, exit_now
 from ebbtide.launch.local import launch_locally, ranks_to_start
 from ebbtide.launch.ray import launch_on_ray
-from ebbtide.memory.plan import build_plan
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.rollout.serve.preflight import check_installed
 from ebbtide.system.signals import STOPPED
 from ebbtide.tasks.build import build_task
@@ -35,7 +35,7 @@ def start_run(job: Job, say: Say) -> int:
     config = job.config
     sys.path.append(os.getcwd())  # a user's own `task.python.object` is imported from here
     # Errors that need no torch to be found are raised now, not ten seconds later.
-    build_plan(config.memory, config.optimizer)
+    plan_holdings(config)
     check_paths(config.model)
     if config.task is not None:
         build_task(config.task, config.seed, evaluated=config.evaluate is not None)

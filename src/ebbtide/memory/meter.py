@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from ebbtide.memory.mover import Mover, Tally
-from ebbtide.memory.plan import HOLDINGS, PHASES, HoldingName, Phase
+from ebbtide.memory.plan import HoldingName, Phase, Plan
 from ebbtide.system.units import gib
 
 
@@ -61,8 +61,8 @@ class Owner(Protocol):
 class Meter:
     """`with meter.phase("generate"):` wraps each phase; `drain()` returns and clears what was measured."""
 
-    def __init__(self, device: torch.device, mover: Mover) -> None:
-        self._device, self._mover = device, mover
+    def __init__(self, device: torch.device, mover: Mover, plan: Plan) -> None:
+        self._device, self._mover, self._plan = device, mover, plan
         self._rows: dict[Phase, PhaseRow] = {}
         self.run_rows: dict[Phase, PhaseRow] = {}
         """The rows of the whole run so far, for the table at its end."""
@@ -119,10 +119,11 @@ class Meter:
 
     def table_rows(self) -> list[list[str]]:
         """The run as rows of text: a heading, then one row per phase. The holdings and `other` add up to the peak."""
-        shown = [name for name in HOLDINGS if any(row.holdings.get(name) for row in self.run_rows.values())]
+        known = dict.fromkeys([*self._plan.specs, *(name for row in self.run_rows.values() for name in row.holdings)])
+        shown = [name for name in known if any(row.holdings.get(name) for row in self.run_rows.values())]
         heading = ["phase", "seconds", "peak GiB", *shown, "other", "reserved", "host", "moved GiB", "exposed s"]
         lines = [heading]
-        for phase in PHASES:
+        for phase in self._plan.phases:
             if phase in self.run_rows:
                 row = self.run_rows[phase]
                 sizes = [row.peak, *(row.holdings.get(name, 0) for name in shown), row.other, row.reserved, row.host]

@@ -6,17 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import MOVABLE, PHASE_NEEDS, HoldingName, Phase
+from ebbtide.memory.plan import HoldingName, Phase, Plan
 from ebbtide.system.torch_internals import dump_allocations, record_allocations, stop_recording_allocations
 from ebbtide.system.units import gib
-
-ADVICE: Mapping[Phase, str] = {
-    "generate": "lower `rollout.max_num_seqs`",
-    "evaluate": "lower `rollout.max_num_seqs`",
-    "logprob": "lower `train.microbatch_tokens` or `train.head_chunk_tokens`",
-    "train": "lower `train.microbatch_tokens`, or set `memory.activations.preset` to balanced, recompute or offload",
-    "step": "set `optimizer.place` to streamed or cpu, or raise `optimizer.cpu_fraction`",
-}
 
 HISTORY_ENTRIES = 200_000  # allocations: those of the last few steps
 
@@ -41,6 +33,7 @@ class AllocationHistory:
 
 
 def oom_error(
+    plan: Plan,
     phase: Phase | None,
     device: Mapping[HoldingName, int],
     peak: int,
@@ -52,20 +45,14 @@ def oom_error(
     """Builds the error. `device`: the bytes of each holding on the device; `away`: the holdings that the phase offloads
     already; `peak`: the peak of allocated bytes; `table`: where everything was; `problem`: the allocator's own message;
     `more`: further sentences."""
-    could_offload = {
-        name: device[name]
-        for name in MOVABLE
-        if phase is not None and name not in PHASE_NEEDS[phase] and device.get(name)
-    }
+    movable = plan.could_offload(phase) if phase is not None else []
+    could_offload = {name: device[name] for name in movable if device.get(name)}
     advice = []
     if could_offload:
-        offload = ", ".join(name for name in MOVABLE if name in away or name in could_offload)
+        offload = ", ".join(name for name in movable if name in away or name in could_offload)
         freed = gib(sum(could_offload.values()))
         advice.append(f"set `memory.offload.{phase}: [{offload}]`, which frees {freed:.2f} GiB")
-    if phase is None:
-        advice.append("set `optimizer.place` to streamed or cpu, or choose a smaller model")
-    elif phase in ADVICE:
-        advice.append(ADVICE[phase])
+    advice += [spec.advice[phase] for spec in plan.holdings if phase in spec.advice]
     when = f"in the {phase} phase" if phase is not None else "before the first phase"
     cause = ". ".join(problem.split(". ")[:2])
     rest = gib(peak - sum(device.values()))

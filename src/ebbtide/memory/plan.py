@@ -1,19 +1,19 @@
-"""The plan: the table of which holding lives where in each phase, and the rules it must keep. This file imports no
-torch."""
+"""The plan: the table of which holding lives where in each phase, and the rules it must keep. Its rows are the phases
+of an algorithm, its columns the holdings that the parts of a run describe. This file imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
-from ebbtide.config.memory import MemoryConfig, MovableName
-from ebbtide.config.optimizer import OptimizerConfig
-from ebbtide.config.parallel import RolloutWeightsMode
+from ebbtide.config.memory import MemoryConfig, OffloadConfig
 from ebbtide.errors import UserError
 
-Phase = Literal["generate", "score", "logprob", "train", "step", "save", "evaluate"]
-HoldingName = Literal["weights", "grads", "master", "moments", "reference", "kv_cache", "activations"]
+Phase = str
+"""What the loop is doing now, such as `generate` or `train`."""
+HoldingName = str
 Place = Literal["device", "away", "stays", "host", "gathered", "layerwise"]
 """Where a plan puts a holding: `device` (must be there), `away` (offloaded), `stays` (wherever it is), or `host` (lives
 there in every phase).
@@ -21,26 +21,33 @@ there in every phase).
 `gathered` and `layerwise` are for sharded weights: each rank has its shard on the device, and all-gathers all weights
 for the phase, or layer by layer in every pass."""
 
-PHASES: tuple[Phase, ...] = get_args(Phase)
-HOLDINGS: tuple[HoldingName, ...] = tuple(name for name in get_args(HoldingName) if name != "activations")
-"""The holdings that a plan places. Activations come and go inside the train phase: see `memory.activations`."""
-MOVABLE: tuple[MovableName, ...] = get_args(MovableName)
-
-PHASE_NEEDS: Mapping[Phase, frozenset[HoldingName]] = {
-    "generate": frozenset({"weights", "kv_cache"}),
-    "score": frozenset(),
-    "logprob": frozenset({"weights", "reference"}),
-    "train": frozenset({"weights", "grads"}),
-    "step": frozenset({"weights", "grads", "master", "moments"}),
-    "save": frozenset({"weights"}),
-    "evaluate": frozenset({"weights"}),
-}
-"""What each phase uses on the device. A save reads what is offloaded where it is."""
-
-GENERATING_PHASES: tuple[Phase, ...] = ("generate", "evaluate")
-"""The phases in which every rank samples on its own, and so needs all the weights."""
+AFTER_STEP: tuple[Phase, ...] = ("save", "evaluate")
+"""The phases that come after a step, whatever the algorithm's own are."""
 
 HOST_SHARE = 0.8  # the share of the host's free memory that a run may use where `memory.host_budget_gib` is not set
+
+
+@dataclass(frozen=True)
+class HoldingSpec:
+    """What a part of the system says about a holding of its own. It stands beside the part's code."""
+
+    name: HoldingName
+    needed_in: frozenset[Phase] = frozenset()
+    """The phases that need it on the device. A save reads what is offloaded where it is."""
+    movable: bool = True
+    """Whether it may be offloaded."""
+    frozen: bool = False
+    """Whether its tensors never change."""
+    exists_in: frozenset[Phase] | None = None
+    """The only phases in which it exists; None: it exists in all."""
+    transient: bool = False
+    """It comes and goes within a phase: the plan does not place it, but the prediction and the meter have its bytes."""
+    host_setting: str | None = None
+    """The setting by which it lives on the host in every phase, as it is written in a config; None: it does not."""
+    cells: Mapping[Phase, Place] = field(default_factory=dict)
+    """Its place in phases that need it in another way than as a whole on the device."""
+    advice: Mapping[Phase | None, str] = field(default_factory=dict)
+    """What to change if memory runs out in a phase (None: before the first one)."""
 
 
 def check_device_budget(budget_gib: float | None, device_gib: float) -> None:
@@ -52,109 +59,141 @@ def check_device_budget(budget_gib: float | None, device_gib: float) -> None:
         )
 
 
-NEXT_PHASE: Mapping[Phase, Phase] = {
-    "generate": "score",
-    "score": "logprob",
-    "logprob": "train",
-    "train": "step",
-    "step": "generate",
-    "save": "generate",
-    "evaluate": "generate",
-}
-"""The phase that usually follows: its needs are prefetched while the phase before it computes."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """The table phase x holding -> place."""
 
+    holdings: Sequence[HoldingSpec]
+    """All that the parts of the run describe, in the order of the table's columns."""
+    cycle: tuple[Phase, ...]
+    """The phases of a step."""
     table: Mapping[Phase, Mapping[HoldingName, Place]]
 
+    @cached_property
+    def specs(self) -> Mapping[HoldingName, HoldingSpec]:
+        return {spec.name: spec for spec in self.holdings}
+
+    @cached_property
+    def names(self) -> tuple[HoldingName, ...]:
+        """The holdings that the table places."""
+        return tuple(spec.name for spec in self.holdings if not spec.transient)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(self.table)
+
     def place(self, phase: Phase, holding: HoldingName) -> Place:
-        return self.table[phase][holding]
+        """A holding that no part has described stays where it is."""
+        return self.table[phase].get(holding, "stays")
+
+    def needs(self, phase: Phase) -> list[HoldingName]:
+        """The holdings that a phase needs on the device."""
+        return [name for name in self.names if phase in self.specs[name].needed_in]
+
+    def next_phase(self, phase: Phase) -> Phase:
+        """The phase that usually follows: its needs are prefetched while the phase before it computes."""
+        return self.cycle[(self.cycle.index(phase) + 1) % len(self.cycle)] if phase in self.cycle else self.cycle[0]
 
     def offloaded_in(self, phase: Phase) -> list[HoldingName]:
-        return [holding for holding in HOLDINGS if self.table[phase][holding] == "away"]
+        return [holding for holding in self.names if self.table[phase][holding] == "away"]
+
+    def could_offload(self, phase: Phase) -> list[HoldingName]:
+        """The holdings that `memory.offload` may name in a phase's row."""
+        return [
+            spec.name
+            for spec in self.holdings
+            if spec.movable and not spec.transient and spec.host_setting is None and phase not in spec.needed_in
+        ]
 
     def to_fetch(self, phase: Phase) -> list[HoldingName]:
         """The holdings that a phase fetches when it begins: its own needs first, then those of the next phase that may
         be prefetched."""
-        ahead = [
-            holding
-            for holding in HOLDINGS
-            if holding in PHASE_NEEDS[NEXT_PHASE[phase]] and self.table[phase][holding] != "away"
-        ]
+        needed, ahead = self.needs(phase), self.needs(self.next_phase(phase))
         return [
-            *(holding for holding in HOLDINGS if holding in PHASE_NEEDS[phase]),
-            *(holding for holding in ahead if holding not in PHASE_NEEDS[phase]),
+            *needed,
+            *(holding for holding in ahead if holding not in needed and self.table[phase][holding] != "away"),
         ]
 
     def is_ever_offloaded(self, holding: HoldingName) -> bool:
-        return any(self.table[phase].get(holding) == "away" for phase in PHASES)
+        return any(row.get(holding) == "away" for row in self.table.values())
 
     @property
     def moves_anything(self) -> bool:
-        return any(self.is_ever_offloaded(holding) for holding in HOLDINGS)
+        return any(self.is_ever_offloaded(holding) for holding in self.names)
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether the weights are sharded, and all-gathered to generate."""
-        return self.table["generate"]["weights"] != "device"
+        """Whether weights are sharded, and all-gathered to generate."""
+        return any(place in ("gathered", "layerwise") for row in self.table.values() for place in row.values())
 
-    def table_rows(self, existing: Container[HoldingName] = HOLDINGS) -> list[list[str]]:
+    def table_rows(self, existing: Container[HoldingName] | None = None) -> list[list[str]]:
         """The table as text, with the holdings that exist: a heading, then one row per phase."""
-        shown = [holding for holding in HOLDINGS if holding in existing]
+        shown = [holding for holding in self.names if existing is None or holding in existing]
         lines: list[list[str]] = [["phase", *shown]]
-        for phase in PHASES:
-            lines.append([phase, *(self.table[phase][holding] for holding in shown)])
+        for phase, row in self.table.items():
+            lines.append([phase, *(row[holding] for holding in shown)])
         return lines
 
 
 def build_plan(
-    config: MemoryConfig, optimizer: OptimizerConfig | None = None, rollout_weights: RolloutWeightsMode | None = None
+    config: MemoryConfig, holdings: Sequence[HoldingSpec], cycle: Sequence[Phase], known: Collection[HoldingName] = ()
 ) -> Plan:
     """Builds the preset's table with the config's own rows in it, and checks it: what a phase needs cannot be
-    offloaded in it. `rollout_weights` is for sharded weights."""
-    optimizer = optimizer or OptimizerConfig()
-    on_host: frozenset[HoldingName] = frozenset({"master", "moments"}) if optimizer.is_state_on_host else frozenset()
+    offloaded in it. `cycle` is the phases of a step; names that are `known` but not among the holdings of this run are
+    ignored."""
+    phases = (*cycle, *AFTER_STEP)
+    placed = [spec for spec in holdings if not spec.transient]
+    rows = {phase: getattr(config.offload, phase, None) for phase in phases}
+    _check_rows(config.offload, rows, placed, known)
     table: dict[Phase, dict[HoldingName, Place]] = {}
-    for phase in PHASES:
-        row: list[MovableName] | None = getattr(config.offload, phase)
-        if row is None:
-            # Scoring uses no device memory: what was offloaded before may be prefetched in it, for the next phase.
-            lean = config.preset == "lean" and phase != "score"
-            away = {holding for holding in MOVABLE if lean and holding not in PHASE_NEEDS[phase]}
-        else:
-            away = set(row)
-            for kept in sorted(away & on_host):
-                raise UserError(
-                    f"`memory.offload.{phase}` names `{kept}`, but with {_place_setting(optimizer)} it lives on the"
-                    " host in every phase: remove it from that row"
-                )
-            for needed in sorted(away & PHASE_NEEDS[phase]):
-                raise UserError(
-                    f"`memory.offload.{phase}` names `{needed}`, but the {phase} phase needs it on the device:"
-                    " remove it from that row. This phase can offload:"
-                    f" {', '.join(holding for holding in MOVABLE if holding not in PHASE_NEEDS[phase])}"
-                )
+    for phase, row in rows.items():
+        # A phase that needs nothing on the device, such as scoring, offloads nothing: what was offloaded before may be
+        # prefetched in it, for the next phase.
+        lean = config.preset == "lean" and any(phase in spec.needed_in for spec in placed)
         places: dict[HoldingName, Place] = {}
-        for holding in HOLDINGS:
-            if holding in on_host:
-                places[holding] = "host"
-            elif holding in PHASE_NEEDS[phase]:
-                places[holding] = "device"
+        for spec in placed:
+            if spec.host_setting is not None:
+                places[spec.name] = "host"
+            elif phase in spec.needed_in:
+                places[spec.name] = spec.cells.get(phase, "device")
             else:
-                places[holding] = "away" if holding in away else "stays"
-        if rollout_weights is not None and phase in GENERATING_PHASES:
-            places["weights"] = rollout_weights
+                away = spec.name in row if row is not None else lean and spec.movable
+                places[spec.name] = "away" if away else "stays"
         table[phase] = places
-    return Plan(table)
+    return Plan(holdings, tuple(cycle), table)
 
 
-def _place_setting(optimizer: OptimizerConfig) -> str:
-    """The setting that keeps optimizer state on the host, as it is written in a config."""
-    return (
-        f"`optimizer.place: {optimizer.place}`"
-        if optimizer.place != "device"
-        else f"`optimizer.cpu_fraction: {optimizer.cpu_fraction}`"
-    )
+def _check_rows(
+    offload: OffloadConfig,
+    rows: Mapping[Phase, Sequence[HoldingName] | None],
+    placed: Sequence[HoldingSpec],
+    known: Collection[HoldingName],
+) -> None:
+    """Refuses rows of `memory.offload` that cannot be."""
+    for phase in type(offload).model_fields:
+        if phase not in rows and getattr(offload, phase) is not None:
+            raise UserError(
+                f"`memory.offload.{phase}` is set, but this algorithm has no {phase} phase: remove that row. Its phases"
+                f" are {', '.join(rows)}"
+            )
+    movable = {spec.name: spec for spec in placed if spec.movable}
+    for phase, row in rows.items():
+        for name in sorted(set(row or ()) - set(movable) - set(known)):
+            raise UserError(
+                f"`memory.offload.{phase}` names `{name}`, which is no holding that can be offloaded: these are"
+                f" {', '.join(dict.fromkeys([*movable, *known]))}"
+            )
+        named = [movable[name] for name in sorted(row or ()) if name in movable]
+        for spec in named:
+            if spec.host_setting is not None:
+                raise UserError(
+                    f"`memory.offload.{phase}` names `{spec.name}`, but with {spec.host_setting} it lives on the host"
+                    " in every phase: remove it from that row"
+                )
+        for spec in named:
+            if phase in spec.needed_in:
+                others = [name for name, one in movable.items() if phase not in one.needed_in]
+                raise UserError(
+                    f"`memory.offload.{phase}` names `{spec.name}`, but the {phase} phase needs it on the device:"
+                    f" remove it from that row. This phase can offload: {', '.join(others)}"
+                )

@@ -17,7 +17,7 @@ from ebbtide.memory.host_copies import HostCopies
 from ebbtide.memory.meter import Meter
 from ebbtide.memory.mover import Move, Mover
 from ebbtide.memory.oom import AllocationHistory, oom_error
-from ebbtide.memory.plan import HOLDINGS, HoldingName, Phase, Plan
+from ebbtide.memory.plan import HoldingName, Phase, Plan
 from ebbtide.system.torch_internals import storage_id
 from ebbtide.system.units import gib
 
@@ -36,7 +36,7 @@ class Residency:
         self._copy_blocks: dict[int, HostBlock] = {}
         """Host memory for copies of storages that stay on the device."""
         self._released = threading.Condition()
-        self.meter = Meter(device, self.mover)
+        self.meter = Meter(device, self.mover, plan)
         self._oom_advice: Callable[[Phase | None], str] | None = None
         self._history: AllocationHistory | None = None
 
@@ -150,13 +150,15 @@ class Residency:
                 for name in (self.plan.offloaded_in(phase) if phase is not None else ())
                 if name in on_device and not self._holdings[name].resident_blocks
             ]
-            raise oom_error(phase, on_device, peak, self.format_table(), str(problem), more, away) from problem
+            raise oom_error(
+                self.plan, phase, on_device, peak, self.format_table(), str(problem), more, away
+            ) from problem
 
     def enter(self, phase: Phase) -> None:
         """Offloads what the plan wants away in the phase, then fetches what the phase needs, then what the next one
         will need."""
-        for name in HOLDINGS:
-            if name in self._holdings and self.plan.place(phase, name) == "away":
+        for name in self.plan.offloaded_in(phase):
+            if name in self._holdings:
                 self._offload(self._holdings[name])
         for name in self.plan.to_fetch(phase):
             if name in self._holdings:

@@ -4,7 +4,7 @@ anything is loaded."""
 from __future__ import annotations
 
 from ebbtide.config.optimizer import OptimizerConfig
-from ebbtide.memory.plan import HoldingName
+from ebbtide.memory.plan import HoldingName, HoldingSpec
 from ebbtide.system.units import ceil_div
 
 # Elements per chunk: 160 MiB of state take 3 ms on the host link, so that what cannot overlap (the first fetch, the
@@ -13,6 +13,28 @@ STREAMED_CHUNK = 16 * 2**20
 STREAMED_SLOTS = 3  # one is fetched, one is stepped, one is copied back
 CPU_CHUNK = 16 * 2**20  # elements whose weights are copied to the device at once
 CPU_SLOTS = 4  # chunks of staging memory in each direction
+
+STATE: tuple[HoldingName, ...] = ("master", "moments")
+"""The holdings of the optimizer state."""
+
+
+def optimizer_holdings(config: OptimizerConfig) -> list[HoldingSpec]:
+    """Gradients, which exist from the first backward of a minibatch until its step, and the optimizer state."""
+    host_setting = None
+    if config.is_state_on_host:
+        host_setting = (
+            f"`optimizer.place: {config.place}`"
+            if config.place != "device"
+            else f"`optimizer.cpu_fraction: {config.cpu_fraction}`"
+        )
+    place = "set `optimizer.place` to streamed or cpu, or"
+    advice = {"step": f"{place} raise `optimizer.cpu_fraction`", None: f"{place} choose a smaller model"}
+    updates = frozenset({"train", "step"})
+    return [
+        HoldingSpec("grads", updates, exists_in=updates),
+        HoldingSpec("master", frozenset({"step"}), host_setting=host_setting),
+        HoldingSpec("moments", frozenset({"step"}), host_setting=host_setting, advice=advice),
+    ]
 
 
 def moment_bytes(config: OptimizerConfig) -> int:

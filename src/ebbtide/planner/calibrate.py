@@ -21,6 +21,7 @@ from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
+from ebbtide.optim.costs import optimizer_holdings
 from ebbtide.planner.speed import OPS
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
@@ -116,7 +117,7 @@ def _forward_backward_seconds(device: torch.device) -> float:
 def _cpu_step_seconds(device: torch.device) -> float:
     """Seconds of an optimizer step on the CPU, with gradients that are offloaded already."""
     config = OptimizerConfig(place="cpu")
-    with Residency(build_plan(MemoryConfig(), config), device) as residency:
+    with Residency(build_plan(MemoryConfig(), optimizer_holdings(config), ["step"]), device) as residency:
         weight = nn.Parameter(torch.zeros(CPU_STEP_PARAMETERS // 1024, 1024, device=device, dtype=torch.bfloat16))
         optimizer = AdamW([("weight", weight)], config, residency)
         return _quartile_seconds(lambda: optimizer.step(1e-6), before=lambda: (weight.sum() * 1e-3).backward())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ebbtide.memory.plan import PHASE_NEEDS, HoldingName, Phase, Plan
-from ebbtide.planner.prediction import CYCLE, PhaseCost
+from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase, Plan
+from ebbtide.planner.prediction import PhaseCost
 from ebbtide.system.machine import Rates
 
 
 def on_device_by_phase(plan: Plan, name: HoldingName) -> dict[Phase, bool]:
     """Phase -> whether a holding is on the device in it, in every step after the first."""
     if not plan.is_ever_offloaded(name):
-        return dict.fromkeys(CYCLE, True)
+        return dict.fromkeys(plan.cycle, True)
     on_device, found = True, {}
-    for phase in (*CYCLE, *CYCLE):
+    for phase in (*plan.cycle, *plan.cycle):
         if plan.place(phase, name) == "away":
             on_device = False
         elif name in plan.to_fetch(phase):
@@ -24,50 +24,54 @@ def on_device_by_phase(plan: Plan, name: HoldingName) -> dict[Phase, bool]:
 
 
 def device_bytes_by_phase(plan: Plan, sizes: Mapping[HoldingName, int]) -> dict[Phase, dict[str, int]]:
-    """Phase -> bytes of each holding on the device. Gradients exist in train and step only."""
+    """Phase -> bytes of each holding on the device, in the phases in which it exists."""
     paths = {name: on_device_by_phase(plan, name) for name in sizes}
     found: dict[Phase, dict[str, int]] = {}
-    for phase in (*CYCLE, "save", "evaluate"):
+    for phase in plan.phases:
         on: dict[str, int] = {}
         for name, size in sizes.items():
-            after_step = paths[name]["step"] and plan.place(phase, name) != "away"
-            on_device = paths[name][phase] if phase in CYCLE else after_step
-            if on_device and (name != "grads" or phase in ("train", "step")):
+            after_step = paths[name][plan.cycle[-1]] and plan.place(phase, name) != "away"
+            on_device = paths[name][phase] if phase in plan.cycle else after_step
+            exists_in = plan.specs[name].exists_in
+            if on_device and (exists_in is None or phase in exists_in):
                 on[name] = size
         found[phase] = on
     return found
 
 
 def add_move_costs(
-    name: HoldingName, on: Mapping[Phase, bool], size: int, phases: Mapping[Phase, PhaseCost], rates: Rates
+    spec: HoldingSpec, on: Mapping[Phase, bool], size: int, phases: Mapping[Phase, PhaseCost], rates: Rates
 ) -> None:
     """Adds the bytes and exposed seconds of a holding's moves to the phases. An offload is hidden behind the phase that
     starts it; a fetch is exposed if its own phase needs the holding, and otherwise hidden behind that phase."""
-    for place, phase in enumerate(CYCLE):
-        before = on[CYCLE[place - 1]]
+    cycle = list(on)
+    for place, phase in enumerate(cycle):
+        before = on[cycle[place - 1]]
         if before and not on[phase]:
-            if name != "reference":  # The reference never changes: offloading it copies nothing.
+            if not spec.frozen:  # What never changes has its copy on the host already.
                 phases[phase].moved += size
         elif on[phase] and not before:
             phases[phase].moved += size
             taken = size / rates.link_in
-            late = taken if name in PHASE_NEEDS[phase] else max(0.0, taken - phases[phase].seconds)
+            late = taken if phase in spec.needed_in else max(0.0, taken - phases[phase].seconds)
             phases[phase].exposed += late
             phases[phase].seconds += late
 
 
 def add_offload_wait(
+    plan: Plan,
     sizes: Mapping[HoldingName, int],
     paths: Mapping[HoldingName, Mapping[Phase, bool]],
-    generate: PhaseCost,
+    phases: Mapping[Phase, PhaseCost],
     budget: int,
     rates: Rates,
 ) -> None:
-    """Adds the exposed seconds of offloads before generate: they are hidden behind it, unless generate needs the memory
-    at once."""
+    """Adds the exposed seconds of offloads when a step begins: they are hidden behind its first phase, unless that
+    phase needs the memory at once."""
+    first, last = plan.cycle[0], plan.cycle[-1]
     leaving = sum(
-        sizes[name] for name, on in paths.items() if on["step"] and not on["generate"] and name != "reference"
+        sizes[name] for name, on in paths.items() if on[last] and not on[first] and not plan.specs[name].frozen
     )
-    if generate.peak + leaving > budget:
-        generate.exposed += leaving / rates.link_out
-        generate.seconds += leaving / rates.link_out
+    if phases[first].peak + leaving > budget:
+        phases[first].exposed += leaving / rates.link_out
+        phases[first].seconds += leaving / rates.link_out

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.root import Config
-from ebbtide.memory.plan import build_plan, check_device_budget
+from ebbtide.memory.plan import check_device_budget
 from ebbtide.model.shape import Shape, find_shape
 from ebbtide.parallel.costs import MeshShape, mesh_shape
 from ebbtide.planner.fewer_gpus import note_fewer_gpus
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.search import PlanResult, PlanSearch
 from ebbtide.planner.workload import max_workload
@@ -40,7 +41,7 @@ class Hardware:
 
 def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape, Machine]:
     """The best plan for this config, with a note where fewer GPUs would be faster."""
-    build_plan(config.memory, config.optimizer)
+    plan_holdings(config)
     machine = hardware.machine(config)
     check_device_budget(config.memory.budget_gib, machine.device_gib)
     shape = find_shape(config.model)

@@ -11,11 +11,12 @@ from ebbtide.checkpoint.costs import copied_bytes
 from ebbtide.config.rollout import VllmConfig
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
-from ebbtide.memory.plan import HOST_SHARE, MOVABLE, PHASES, HoldingName, Phase, build_plan
+from ebbtide.memory.plan import HOST_SHARE, HoldingName, Phase, Plan
 from ebbtide.model.shape import Shape
 from ebbtide.optim.costs import grad_bytes, low_bytes, moment_bytes, ring_bytes, state_bytes
 from ebbtide.parallel.costs import CommTime, GatherCosts, MeshShape
 from ebbtide.planner.generation_costs import GenerationCosts, cache_costs_of
+from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.moves import add_move_costs, add_offload_wait, device_bytes_by_phase, on_device_by_phase
 from ebbtide.planner.prediction import Generation, PhaseCost, Prediction, Seconds
 from ebbtide.planner.speed import Speed
@@ -40,6 +41,7 @@ LIBRARIES = 96 * 2**20  # Device memory of matmul workspaces and rotary tables, 
 class _Base(NamedTuple):
     """The holdings of a config, which do not depend on activations and packing."""
 
+    plan: Plan
     sizes: dict[HoldingName, int]
     host: int
     where: dict[Phase, dict[str, int]]
@@ -123,11 +125,11 @@ class Predictor:
             phase.device["workspace"] = phase.device.get("workspace", 0) + LIBRARIES * (self._kind == "cuda")
         self._set_seconds(config, work, choice, phases, rehearsal)
         for name, on in base.paths.items():
-            add_move_costs(name, on, base.sizes[name], phases, self.machine.rates)
-        add_offload_wait(base.sizes, base.paths, phases["generate"], budget, self.machine.rates)
+            add_move_costs(base.plan.specs[name], on, base.sizes[name], phases, self.machine.rates)
+        add_offload_wait(base.plan, base.sizes, base.paths, phases, budget, self.machine.rates)
         loading = self.sharing.ranks_per_node * self._itemsize * self.shape.parameters if self.sharing.shards > 1 else 0
         copies = self._save_copies(config, phases)
-        prediction = Prediction(phases, generation, choice, self.sharing, loading)
+        prediction = Prediction(config.cycle, phases, generation, choice, self.sharing, loading)
         if self.sharing.ranks_per_node * copies + prediction.host > host_limit(config, self.machine.host_gib):
             return replace(prediction, missing_save_bytes=copies)
         for phase in phases.values():  # The copies are pinned before the first step.
@@ -144,22 +146,22 @@ class Predictor:
     def _base(self, config: Config, rehearsal: Rehearsal | None) -> _Base:
         """The holdings of a config; many of the tried configs have them in common."""
         optimizer, offload = config.optimizer, config.memory.offload
-        rows = tuple(tuple(row) if (row := getattr(offload, phase)) is not None else None for phase in PHASES)
+        rows = tuple(tuple(row) if row is not None else None for _, row in offload)
         key = (optimizer.place, optimizer.cpu_fraction, optimizer.overlap, optimizer.state_dtype, optimizer.grad_dtype)
-        whole = (*key, config.memory.preset, rows, config.has_reference, config.rollout.partial.kv_cache, rehearsal)
+        whole = (*key, config.memory.preset, rows, *config.forward_passes.items(), *config.rollout.partial, rehearsal)
         if (found := self._bases.get(whole)) is None:
-            plan = build_plan(config.memory, optimizer)
+            plan = plan_holdings(config)
             sizes, resident = self._holdings(config, optimizer=rehearsal != "none")
             if rehearsal is not None:
                 sizes["grads"] = 0
             paths: dict[HoldingName, dict[Phase, bool]] = {
                 name: on_device_by_phase(plan, name)
-                for name in MOVABLE
-                if name in sizes and name != "grads" and plan.is_ever_offloaded(name)
+                for name in plan.names
+                if name in sizes and plan.specs[name].exists_in is None and plan.is_ever_offloaded(name)
             }
             # Host memory for a holding that is ever offloaded is pinned once, and stays.
             host = sum(resident.values()) + sum(sizes[name] for name in paths)
-            found = self._bases[whole] = _Base(sizes, host, device_bytes_by_phase(plan, sizes), paths)
+            found = self._bases[whole] = _Base(plan, sizes, host, device_bytes_by_phase(plan, sizes), paths)
         return found
 
     def resolve_activations(self, config: Config) -> ActivationPolicy:

@@ -11,7 +11,8 @@ from ebbtide.memory.plan import Phase
 from ebbtide.parallel.costs import MeshShape
 from ebbtide.policy.activation_costs import ActivationPolicy
 
-CYCLE: tuple[Phase, ...] = ("generate", "score", "logprob", "train", "step")
+WORKSPACE = "workspace"
+"""The row of what is no holding: buffers of kernels and libraries. The meter's `other` is nothing else."""
 
 
 class Seconds(NamedTuple):
@@ -82,6 +83,8 @@ class Generation:
 class Prediction:
     """The predicted cost of a step on one rank."""
 
+    cycle: tuple[Phase, ...]
+    """The phases of a step. `phases` has those of them, and of saving and evaluation."""
     phases: Mapping[Phase, PhaseCost]
     generation: Generation
     activations: ActivationPolicy
@@ -138,4 +141,4 @@ class Prediction:
     @property
     def seconds(self) -> float:
         """Seconds of a whole step, without evaluation and saving."""
-        return sum(self.phases[phase].seconds for phase in CYCLE)
+        return sum(self.phases[phase].seconds for phase in self.cycle)

@@ -11,24 +11,10 @@ from typing import Any
 from ebbtide.config.root import Config
 from ebbtide.memory.plan import HOST_SHARE, Phase
 from ebbtide.model.shape import Shape
-from ebbtide.planner.prediction import CYCLE, PhaseCost, Prediction
+from ebbtide.planner.prediction import WORKSPACE, PhaseCost, Prediction
 from ebbtide.planner.search import PlanResult, required_host_bytes, settings_diff, usable_gib
 from ebbtide.system.machine import Machine, Rates
 from ebbtide.system.units import gib
-
-COLUMNS = {
-    "weights": "weights",
-    "reference": "reference",
-    "master": "master",
-    "moments": "moments",
-    "grads": "grads",
-    "gathered": "gathered\nweights",
-    "kv_cache": "kv_cache",
-    "activations": "activations",
-    "logits": "logits",
-    "workspace": "workspace",
-}
-"""Part of a phase's device memory -> heading of its column."""
 
 
 def as_json(chosen: PlanResult, requested: Config, shape: Shape, machine: Machine) -> dict[str, Any]:
@@ -79,10 +65,12 @@ def _phase_json(phase: PhaseCost, timed: bool) -> dict[str, Any]:
 
 def table_rows(prediction: Prediction) -> list[list[str]]:
     """The table of a plan: a heading, then a row for each phase. Columns that are 0 everywhere are left out."""
-    shown = [name for name in COLUMNS if any(phase.device.get(name) for phase in prediction.phases.values())]
+    rows = dict.fromkeys(name for phase in prediction.phases.values() for name, size in phase.device.items() if size)
+    # Where a phase has other rows than those before it, these come last; workspace, which is no holding, after all.
+    shown = sorted(rows, key=lambda name: name == WORKSPACE)
     several = prediction.sharing.size > 1
     communication = ["communication", "exposed\ncommunication"] if several else []
-    sizes_heading = ["peak GiB", *(COLUMNS[name] for name in shown), "host", "moved"]
+    sizes_heading = ["peak GiB", *shown, "host", "moved"]
     lines = [["phase", "seconds", "exposed\ntransfers", *communication, *sizes_heading]]
     for name, phase in prediction.phases.items():
         times = [phase.seconds, phase.exposed, *([phase.communication, phase.exposed_communication] if several else [])]
@@ -160,8 +148,8 @@ def _rank_lines(prediction: Prediction, machine: Machine) -> list[str]:
         f"host memory of a node: {format_number(gib(prediction.host))} GiB for its ranks{loading}",
     ]
     if machine.is_timed:
-        seconds = sum(prediction.phases[phase].communication for phase in CYCLE)
-        exposed = sum(prediction.phases[phase].exposed_communication for phase in CYCLE)
+        seconds = sum(prediction.phases[phase].communication for phase in prediction.cycle)
+        exposed = sum(prediction.phases[phase].exposed_communication for phase in prediction.cycle)
         near = f"{links.near / 1e9:.3g} GB/s over {'NVLink' if links.has_nvlink else 'PCIe'}"
         far = f" and {links.far / 1e9:.3g} GB/s to other nodes" if sharing.size > sharing.ranks_per_node else ""
         lines.append(

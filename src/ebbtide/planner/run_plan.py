@@ -15,7 +15,7 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes
-from ebbtide.memory.plan import PHASES, Phase, check_device_budget
+from ebbtide.memory.plan import Phase, check_device_budget
 from ebbtide.model.load import model_config, pick_dtype
 from ebbtide.model.shape import Shape, find_shape, from_config
 from ebbtide.parallel.comm import Comm
@@ -77,7 +77,7 @@ class RunPlan:
             trained=int(metrics.get("samples_trained", len(samples))),
         )
         predicted = self.predictor.predict(self.config, work, int(self.budget_gib * GIB), self.rehearsal).phases
-        measured = [phase for phase in PHASES if f"peak_gib/{phase}" in metrics]
+        measured = [phase for phase in predicted if f"peak_gib/{phase}" in metrics]
         held: dict[Phase, dict[str, int]] = {}
         for phase in measured:
             start = f"device_gib/{phase}/"

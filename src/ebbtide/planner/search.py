@@ -23,8 +23,10 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOST_SHARE
+from ebbtide.optim.costs import STATE
+from ebbtide.planner.holdings import phases_without
 from ebbtide.planner.predict import Predictor, host_limit
-from ebbtide.planner.prediction import CYCLE, Prediction
+from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.workload import Workload
 from ebbtide.policy.activation_costs import locally_recomputable
 from ebbtide.system.units import GIB, gib
@@ -35,8 +37,6 @@ MARGIN, SPARE, SPARE_SHARE = 0.03, 0.45, 0.1
 SAME = 0.005  # Two plans whose seconds differ by less are equally fast: the one with fewer changes is chosen.
 
 Bottleneck = Literal["device", "cache", "host", "loading"]
-
-STATE = ["master", "moments"]
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class PlanSearch:
 
     def _options(self, config: Config, group: str) -> list[Change]:
         """The options of a group; the first leaves it as it is."""
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        longest = config.max_sequence_tokens
         if group == "optimizer":
             choices = [("device", None), ("device", 0.5), ("streamed", None), ("cpu", None), ("streamed", 0.5)]
             now = config.optimizer.place, config.optimizer.cpu_fraction
@@ -264,10 +264,10 @@ class PlanSearch:
                 ),
             ]
         if group == "offload":
-            state_offload = dict.fromkeys(("generate", "score", "logprob", "evaluate"), STATE)
+            state_offload = {phase: list(STATE) for phase in phases_without(STATE, config)}
             return [
                 {},
-                {"memory.preset": "keep", "memory.offload": state_offload},
+                *([{"memory.preset": "keep", "memory.offload": state_offload}] if state_offload else []),
                 {"memory.preset": "lean", "memory.offload": {}},
             ]
         if group == "rollout_weights":
@@ -355,7 +355,7 @@ def _nearest(fitting: Sequence[Candidate], kept: Collection[str]) -> Candidate:
 def _cost(mine: Prediction, other: Prediction, *, whole: bool) -> float:
     """Seconds by which a step of one is longer than of the other. Generation is left out if the other does not fit and
     has a smaller KV cache than it could use: its time would be that of no real run. `whole`: the other fits."""
-    compared = [phase for phase in CYCLE if whole or other.cache_is_full_size or phase != "generate"]
+    compared = [phase for phase in mine.cycle if whole or other.cache_is_full_size or phase != "generate"]
     return sum(mine.phases[phase].seconds - other.phases[phase].seconds for phase in compared)
 
 

@@ -13,7 +13,20 @@ from typing import get_args
 
 from ebbtide.config.activation_rules import check_activation_names, check_activation_places, fit_host_link
 from ebbtide.config.memory import ActivationName, ActivationsConfig
+from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.shape import Shape
+
+ACTIVATIONS = HoldingSpec(
+    "activations",
+    transient=True,
+    advice={
+        "logprob": "lower `train.microbatch_tokens` or `train.head_chunk_tokens`",
+        "train": (
+            "lower `train.microbatch_tokens`, or set `memory.activations.preset` to balanced, recompute or offload"
+        ),
+    },
+)
+"""What a forward saves for its backward, and what either has in use at a time."""
 
 _NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
 _OF_EXPERTS: frozenset[ActivationName] = frozenset({"expert_fc1", "moe_act", "moe_router"})

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbtide.memory.plan import HoldingSpec
 from ebbtide.system.units import ceil_div
+
+FEWER = "lower `rollout.max_num_seqs`"
+KV_CACHE = HoldingSpec("kv_cache", frozenset({"generate"}), advice={"generate": FEWER, "evaluate": FEWER})
+"""The KV cache: between generations there is one where unfinished completions keep theirs."""
 
 FREE_MEMORY_FRACTION = 0.95  # the part of the memory free at the start of generation that cache and workspace may fill
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens of a block

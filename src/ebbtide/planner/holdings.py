@@ -1,0 +1,50 @@
+"""The holdings of a config, as the parts of the system describe them, and the plan that places them. Imports no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ebbtide.checkpoint.costs import SAVE
+from ebbtide.config.memory import MemoryConfig, OffloadConfig
+from ebbtide.config.optimizer import OptimizerConfig
+from ebbtide.config.root import Config
+from ebbtide.memory.plan import AFTER_STEP, HoldingName, HoldingSpec, Phase, Plan, build_plan
+from ebbtide.optim.costs import optimizer_holdings
+from ebbtide.policy.activation_costs import ACTIVATIONS
+from ebbtide.policy.model_costs import KNOWN_FROZEN, frozen_holdings, weights_holding
+from ebbtide.rollout.paged.cache_costs import KV_CACHE
+
+
+def list_holdings(config: Config, shards: int = 1) -> list[HoldingSpec]:
+    """What each part of a run with this config describes. `shards`: of the model, over the ranks."""
+    return [
+        weights_holding(config.rollout_weights(shards)),
+        *optimizer_holdings(config.optimizer),
+        *frozen_holdings(config),
+        *([KV_CACHE] if config.generates else []),
+        ACTIVATIONS,
+    ]
+
+
+def known_names() -> list[HoldingName]:
+    """What `memory.offload` may name in any run: where a run has no such holding, the name is ignored."""
+    state = [spec.name for spec in optimizer_holdings(OptimizerConfig())]
+    return [*state, *KNOWN_FROZEN, KV_CACHE.name]
+
+
+def plan_holdings(config: Config, shards: int = 1) -> Plan:
+    """The table of a config, checked."""
+    return build_plan(config.memory, list_holdings(config, shards), config.cycle, known_names())
+
+
+def phases_without(names: Collection[HoldingName], config: Config) -> list[Phase]:
+    """The phases in which these holdings can be away at little cost: they are fetched again behind the phase before the
+    one that needs them. A save reads them where they are."""
+    plan = build_plan(MemoryConfig(), list_holdings(config), config.cycle)
+    away = [
+        phase
+        for phase in plan.phases
+        if phase != SAVE and not {*plan.needs(phase), *plan.needs(plan.next_phase(phase))} & set(names)
+    ]
+    return [phase for phase in away if phase in OffloadConfig.model_fields] if set(away) - set(AFTER_STEP) else []
