@@ -42,9 +42,14 @@ class Family:
 
     # Its arithmetic
 
-    qkv_bias: bool = False
-    """Whether queries, keys and values always have biases. Otherwise `attention_bias` in the config says so, and for
-    the other matrices it is always the config that does."""
+    qkv_bias: bool | str = "attention_bias"
+    """Whether the matrices of queries, keys and values have biases, or the config's key that says so."""
+
+    output_bias: bool | str = "attention_bias"
+    """The same for the matrix after attention."""
+
+    mlp_bias: bool | str = "mlp_bias"
+    """The same for the matrices of the MLP."""
 
     qk_norm: bool = False
     """Whether the channels of each query head and key head are normalized."""
@@ -211,6 +216,11 @@ def _model_types(module: nn.Module) -> Iterator[str]:
         config: Any = getattr(each, "config", None)
         if hasattr(config, "get_text_config"):
             yield config.get_text_config().model_type
+
+
+def has_bias(bias: bool | str, config: Mapping[str, Any]) -> bool:
+    """Whether matrices have biases, by the family's field for them, in a model with this config."""
+    return bool(config.get(bias, False)) if isinstance(bias, str) else bias
 
 
 def part_of(module: Any, path: str) -> Any:

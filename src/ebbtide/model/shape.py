@@ -14,7 +14,7 @@ from typing import Any
 from ebbtide.config.model import ModelConfig, ScratchConfig
 from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
-from ebbtide.model.families import FAMILIES, family_named
+from ebbtide.model.families import FAMILIES, family_named, has_bias
 from ebbtide.model.gguf import read_gguf_config
 from ebbtide.system.units import ceil_div
 
@@ -203,7 +203,6 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
         layers, hidden, heads = (text[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         if layers > MAX_LAYERS:
             raise ValueError(f"{layers:,} layers are more than {MAX_LAYERS:,}")
-        biased = bool(text.get("attention_bias", False))
         sparse = family.sparse
         every, without = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or [])
         dense = sum(layer in without or (layer + 1) % every != 0 for layer in range(layers)) if sparse else 0
@@ -221,9 +220,9 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
             experts_per_token=int(text["num_experts_per_tok"]) if sparse else 0,
             dense_layers=dense,
             dense_mlp=int(text["intermediate_size"]) if dense else 0,
-            qkv_bias=biased or family.qkv_bias,
-            out_bias=biased,
-            mlp_bias=bool(text.get("mlp_bias", False)),
+            qkv_bias=has_bias(family.qkv_bias, text),
+            out_bias=has_bias(family.output_bias, text),
+            mlp_bias=has_bias(family.mlp_bias, text),
             context=int(text["max_position_embeddings"]) if "max_position_embeddings" in text else None,
         )
         sizes = (made.layers, made.hidden, made.heads, made.kv_heads, made.head_dim, made.mlp, made.vocabulary)
@@ -253,7 +252,9 @@ def from_scratch(scratch: ScratchConfig) -> Shape:
         tied=scratch.tied,
         experts=scratch.experts or 0 if family.sparse else 0,
         experts_per_token=scratch.experts_per_token or 0 if family.sparse else 0,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=has_bias(family.qkv_bias, family.defaults),
+        out_bias=has_bias(family.output_bias, family.defaults),
+        mlp_bias=has_bias(family.mlp_bias, family.defaults),
     )
 
 
