@@ -133,25 +133,3 @@ def test_no_other_file_uses_private_parts_of_transformers() -> None:
     source = Path(transformers_internals.__file__).parents[1]
     files = {str(path.relative_to(source)): path.read_text() for path in source.rglob("*.py")}
     assert [name for name, text in files.items() if PRIVATE.search(text)] == ["system/transformers_internals.py"]
-
-
-# Those of rollout/paged/fused_model.py, which runs on a GPU only.
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
-def test_blocks_have_the_parts_that_fused_kernels_use(family) -> None:
-    inner: Any = decoder(made(family))
-    hidden = inner.embed_tokens(torch.arange(3))
-    cos, sin = inner.rotary_emb(hidden[None], torch.arange(3)[None])
-    assert cos.shape == sin.shape == (1, 3, SHAPE["head_dim"])
-    norms = [inner.norm, inner.layers[0].input_layernorm, inner.layers[0].post_attention_layernorm]
-    attention, mlp = inner.layers[0].self_attn, inner.layers[0].mlp
-    norms += [attention.q_norm, attention.k_norm] if family.startswith("qwen3") else []
-    assert all(0 < norm.variance_epsilon < 1e-3 for norm in norms)
-    assert attention.scaling == pytest.approx(SHAPE["head_dim"] ** -0.5)
-    assert attention.head_dim == SHAPE["head_dim"]
-    for name in "qkvo":
-        assert isinstance(getattr(attention, f"{name}_proj"), nn.Linear)
-    if family == "qwen3_moe":
-        assert not hasattr(mlp, "gate_proj")
-        assert "experts" in dict(mlp.named_modules())
-    else:
-        assert all(isinstance(getattr(mlp, f"{name}_proj"), nn.Linear) for name in ("gate", "up", "down"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ebbtide.errors import UserError
+from ebbtide.model.families import FAMILIES, family_named
 
 # Numbers of the file format (github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian.
 VERSIONS = (2, 3)
@@ -110,12 +111,14 @@ def _config(header: _Header) -> dict[str, Any]:
     known = {header.text(): header.value(header.number("I")) for _ in range(pairs)}
     shapes = dict(header.tensors(tensors))
     architecture = str(known.get("general.architecture"))
+    model_type = next((name for name, each in FAMILIES.items() if each.gguf_name == architecture), architecture)
     found = {ours: known.get(f"{architecture}.{theirs}") for theirs, ours in KEYS.items()}
-    if architecture == "llama" and found["head_dim"] is None:
-        found["head_dim"] = known.get("llama.rope.dimension_count")
+    for ours, theirs in family_named(model_type).gguf_keys.items():
+        if found[ours] is None:
+            found[ours] = known.get(f"{architecture}.{theirs}")
     return {
         **found,
-        "model_type": {"qwen3moe": "qwen3_moe"}.get(architecture, architecture),
+        "model_type": model_type,
         "vocab_size": shapes.get("token_embd.weight", (None,))[-1],
         "tie_word_embeddings": "output.weight" not in shapes,
     }

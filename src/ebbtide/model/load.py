@@ -32,6 +32,7 @@ from ebbtide.config.model import ModelConfig
 from ebbtide.config.model_path import check_exists, locate
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
+from ebbtide.model.families import family_named, family_of, part_of
 from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.system.printable import printable_lines
 from ebbtide.system.transformers_internals import attention_implementation, log_handlers, needs_own_code
@@ -246,7 +247,7 @@ def model_config(config: Config) -> PretrainedConfig:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **(sparse if shape.architecture == "qwen3_moe" else {}),
+        **(sparse if family_named(shape.architecture).sparse else {}),
     )
 
 
@@ -327,9 +328,7 @@ def _check(loaded: LoadedModel, config: ModelConfig) -> None:
 def decoder(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its output head: token ids in, last hidden states out."""
     found: torch.nn.Module = model.base_model
-    if (
-        found is model
-    ):  # transformers returns the model itself if a class names a module that it lacks, as Llama 4's does.
+    if found is model:  # So transformers says that a class names a module which it lacks, as Llama 4's does.
         family, kind = model.config.model_type, type(model).__name__  # type: ignore[union-attr]
         raise UserError(
             f"`{family}` cannot be run: {kind} does not say which of its parts is the decoder: choose another model"
@@ -337,30 +336,29 @@ def decoder(model: PreTrainedModel) -> torch.nn.Module:
     return found
 
 
+def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList | None:
+    """The list of the model's blocks, first to last, of whatever structure; None if it has no list where its family, or
+    most families, have one."""
+    found = part_of(decoder(model), family_of(model).layers)
+    return found if isinstance(found, torch.nn.ModuleList) else None
+
+
 def blocks_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The model's blocks, first to last."""
-    blocks: Any = getattr(decoder(model), "layers", None)
-    usual = {
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-        *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
-    }
-    shapes = (
-        [{name for name, _ in block.named_parameters()} for block in blocks]
-        if isinstance(blocks, torch.nn.ModuleList)
-        else []
-    )
+    """The model's blocks, first to last, which are alike and have the modules that its family says."""
+    blocks: list[torch.nn.Module] = list(layers_of(model) or ())
+    family = family_of(model)
+    shapes = [{name for name, _ in block.named_parameters()} for block in blocks]
     if (
         not shapes
         or any(shape != shapes[0] for shape in shapes)
-        or not shapes[0] >= usual
-        or not hasattr(blocks[0], "mlp")
+        or not shapes[0] >= family.block_weights
+        or part_of(blocks[0], family.mlp) is None
     ):
         raise UserError(
             f"{type(model).__name__} does not have identical blocks of the usual structure, so `memory.activations`"
             " cannot be set for it: remove that section"
         )
-    return list(blocks)
+    return blocks
 
 
 def head_weight(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:

@@ -14,24 +14,9 @@ from typing import Any
 from ebbtide.config.model import ModelConfig, ScratchConfig
 from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
+from ebbtide.model.families import FAMILIES, family_named, has_bias
 from ebbtide.model.gguf import read_gguf_config
 from ebbtide.system.units import ceil_div
-
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"tie_word_embeddings": False, "num_key_value_heads": None},
-    "mistral": {"tie_word_embeddings": False, "num_key_value_heads": 8},
-    "qwen2": {"tie_word_embeddings": False, "num_key_value_heads": 32},
-    "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "gemma": {"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},
-}
-"""The defaults of transformers for keys that a family's config.json leaves out."""
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 MAX_LAYERS = 10_000
@@ -80,7 +65,7 @@ class Shape:
     @property
     def has_qk_norm(self) -> bool:
         """Whether queries and keys are normalized (QK norm)."""
-        return self.family in ("qwen3", "qwen3_moe")
+        return family_named(self.family).qk_norm
 
     @cached_property
     def embedding(self) -> int:
@@ -205,24 +190,24 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
     """The shape from the contents of a config.json or an equivalent; `called` is the model's name in messages."""
     if not isinstance(found, Mapping):
         raise UserError(f"{called} has a {file} that is not a mapping of keys to values")
-    family = str(found.get("model_type"))
-    if family not in FAMILIES:
+    name = str(found.get("model_type"))
+    if name not in FAMILIES:
         raise UserError(
-            f"{called} is of the family `{family}`, which cannot be planned: choose one of {', '.join(FAMILIES)}"
+            f"{called} is of the family `{name}`, which cannot be planned: choose one of {', '.join(FAMILIES)}"
         )
-    text = {**FAMILIES[family], **{key: value for key, value in found.items() if value is not None}}
+    family = FAMILIES[name]
+    text = family.usual_config(found)
     try:
         if odd := [key for key in SIZES if not isinstance(text.get(key, 1), int)]:
-            raise ValueError(f"`{odd[0]}` is {text[odd[0]]!r}, not an integer")
+            raise ValueError(f"`{family.config_keys.get(odd[0], odd[0])}` is {text[odd[0]]!r}, not an integer")
         layers, hidden, heads = (text[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         if layers > MAX_LAYERS:
             raise ValueError(f"{layers:,} layers are more than {MAX_LAYERS:,}")
-        biased = bool(text.get("attention_bias", False))
-        sparse = family == "qwen3_moe"
+        sparse = family.sparse
         every, without = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or [])
         dense = sum(layer in without or (layer + 1) % every != 0 for layer in range(layers)) if sparse else 0
         made = Shape(
-            family=family,
+            family=name,
             layers=layers,
             hidden=hidden,
             heads=heads,
@@ -231,14 +216,13 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
             mlp=int(text["moe_intermediate_size" if sparse else "intermediate_size"]),
             vocabulary=int(text["vocab_size"]),
             tied=bool(text["tie_word_embeddings"]),
-            # `num_local_experts` is the name in newer files.
-            experts=int(text.get("num_local_experts") or text["num_experts"]) if sparse else 0,
+            experts=int(text["num_experts"]) if sparse else 0,
             experts_per_token=int(text["num_experts_per_tok"]) if sparse else 0,
             dense_layers=dense,
             dense_mlp=int(text["intermediate_size"]) if dense else 0,
-            qkv_bias=biased or family == "qwen2",
-            out_bias=biased,
-            mlp_bias=bool(text.get("mlp_bias", False)),
+            qkv_bias=has_bias(family.qkv_bias, text),
+            out_bias=has_bias(family.output_bias, text),
+            mlp_bias=has_bias(family.mlp_bias, text),
             context=int(text["max_position_embeddings"]) if "max_position_embeddings" in text else None,
         )
         sizes = (made.layers, made.hidden, made.heads, made.kv_heads, made.head_dim, made.mlp, made.vocabulary)
@@ -246,16 +230,15 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
             raise ValueError("a size is not an integer of 1 or more")
         return made
     except KeyError as error:
-        raise UserError(
-            f"the key `{error.args[0]}` is missing in the {file} of {called}: get the complete file"
-        ) from None
+        missing = family.config_keys.get(error.args[0], error.args[0])
+        raise UserError(f"the key `{missing}` is missing in the {file} of {called}: get the complete file") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"{called} has a {file} that cannot be planned with: {error}") from None
 
 
 def from_scratch(scratch: ScratchConfig) -> Shape:
     """The shape of a model from `model.scratch`."""
-    sparse = scratch.architecture == "qwen3_moe"
+    family = family_named(scratch.architecture)
     tokens = BYTE_TOKENS if scratch.alphabet is None else SPECIAL_TOKENS + len(scratch.alphabet)
     return Shape(
         family=scratch.architecture,
@@ -267,9 +250,11 @@ def from_scratch(scratch: ScratchConfig) -> Shape:
         mlp=scratch.mlp,
         vocabulary=scratch.vocabulary or tokens,
         tied=scratch.tied,
-        experts=scratch.experts or 0 if sparse else 0,
-        experts_per_token=scratch.experts_per_token or 0 if sparse else 0,
-        qkv_bias=scratch.architecture == "qwen2",
+        experts=scratch.experts or 0 if family.sparse else 0,
+        experts_per_token=scratch.experts_per_token or 0 if family.sparse else 0,
+        qkv_bias=has_bias(family.qkv_bias, family.defaults),
+        out_bias=has_bias(family.output_bias, family.defaults),
+        mlp_bias=has_bias(family.mlp_bias, family.defaults),
     )
 
 

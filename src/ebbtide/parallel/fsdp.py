@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from ebbtide.model.load import decoder
+from ebbtide.model.load import layers_of
 from ebbtide.parallel.tensor_parallel import parallelize
 from ebbtide.system.torch_internals import fsdp_on_one_stream
 
@@ -19,12 +19,11 @@ def shard_model(model: PreTrainedModel, root: nn.Module, mesh: DeviceMesh, devic
     tokens to log-probs: it also uses the head's matrix, outside of the model's own forward."""
     if mesh["tensor"].size() > 1:
         parallelize(model, mesh["tensor"])
-    layers = getattr(decoder(model), "layers", None)
     data = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     # FSDP is used also over one data-parallel rank: then it copies weights instead of gathering them, and reduces the
     # gradients of what tensor parallelism left replicated.
     reduce = torch.float32 if data.size() > 1 else None  # over one rank nothing is reduced
-    for module in (*(layers if isinstance(layers, nn.ModuleList) else ()), root):
+    for module in (*(layers_of(model) or ()), root):
         fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
         assert isinstance(module, FSDPModule)
         if data.size() > 1:  # over one rank the sum is the average

@@ -1,5 +1,5 @@
-"""Tensor parallelism by the plan that a model's transformers config declares: matrices are sharded by columns, then by
-rows, and one all-reduce sums the outputs."""
+"""Tensor parallelism by the plan that a model's transformers config declares, or else its family: matrices are sharded
+by columns, then by rows, and one all-reduce sums the outputs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from ebbtide.errors import UserError
+from ebbtide.model.families import FAMILIES
 from ebbtide.model.load import decoder
 
 STYLES: dict[str, type[ParallelStyle]] = {
@@ -29,7 +30,8 @@ HEADS_DIM = 2
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shards the model in place: what the plan names becomes DTensors over the mesh; the rest is replicated."""
-    declared = getattr(model.config, "base_model_tp_plan", None) or {}
+    described = FAMILIES.get(model.config.get_text_config().model_type)
+    declared = getattr(model.config, "base_model_tp_plan", None) or (described.tensor_plan if described else {})
     plan = {path: style for path, style in declared.items() if style not in NOT_SHARDED}
     name = type(model).__name__
     if not plan:

@@ -14,6 +14,7 @@ from typing import get_args
 from ebbtide.config.activation_rules import check_activation_names, check_activation_places, fit_host_link
 from ebbtide.config.memory import ActivationName, ActivationsConfig
 from ebbtide.memory.plan import HoldingSpec
+from ebbtide.model.families import family_named
 from ebbtide.model.shape import Shape
 
 ACTIVATIONS = HoldingSpec(
@@ -76,9 +77,9 @@ def recomputes_whole_block(shape: Shape, choice: ActivationPolicy) -> bool:
 
 
 def _norm(shape: Shape, width: int, rows: int, itemsize: int) -> int:
-    """Bytes that a norm saves: its input in fp32, a reciprocal root for each row, and the normalized input, which Gemma
-    also has in fp32."""
-    return 4 * width + 4 * rows + (4 if shape.family == "gemma" else itemsize) * width
+    """Bytes that a norm saves: its input in fp32, a reciprocal root for each row, and the normalized input, which some
+    families also have in fp32."""
+    return 4 * width + 4 * rows + (4 if family_named(shape.family).norm_in_float32 else itemsize) * width
 
 
 def saved_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy | None = None) -> dict[ActivationName, int]:

@@ -26,17 +26,18 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.config.memory import ActivationName
 from ebbtide.memory.activations import ActivationOffloader, OffloadedTensor
+from ebbtide.model.families import family_of
 from ebbtide.parallel.dtensor import ShardSpec, is_fsdp_module, local, unsharded
 from ebbtide.policy.block_activations import (
-    NORMS,
     ActivationChoice,
     BlockState,
     activation_names,
+    gated_mlp_of,
     norms_of,
     residual_width,
     scopes_of,
 )
-from ebbtide.policy.recompute import GatedCall, NormCall, Recomputed, gated_mlp, is_norm_recomputable
+from ebbtide.policy.recompute import GatedCall, GatedMLP, NormCall, Recomputed, is_norm_recomputable
 from ebbtide.policy.selective_checkpoint import ReuseResults, StoreResults
 from ebbtide.system.torch_internals import StorageWeakRef, tree_leaves
 
@@ -100,18 +101,19 @@ class ActivationHooks:
         """Wraps the submodules of a block. It happens at the start of the block's first forward, so that the device
         has work meanwhile, except for the first block."""
         block.wrapped = True
-        inside = dict(block.module.named_modules())
+        inside, family, gated = dict(block.module.named_modules()), family_of(block.module), gated_mlp_of(block.module)
+        norms, by_module = family.norms, not block.choice.recomputes_whole_block
         for path, name in block.scopes.items():
             if (module := inside.get(path)) is not None:
                 forward = module.forward
-                if not block.choice.recomputes_whole_block and NORMS.get(path) in block.choice.recompute:
+                if by_module and norms.get(path) in block.choice.recompute:
                     forward = (
-                        partial(self._norm, block, NORMS[path], forward)
+                        partial(self._norm, block, norms[path], forward)
                         if block.recomputes_norms
                         else partial(_checkpointed, forward)
                     )
-                elif not block.choice.recomputes_whole_block and path == "mlp" and "mlp_fc2" in block.choice.recompute:
-                    forward = partial(self._mlp, block, module)
+                elif by_module and path == family.mlp and gated is not None and "mlp_fc2" in block.choice.recompute:
+                    forward = partial(self._mlp, block, gated)
                 self._replace(module, partial(_scoped, block, name, forward))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -172,16 +174,16 @@ class ActivationHooks:
         finally:
             block.end_call()
 
-    def _mlp(self, block: BlockState, mlp: Any, x: Tensor) -> Any:
+    def _mlp(self, block: BlockState, mlp: GatedMLP, x: Tensor) -> Any:
         def begin(gate: Tensor, up: Tensor) -> GatedCall | None:
             if not torch.is_grad_enabled():
                 return None
-            call = GatedCall(mlp.act_fn, gate, up, partial(self._place, block, "mlp_act"), self._unpack)
+            call = GatedCall(mlp.activate, gate, up, partial(self._place, block, "mlp_act"), self._unpack)
             block.call = call
             return call
 
         try:
-            return gated_mlp(mlp, x, begin)
+            return mlp(x, begin)
         finally:
             block.end_call()
 

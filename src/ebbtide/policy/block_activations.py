@@ -7,57 +7,24 @@ A name (`memory.activations`) stands for the tensors that some modules of the bl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.config.memory import ActivationName
+from ebbtide.model.families import family_of, part_of
 from ebbtide.parallel.dtensor import unsharded
-from ebbtide.policy.recompute import RecomputingCall, gated_mlp
+from ebbtide.policy.recompute import GatedMLP, RecomputingCall
 
 NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
-
-# Submodule of a block -> the name of what it saves. The name also covers the submodule's own arithmetic, outside the
-# submodules below it.
-_DENSE: dict[str, ActivationName] = {
-    "input_layernorm": "attn_norm",
-    "self_attn": "core_attn",
-    "self_attn.q_proj": "qkv_linear",
-    "self_attn.k_proj": "qkv_linear",
-    "self_attn.v_proj": "qkv_linear",
-    "self_attn.q_norm": "qkv_linear",
-    "self_attn.k_norm": "qkv_linear",
-    "self_attn.o_proj": "attn_proj",
-    "post_attention_layernorm": "mlp_norm",
-    "mlp": "mlp_act",
-    "mlp.gate_proj": "mlp_fc1",
-    "mlp.up_proj": "mlp_fc1",
-    "mlp.act_fn": "mlp_act",
-    "mlp.down_proj": "mlp_fc2",
-}
-_SPARSE: dict[str, ActivationName] = {
-    **{path: name for path, name in _DENSE.items() if not path.startswith("mlp")},
-    "mlp": "moe_router",
-    "mlp.gate": "moe_router",
-    "mlp.experts": "moe_act",
-    "mlp.experts.act_fn": "moe_act",
-}
-
-# Norm -> the name under which it can be recomputed by itself.
-NORMS: dict[str, ActivationName] = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_norm": "qkv_linear",
-    "self_attn.k_norm": "qkv_linear",
-    "post_attention_layernorm": "mlp_norm",
-}
 
 
 def activation_names(block: nn.Module) -> list[ActivationName]:
     """The names that a block has."""
     inside = {path for path, _ in block.named_modules()}
     found = {name for path, name in scopes_of(block).items() if path in inside}
-    if "mlp.experts" in inside:
+    if family_of(block).experts in inside:
         found.add("expert_fc1")
     return [name for name in NAMES if name in found or name == "block_input"]
 
@@ -65,30 +32,39 @@ def activation_names(block: nn.Module) -> list[ActivationName]:
 def locally_recomputable(block: nn.Module) -> frozenset[ActivationName]:
     """The names that can be recomputed inside one module of this block, from little more than is saved anyway: norms
     (also of queries and keys), and the elementwise product in a gated MLP."""
-    mlp: Any = block.get_submodule("mlp")
-    found = {NORMS[path] for path in norms_of(block)}
-    if all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        weight = mlp.gate_proj.weight
+    family, gated = family_of(block), gated_mlp_of(block)
+    found = {family.norms[path] for path in norms_of(block)}
+    if gated is not None:
+        weight = gated.gate.weight
         probe = torch.linspace(-1, 1, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 4, -1)
         with torch.no_grad(), unsharded(block):
-            if torch.equal(gated_mlp(mlp, probe), mlp(probe)):
+            if torch.equal(gated(probe), block.get_submodule(family.mlp)(probe)):
                 found.add("mlp_fc2")
     return frozenset(found)
 
 
 def norms_of(block: nn.Module) -> dict[str, nn.Module]:
     """The norms of this block, by path."""
-    return {path: module for path, module in block.named_modules() if path in NORMS}
+    norms = family_of(block).norms
+    return {path: module for path, module in block.named_modules() if path in norms}
 
 
 def scopes_of(block: nn.Module) -> dict[str, ActivationName]:
     """Submodule of this block -> the name of what it saves."""
-    return _SPARSE if hasattr(block.get_submodule("mlp"), "experts") else _DENSE
+    family = family_of(block)
+    return family.scopes(sparse=part_of(block, family.experts) is not None)
+
+
+def gated_mlp_of(block: nn.Module) -> GatedMLP | None:
+    """The parts of this block's MLP; None if it has others than those of a gated one."""
+    family = family_of(block)
+    parts = [part_of(block, path) for path in (family.gate, family.up, family.activation, family.down)]
+    return None if None in parts else GatedMLP(*parts)
 
 
 def residual_width(block: nn.Module) -> int:
     """Channels of the residual stream."""
-    weight = block.get_submodule("input_layernorm").weight
+    weight = block.get_submodule(family_of(block).attn_norm).weight
     assert isinstance(weight, Tensor)
     return len(weight)
 

@@ -10,6 +10,7 @@ out by trying them, not by their names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -178,12 +179,21 @@ class GatedCall:
         return found
 
 
-def gated_mlp(mlp: Any, x: Tensor, begin: Callable[[Tensor, Tensor], GatedCall | None] = lambda *_: None) -> Any:
-    """The forward of a gated MLP; if `begin` returns a call, only the two halves are saved."""
-    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    call = begin(gate.detach(), up.detach())
-    activated = mlp.act_fn(gate)
-    if call is None:
-        return mlp.down_proj(activated * up)
-    product = call.register(call.ACTIVATED, activated) * up
-    return mlp.down_proj(call.register(call.PRODUCT, product))
+@dataclass(frozen=True)
+class GatedMLP:
+    """The parts of a gated MLP."""
+
+    gate: Any
+    up: Any
+    activate: Any
+    down: Any
+
+    def __call__(self, x: Tensor, begin: Callable[[Tensor, Tensor], GatedCall | None] = lambda *_: None) -> Any:
+        """The MLP's forward; if `begin` returns a call, only the two halves are saved."""
+        gate, up = self.gate(x), self.up(x)
+        call = begin(gate.detach(), up.detach())
+        activated = self.activate(gate)
+        if call is None:
+            return self.down(activated * up)
+        product = call.register(call.ACTIVATED, activated) * up
+        return self.down(call.register(call.PRODUCT, product))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ebbtide.model.load import decoder, rope_limit
+from ebbtide.model.load import layers_of, rope_limit
 from ebbtide.system.torch_internals import forward_pre_hooks
 from ebbtide.system.transformers_internals import experts_implementation
 
@@ -19,8 +18,7 @@ def needs_host_sync(model: PreTrainedModel, *, known: bool) -> bool:
     """Tells whether a pass needs the host in between, so that it cannot be captured: because routing to experts or a
     dynamic RoPE waits for the device, or because a forward hook gathers a block's weights from other ranks. `known`:
     the model's blocks run fused, whose capture is tested."""
-    blocks: Any = getattr(decoder(model), "layers", ())
-    if any(forward_pre_hooks(block) for block in blocks):
+    if any(forward_pre_hooks(block) for block in layers_of(model) or ()):
         return True
     sparse = any("experts" in name for name, _ in model.named_parameters())
     return (sparse and not (known and _groups_experts(model))) or rope_limit(model.config) is not None

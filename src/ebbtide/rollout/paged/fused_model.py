@@ -1,76 +1,86 @@
 """The model's own blocks in fewer kernels: the matmuls are the model's modules, and what lies between them is fused.
 
-This serves the families of `FAMILIES`, whose blocks have a known form. Their parameters are checked, and the result is
-compared with the model's own forward before it is used. Any other model runs its own forward.
+This serves the families of model/families.py whose norms the kernels compute. A model's parameters are checked, and the
+result is compared with the model's own forward before it is used. Any other model runs its own forward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ebbtide.model.load import decoder
-from ebbtide.rollout.paged import block_kernels
-from ebbtide.rollout.paged.attn_metadata import PassMetadata
+from ebbtide.model.families import FAMILIES, Family, family_of, part_of
+from ebbtide.model.load import decoder, layers_of
 from ebbtide.system.torch_internals import forward_pre_hooks
 from ebbtide.system.transformers_internals import is_silu
 
-FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
-_ALWAYS = {
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
-}
-_DENSE = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-_MAYBE = {"self_attn.q_norm.weight", "self_attn.k_norm.weight", *(f"self_attn.{name}_proj.bias" for name in "qkvo")}
+if TYPE_CHECKING:
+    from ebbtide.rollout.paged.attn_metadata import PassMetadata
 
 
 class FusedModel:
     """Computes the last hidden states from token ids and positions."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        inner: Any = decoder(model)
-        self._model, self._blocks = inner, [_FusedBlock(block) for block in inner.layers]
+        from ebbtide.rollout.paged import block_kernels  # needs Triton, which `can_fuse` does without
+
+        self._kernels: Any = block_kernels
+        inner, family = decoder(model), family_of(model)
+        self._embedding, self._rotary = part_of(inner, family.embedding), part_of(inner, family.rotary)
+        self._scale = (
+            getattr(model.config.get_text_config(), family.embedding_scale) if family.embedding_scale else None
+        )
+        self._blocks = [_FusedBlock(block, family, block_kernels) for block in layers_of(model) or ()]
+        self._norm = part_of(inner, family.last_norm)
+        self._eps = float(getattr(self._norm, family.norm_epsilon))
 
     def __call__(self, tokens: Tensor, positions: Tensor, metadata: PassMetadata) -> Tensor:
         """Returns the hidden states [T, H]."""
-        hidden: Tensor = self._model.embed_tokens(tokens)
-        cos, sin = (angles[0].contiguous() for angles in self._model.rotary_emb(hidden[None], positions[None]))
+        hidden: Tensor = self._embedding(tokens)
+        if self._scale is not None:
+            hidden = hidden * self._scale
+        cos, sin = (angles[0].contiguous() for angles in self._rotary(hidden[None], positions[None]))
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             hidden, delta = block(layer, hidden, delta, cos, sin, metadata)
-        return block_kernels.add_norm(hidden, delta, self._model.norm.weight, self._model.norm.variance_epsilon)[1]
+        normed: Tensor = self._kernels.add_norm(hidden, delta, self._norm.weight, self._eps)[1]
+        return normed
 
 
 class _FusedBlock:
     """One transformer block."""
 
-    def __init__(self, block: Any) -> None:
-        self._block, self._attention, self._mlp = block, block.self_attn, block.mlp
-        self._channels = int(block.self_attn.head_dim)
-        self._norms = hasattr(block.self_attn, "q_norm")
-        self._eps = float(block.self_attn.q_norm.variance_epsilon) if self._norms else 0.0
-        self._gated = hasattr(block.mlp, "gate_proj")
+    def __init__(self, block: Any, family: Family, kernels: Any) -> None:
+        self._block, self._kernels = block, kernels
+        self._attention, self._mlp = part_of(block, family.attention), part_of(block, family.mlp)
+        self._channels = int(self._attention.head_dim)
+        self._query, self._key, self._value, self._output = (part_of(block, path) for path in family.attention_matrices)
+        # None in a block with experts
+        self._gate, self._up, self._down = (part_of(block, path) for path in family.mlp_matrices)
+        self._attn_norm, self._mlp_norm = part_of(block, family.attn_norm), part_of(block, family.mlp_norm)
+        self._query_norm, self._key_norm = part_of(block, family.query_norm), part_of(block, family.key_norm)
+        self._eps, self._mlp_eps, self._qk_eps = (
+            0.0 if norm is None else float(getattr(norm, family.norm_epsilon))
+            for norm in (self._attn_norm, self._mlp_norm, self._query_norm)
+        )
 
     def __call__(
         self, layer: int, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, metadata: PassMetadata
     ) -> tuple[Tensor, Tensor]:
         """Takes and returns the residual stream as two tensors: `hidden`, and `delta`, which is yet to be added to
         it."""
-        block, attention, mlp = self._block, self._attention, self._mlp
         # The block's own forward is not called, so its hooks are, such as the one that gathers its weights.
-        for hook in forward_pre_hooks(block):
-            hook(block, ())
-        norm = block.input_layernorm
-        hidden, normed = block_kernels.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)
-        norms = (attention.q_norm.weight, attention.k_norm.weight) if self._norms else None
-        states = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
-        query = block_kernels.rope_and_write_cache(
+        for hook in forward_pre_hooks(self._block):
+            hook(self._block, ())
+        hidden, normed = self._kernels.add_norm(hidden, delta, self._attn_norm.weight, self._eps)
+        norms = None if self._query_norm is None else (self._query_norm.weight, self._key_norm.weight)
+        states = self._query(normed), self._key(normed), self._value(normed)
+        query = self._kernels.rope_and_write_cache(
             *states,
             norms,
-            self._eps,
+            self._qk_eps,
             cos,
             sin,
             metadata.addresses,
@@ -79,33 +89,42 @@ class _FusedBlock:
             metadata.block,
             self._channels,
         )
-        mixed = metadata.attend_to_cache(layer, query, attention.scaling, None)
-        norm = block.post_attention_layernorm
-        hidden, normed = block_kernels.add_norm(
-            hidden, attention.o_proj(mixed.flatten(1)), norm.weight, norm.variance_epsilon
+        mixed = metadata.attend_to_cache(layer, query, self._attention.scaling, None)
+        hidden, normed = self._kernels.add_norm(
+            hidden, self._output(mixed.flatten(1)), self._mlp_norm.weight, self._mlp_eps
         )
-        if self._gated:
-            return hidden, mlp.down_proj(block_kernels.silu_and_mul(mlp.gate_proj(normed), mlp.up_proj(normed)))
-        found = mlp(normed[None])
+        if self._gate is not None:
+            return hidden, self._down(self._kernels.silu_and_mul(self._gate(normed), self._up(normed)))
+        found = self._mlp(normed[None])
         return hidden, (found[0] if isinstance(found, tuple) else found)[0]
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """Tells whether the model's blocks have exactly the parts that the fused kernels compute."""
-    inner: Any = decoder(model)
     config = model.config.get_text_config()
-    if config.model_type not in FAMILIES or _windowed(config):
+    family = FAMILIES.get(config.model_type)
+    inner, blocks = decoder(model), layers_of(model)
+    if family is None or not family.can_fuse or _windowed(config) or not blocks:
         return False
-    for block in inner.layers:
-        names = {name for name, _ in block.named_parameters()}
-        mlp = {name for name in names if name.startswith("mlp.")}
-        if not names >= _ALWAYS or names - mlp - _ALWAYS - _MAYBE or block.self_attn.head_dim % 2:
-            return False
-        if "self_attn.q_norm.weight" in names and block.self_attn.q_norm.weight.numel() != block.self_attn.head_dim:
-            return False
-        if hasattr(block.mlp, "gate_proj") and not (mlp == _DENSE and is_silu(block.mlp.act_fn)):
-            return False
-    return True
+    if None in [part_of(inner, path) for path in (family.embedding, family.rotary, family.last_norm)]:
+        return False
+    return all(_can_fuse_block(block, family) for block in blocks)
+
+
+def _can_fuse_block(block: Any, family: Family) -> bool:
+    names = {name for name, _ in block.named_parameters()}
+    mlp = {name for name in names if name.startswith(f"{family.mlp}.")}
+    always, norms = family.block_weights, (family.query_norm, family.key_norm)
+    optional = {f"{path}.weight" for path in norms} | {f"{path}.bias" for path in family.attention_matrices}
+    attention, query_norm = part_of(block, family.attention), part_of(block, family.query_norm)
+    if not names >= always or names - mlp - always - optional:
+        return False
+    if not hasattr(attention, "scaling") or getattr(attention, "head_dim", 1) % 2:
+        return False
+    if query_norm is not None and query_norm.weight.numel() != attention.head_dim:
+        return False
+    dense = mlp == {f"{path}.weight" for path in family.mlp_matrices} and is_silu(part_of(block, family.activation))
+    return dense or part_of(block, family.gate) is None
 
 
 def _windowed(config: PretrainedConfig) -> bool:

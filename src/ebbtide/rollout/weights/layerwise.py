@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ebbtide.errors import UserError
-from ebbtide.model.load import decoder
+from ebbtide.model.load import layers_of
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import Region, local, local_region
 from ebbtide.system.torch_internals import foreach_copy
@@ -66,8 +66,8 @@ class LayerwiseGather:
         self, model: PreTrainedModel, pairs: Sequence[WeightPair], comm: Comm, mesh: DeviceMesh, timeout: timedelta
     ) -> None:
         """Gathers those of the pairs that belong to exactly one layer; `rest` has the others."""
-        blocks = getattr(decoder(model), "layers", None)
-        if not isinstance(blocks, nn.ModuleList):
+        blocks = layers_of(model)
+        if blocks is None:
             raise UserError(
                 f"`parallel.rollout_weights: layerwise`: {type(model).__name__} has no list of layers to gather one by"
                 " one: set it to `gathered`"

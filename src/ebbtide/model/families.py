@@ -1,0 +1,230 @@
+"""What each family of models looks like: its modules' names, its config's keys, and how it differs from Llama.
+
+A family is one entry of `FAMILIES`, found by its `model_type` in transformers. Plans, fused decoding, activations and
+tensor parallelism read it. A model of any other family runs without an entry: where its modules have the usual names,
+its activations can be placed as well; a plan and fused decoding need an entry. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.config.memory import ActivationName
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models. A field's default is what most families have, and Llama is all defaults but for its files.
+
+    A block is `x += attention(norm(x))`, then `x += mlp(norm(x))`, where the MLP is gated, or has such MLPs as experts.
+    What differs in more than the fields below, as a block with four norms does, cannot be described by an entry.
+    """
+
+    # Its files
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values that transformers assumes for keys that a config.json leaves out, by their usual names."""
+
+    config_keys: Mapping[str, str] = field(default_factory=dict)
+    """The usual name of a key in config.json (`num_hidden_layers`) -> this family's name for it (`n_layer`), where they
+    differ. Files with the usual name are read, too. Objects of transformers have the usual names as attributes."""
+
+    gguf_name: str = ""
+    """The architecture's name in GGUF files; empty if it is the `model_type`."""
+
+    gguf_keys: Mapping[str, str] = field(default_factory=dict)
+    """The name of a size in config.json -> where a GGUF file has it, for files that do not have it where others do."""
+
+    # Its arithmetic
+
+    qkv_bias: bool | str = "attention_bias"
+    """Whether the matrices of queries, keys and values have biases, or the config's key that says so."""
+
+    output_bias: bool | str = "attention_bias"
+    """The same for the matrix after attention."""
+
+    mlp_bias: bool | str = "mlp_bias"
+    """The same for the matrices of the MLP."""
+
+    qk_norm: bool = False
+    """Whether the channels of each query head and key head are normalized."""
+
+    sparse: bool = False
+    """Whether it is a mixture of experts; single blocks of it may still have one MLP."""
+
+    norm_offset: float = 0.0
+    """What is added to the weight of a norm before the multiplication. The fused kernels add nothing."""
+
+    norm_in_float32: bool = False
+    """Whether a norm multiplies by its weight before it rounds to the model's type. Then it saves the normalized input
+    in float32. The fused kernels round first."""
+
+    embedding_scale: str = ""
+    """The attribute of the config with the number by which the decoder multiplies embeddings; empty if there is none,
+    or if the embedding's module multiplies by it."""
+
+    # The names of its modules: of the decoder's
+
+    embedding: str = "embed_tokens"
+    rotary: str = "rotary_emb"
+    """The module that computes the angles (cos, sin) of rotary position embeddings."""
+    layers: str = "layers"
+    """The list of blocks."""
+    last_norm: str = "norm"
+
+    # and of a block's
+
+    attn_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    activation: str = "mlp.act_fn"
+    """The activation function between `gate` and the product with `up`. Fused decoding needs SiLU."""
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert_activation: str = "mlp.experts.act_fn"
+
+    norm_epsilon: str = "variance_epsilon"
+    """The attribute of a norm with its epsilon."""
+
+    def usual_config(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The contents of a config.json under the usual names, with this family's defaults for what it leaves out."""
+        given = {key: value for key, value in found.items() if value is not None}
+        renamed = {usual: given[own] for usual, own in self.config_keys.items() if own in given}
+        return {**self.defaults, **given, **renamed}
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether its blocks compute what the fused kernels do, as far as the family decides that."""
+        return self.norm_offset == 0 and not self.norm_in_float32
+
+    @property
+    def attention_matrices(self) -> tuple[str, str, str, str]:
+        return self.query, self.key, self.value, self.output
+
+    @property
+    def mlp_matrices(self) -> tuple[str, str, str]:
+        return self.gate, self.up, self.down
+
+    @property
+    def block_weights(self) -> set[str]:
+        """The parameters that every block has, whatever its MLP."""
+        return {f"{path}.weight" for path in (self.attn_norm, self.mlp_norm, *self.attention_matrices)}
+
+    @property
+    def norms(self) -> dict[str, ActivationName]:
+        """Norm of a block -> the name of what it saves."""
+        return {
+            self.attn_norm: "attn_norm",
+            self.query_norm: "qkv_linear",
+            self.key_norm: "qkv_linear",
+            self.mlp_norm: "mlp_norm",
+        }
+
+    def scopes(self, *, sparse: bool) -> dict[str, ActivationName]:
+        """Submodule of a block, with or without experts -> the name of what it saves. The name also covers the
+        submodule's own arithmetic, outside the submodules below it."""
+        before: dict[str, ActivationName] = {
+            self.attn_norm: "attn_norm",
+            self.attention: "core_attn",
+            **dict.fromkeys((self.query, self.key, self.value, self.query_norm, self.key_norm), "qkv_linear"),
+            self.output: "attn_proj",
+            self.mlp_norm: "mlp_norm",
+        }
+        if sparse:
+            routing: dict[str, ActivationName] = {self.mlp: "moe_router", self.router: "moe_router"}
+            return before | routing | {self.experts: "moe_act", self.expert_activation: "moe_act"}
+        halves: dict[str, ActivationName] = {self.gate: "mlp_fc1", self.up: "mlp_fc1"}
+        return before | {self.mlp: "mlp_act"} | halves | {self.activation: "mlp_act", self.down: "mlp_fc2"}
+
+    @property
+    def tensor_plan(self) -> dict[str, str]:
+        """Module of the decoder -> how tensor parallelism shards it, in the words of transformers; empty for experts,
+        which it does not shard."""
+        if self.sparse:
+            return {}
+        columns, rows = (self.query, self.key, self.value, self.gate, self.up), (self.output, self.down)
+        norms = (self.query_norm, self.key_norm) if self.qk_norm else ()
+        styles = {"colwise": columns, "rowwise": rows, "replicated_with_grad_allreduce": norms}
+        return {f"{self.layers}.*.{path}": style for style, paths in styles.items() for path in paths}
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": None},
+        gguf_keys={"head_dim": "rope.dimension_count"},
+    ),
+    "mistral": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 8}),
+    "qwen2": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 32}, qkv_bias=True),
+    "qwen3": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+        qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        defaults={
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        config_keys={"num_experts": "num_local_experts"},
+        gguf_name="qwen3moe",
+        qk_norm=True,
+        sparse=True,
+    ),
+    "gemma": Family(
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},
+        norm_offset=1.0,
+        norm_in_float32=True,
+        norm_epsilon="eps",
+    ),
+}
+"""`model_type` in transformers -> the family, in the order in which messages list them."""
+
+USUAL = Family()
+"""What is assumed of a family without an entry."""
+
+
+def family_named(model_type: str) -> Family:
+    """The family with this `model_type`, or the usual one."""
+    return FAMILIES.get(model_type, USUAL)
+
+
+def family_of(module: nn.Module) -> Family:
+    """The family of a model or of one of its blocks, or the usual one. A block's attention has the model's config,
+    because transformers finds the attention function by it."""
+    return family_named(next(_model_types(module), ""))
+
+
+def _model_types(module: nn.Module) -> Iterator[str]:
+    for each in module.modules():
+        config: Any = getattr(each, "config", None)
+        if hasattr(config, "get_text_config"):
+            yield config.get_text_config().model_type
+
+
+def has_bias(bias: bool | str, config: Mapping[str, Any]) -> bool:
+    """Whether matrices have biases, by the family's field for them, in a model with this config."""
+    return bool(config.get(bias, False)) if isinstance(bias, str) else bias
+
+
+def part_of(module: Any, path: str) -> Any:
+    """The part of a module at this path, or None."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
