@@ -41,6 +41,8 @@ from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
 from ebbtide.planner.run_plan import RunPlan, plan_run
 from ebbtide.policy.datum import Datum
+from ebbtide.policy.frozen import FrozenModel
+from ebbtide.policy.head import Head
 from ebbtide.policy.losses import Loss
 from ebbtide.policy.model_costs import POLICY
 from ebbtide.policy.policy import Policy
@@ -92,7 +94,8 @@ class Worker:
         self.report = report or NullReport(Path(config.run.folder or f"runs/{config.run.name}"))
         self.comm, self._channel = comm or Comm(), channel
         self.optimizer: AdamW | None = None
-        self._frozen: dict[str, Mapping[str, Tensor]] = {}
+        self._reference: Mapping[str, Tensor] = {}
+        self._frozen: dict[HoldingName, FrozenModel] = {}
         self.state: RunState | None = None
         """What a checkpoint saves and restores; None in a rehearsal."""
         self._saver: Saver | None = None
@@ -167,7 +170,9 @@ class Worker:
         if self.rehearsal != "none":
             self.optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, comm, self.report.note)
         if config.has_reference:
-            self._frozen["reference"] = freeze_reference(policy.model, residency)
+            self._reference = freeze_reference(policy.model, residency)
+        for name, model in config.frozen_models.items():
+            self._frozen[name] = FrozenModel(name, model, config, loaded, residency, comm)
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes
@@ -204,9 +209,22 @@ class Worker:
     ) -> None:
         """Sets the value `name` of each datum to the log-probs of its targets under the policy, or under a frozen
         model such as `reference`."""
-        if model != POLICY:
+        if model in self._frozen:
+            self._frozen[model].compute_logprobs(name, data, progress)
+        elif model == POLICY:
+            self.policy.compute_logprobs(name, data, progress)
+        else:
             self.residency.need(model)
-        self.policy.compute_logprobs(name, data, progress, weights=self._frozen.get(model))
+            self.policy.compute_logprobs(name, data, progress, weights=self._reference)
+
+    def hidden(self, data: Sequence[Datum], name: str, progress: Progress = no_progress, *, model: HoldingName) -> None:
+        """Sets the value `name` of each datum to a frozen model's hidden states before its targets [targets, H], from
+        which its output head (`frozen_head`) computes logits."""
+        self._frozen[model].compute_hidden(name, data, progress)
+
+    def frozen_head(self, model: HoldingName) -> Head:
+        """The output head of a frozen model, whose matrix is on the device in the train phase."""
+        return self._frozen[model].head
 
     def forward_backward(self, data: Sequence[Datum], loss: Loss, progress: Progress = no_progress) -> dict[str, float]:
         """Accumulates the gradient of the loss in the train phase, and returns metrics. A rehearsal makes the forward

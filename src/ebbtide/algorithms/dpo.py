@@ -72,8 +72,7 @@ class Run(Algorithm):
             metrics = worker.forward_backward(data, self._loss, progress)
         with worker.phase("step"):
             metrics |= worker.optim_step(learning_rate(config.optimizer, step - 1, config.train.steps))
-        seconds, tokens = time.perf_counter() - started, sum(datum.length for datum in data)
-        return metrics | {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}, []
+        return metrics | {"tokens": sum(datum.length for datum in data), "seconds": time.perf_counter() - started}, []
 
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
         found = self._worker.forward(self._held_out, self._loss, progress)

@@ -7,19 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Self
 
 from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.root import Config
-from ebbtide.errors import UserError
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import make_requests
 from ebbtide.rollout.engine import Engine, SamplingParams
 from ebbtide.rollout.partitioned_scoring import PartitionedScoring
-from ebbtide.rollout.prompts import Prompt, encode_prompts
-from ebbtide.tasks.build import build_task
-from ebbtide.tasks.scoring import ScoringPool
-from ebbtide.worker import Worker
+from ebbtide.rollout.prompts import Prompt
 
 
 def is_eval_missing(config: Config, saved: Checkpoint) -> bool:
@@ -58,36 +53,6 @@ def evaluate(
         sampled = run_trial(chosen, settings.final.samples, settings.final.temperature, settings.final.k)
         figures |= {f"final/{name}": value for name, value in sampled.items()} | {"final/greedy": greedy["pass@1"]}
     return {f"evaluate/{name}": value for name, value in figures.items()}
-
-
-class HeldOutTask:
-    """The held-out problems of `task`, for algorithms that do not train on it. It is a context: processes score."""
-
-    def __init__(self, worker: Worker) -> None:
-        config, policy = worker.config, worker.policy
-        assert config.task is not None  # the config checks that
-        assert config.evaluate is not None
-        self._worker, self._task = worker, config.task
-        problems = build_task(config.task, config.seed, evaluated=True).problems().held_out
-        with worker.report.working("encoding prompts") as progress:
-            self._prompts = encode_prompts(
-                problems[: config.evaluate.max_problems], policy.tokenizer, policy.vocabulary_rows, config, progress
-            )
-        if not self._prompts:
-            raise UserError("`evaluate` needs held-out problems and the task has none: add some, or remove `task`")
-
-    def __enter__(self) -> Self:
-        self._pool = ScoringPool(self._task, self._worker.config.seed)
-        self._pool.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.__exit__(*error)
-
-    def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
-        config, scoring = self._worker.config, PartitionedScoring(self._pool, self._worker.comm)
-        last = step == config.train.steps
-        return evaluate(config, self._worker.engine, scoring, self._prompts, progress, last=last)
 
 
 @dataclass(frozen=True)

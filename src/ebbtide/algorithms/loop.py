@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib import import_module
-from typing import Any, Self
+from typing import Any
 
 from ebbtide.algorithms.evaluate import is_eval_missing
+from ebbtide.algorithms.task import HeldOutTask
 from ebbtide.checkpoint.checkpointer import Checkpointer
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
@@ -23,18 +25,15 @@ from ebbtide.worker import Worker, seed_everything
 
 
 class Algorithm(ABC):
-    """An algorithm on a worker, for the length of a run, in which it is a context. Its module in algorithms/ has a
+    """An algorithm on a worker, for the length of a run. Its module in algorithms/ has a
     function `read_data`, which reads the training data before the model is loaded, and a class `Run`, an `Algorithm`
     that is built from the worker and the data."""
 
     about: str
     """What is trained on, for the lines that introduce the run."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:  # noqa: B027 (most have nothing to end)
-        """Ends what the steps use beside the worker."""
+    parts: Sequence[HeldOutTask] = ()
+    """What the steps use beside the worker: contexts around them."""
 
     @abstractmethod
     def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
@@ -81,7 +80,11 @@ class _Loop:
             with report.working("reading the checkpoint"):
                 start_step = worker.load(report.resumed.path)
         self._checkpointer = Checkpointer(config, report.path, worker.state, report.note, comm=worker.comm)
-        with self._algorithm, self._checkpointer, frozen_gc():
+        with ExitStack() as stack:
+            for part in self._algorithm.parts:
+                stack.enter_context(part)
+            stack.enter_context(self._checkpointer)
+            stack.enter_context(frozen_gc())
             self._steps(start_step)
 
     def _steps(self, start_step: int) -> None:

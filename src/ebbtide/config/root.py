@@ -40,8 +40,6 @@ class StepSize(NamedTuple):
 class Config(Section):
     """All settings of one run."""
 
-    cycle: ClassVar[tuple[str, ...]]
-    """The phases of a step, in their order. Saving and evaluation come after it."""
     length_keys: ClassVar[str] = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens`"
     """The settings that limit the length of a sequence, for error messages."""
 
@@ -193,6 +191,11 @@ class Config(Section):
     # What the parts of the system ask of an algorithm.
 
     @property
+    def cycle(self) -> tuple[str, ...]:
+        """The phases of a step, in their order. Saving and evaluation come after it."""
+        raise NotImplementedError
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Tokens of the longest sequence that is trained on or sampled."""
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
@@ -217,6 +220,11 @@ class Config(Section):
     def has_reference(self) -> bool:
         """Whether a frozen copy of the initial weights is a holding of the run."""
         return any("reference" in models for models in self.forward_passes.values())
+
+    @property
+    def frozen_models(self) -> Mapping[str, ModelConfig]:
+        """Holding -> a frozen model with an architecture of its own, such as a teacher."""
+        return {}
 
     @property
     def generates(self) -> bool:

@@ -70,9 +70,10 @@ def trajectory(
     return datum
 
 
-def weigh_by_token(data: Sequence[Datum]) -> None:
-    """Sets the weights of all targets of an update to the same value, which makes its loss the mean over them."""
-    weight = 1 / max(1, sum(len(datum.targets) for datum in data))
+def weigh_by_token(data: Sequence[Datum], minibatches: int = 1) -> None:
+    """Sets the weights of all targets to the same value, which makes the loss the mean over them: over those of a
+    minibatch, if the data are cut into several."""
+    weight = minibatches / max(1, sum(len(datum.targets) for datum in data))
     for datum in data:
         datum.values["weights"] = weight
 

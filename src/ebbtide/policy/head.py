@@ -7,6 +7,7 @@ the backward the chunk's logits are recomputed for its gradients.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,33 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ebbtide.policy import logprob_reference
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head of a model: its logits are scale * softcap * tanh((hidden @ weight.T + bias) / softcap)."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor, rows: int) -> Tensor:
+        """The logits [c, rows] of hidden states [c, H], for the first so many tokens of the vocabulary."""
+        return self.shaped(linear(hidden, self.weight[:rows], None if self.bias is None else self.bias[:rows]))
+
+    def shaped(self, raw: Tensor) -> Tensor:
+        """The logits from the product with the weight, in fp32."""
+        x = raw.float()
+        if self.softcap is not None:
+            x = self.softcap * (x / self.softcap).tanh()
+        return x * self.scale if self.scale != 1.0 else x
+
+    def chain(self, grad: Tensor, raw: Tensor) -> Tensor:
+        """The gradient of `raw` from that of the logits."""
+        if self.softcap is not None:
+            grad = grad * (1 - (raw.float() / self.softcap).tanh().square())
+        return grad * self.scale if self.scale != 1.0 else grad
 
 
 def token_logprobs(
@@ -50,7 +78,7 @@ class _ChunkedHead(torch.autograd.Function):
         reduce, _ = _row_functions(hidden)
         lses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logprobs, entropies = torch.empty_like(lses), torch.empty_like(lses)
-        for part in _parts(hidden.shape[0], chunk):
+        for part in chunks(hidden.shape[0], chunk):
             logits = linear(hidden[part], weight, bias)  # [c, V]
             lses[part], logprobs[part], entropies[part] = reduce(logits, targets[part], scale, softcap)
         ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies)
@@ -68,7 +96,7 @@ class _ChunkedHead(torch.autograd.Function):
         # Accumulated over chunks in fp32 and rounded once: the same precision as one matmul over all tokens.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
-        for part in _parts(hidden.shape[0], chunk):
+        for part in chunks(hidden.shape[0], chunk):
             logits = linear(hidden[part], weight, bias)  # [c, V], overwritten by its gradient
             grad = gradient(
                 logits,
@@ -83,7 +111,7 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_matmul(grad_weight, grad, hidden[part])
+                add_matmul(grad_weight, grad, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         return (
@@ -94,7 +122,8 @@ class _ChunkedHead(torch.autograd.Function):
         )
 
 
-def _parts(tokens: int, chunk: int) -> list[slice]:
+def chunks(tokens: int, chunk: int) -> list[slice]:
+    """The parts of so many rows, of at most `chunk` each."""
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
@@ -108,7 +137,7 @@ def _row_functions(hidden: Tensor) -> tuple[Any, Any]:
     return logprob_reference.reduce, logprob_reference.gradient
 
 
-def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [V, H] in fp32 += left.T @ right, without rounding the result of the matmul to 16 bits."""
     if left.dtype == torch.float32:
         total.addmm_(left.T, right)

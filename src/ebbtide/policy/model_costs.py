@@ -9,7 +9,7 @@ from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
 
 POLICY = "policy"
 """The name of the policy in `Config.forward_passes`; all other names are of frozen models."""
-KNOWN_FROZEN: tuple[HoldingName, ...] = ("reference",)
+KNOWN_FROZEN: tuple[HoldingName, ...] = ("reference", "teacher", "teacher_head")
 """Frozen models that `memory.offload` may name also in a run that has none."""
 SAMPLING_PHASES: tuple[Phase, ...] = ("generate", "evaluate")
 """The phases in which every rank samples on its own, and so needs all the weights."""
@@ -30,4 +30,12 @@ def frozen_holdings(config: Config) -> list[HoldingSpec]:
         for model in models:
             if model != POLICY:
                 phases.setdefault(model, set()).add(phase)
-    return [HoldingSpec(name, frozenset(needed), frozen=True) for name, needed in phases.items()]
+    found = [HoldingSpec(name, frozenset(needed), frozen=True) for name, needed in phases.items()]
+    for name in config.frozen_models:  # losses over the vocabulary compute with its head
+        found.append(HoldingSpec(head_of(name), frozenset({*phases.get(name, ()), "train"}), frozen=True))
+    return found
+
+
+def head_of(model: HoldingName) -> HoldingName:
+    """The holding that is the matrix of a frozen model's output head."""
+    return f"{model}_head"

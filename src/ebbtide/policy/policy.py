@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ from ebbtide.policy.activation_plan import (
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.datum import Datum, idle_datum, per_target
-from ebbtide.policy.head import token_logprobs
+from ebbtide.policy.head import Head, token_logprobs
 from ebbtide.policy.losses import Loss, LossInputs, Ratio, mismatch
 from ebbtide.policy.packing import MicroBatch, pack, together
 from ebbtide.policy.reference import swap_weights
@@ -43,16 +44,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _Logprobs(nn.Module):
-    """The model from packed tokens to log-probs as one module, so that a call can use other weights
-    (`functional_call`)."""
+Outputs = dict[str, Tensor]
+"""What a head computes of each target [P, ...], by name."""
+HeadFunction = Callable[[Tensor, Head, Tensor], Outputs]
+"""A function of the hidden states before the targets [P, H], the model's output head, and the targets [P]."""
+
+
+def _token_logprobs(hidden: Tensor, head: Head, targets: Tensor, *, chunk: int) -> Outputs:
+    logprobs, entropies = token_logprobs(
+        hidden, head.weight, head.bias, targets, scale=head.scale, softcap=head.softcap, chunk=chunk
+    )
+    return {"logprobs": logprobs, "entropies": entropies}
+
+
+def _with_values(
+    head: Callable[..., Outputs], values: Mapping[str, Tensor], hidden: Tensor, own: Head, targets: Tensor
+) -> Outputs:
+    return head(hidden, own, targets, values)
+
+
+class _PackedModel(nn.Module):
+    """The model from packed tokens to what a head computes of the targets, as one module, so that a call can use other
+    weights (`functional_call`)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: MicroBatch, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
-        """(log-prob [P], entropy [P]) of each target, at `temperature`."""
+    def forward(self, batch: MicroBatch, temperature: float, compute: HeadFunction) -> Outputs:
         with use_attention(self.model, PACKED):
             hidden = decoder(self.model)(
                 input_ids=batch.token_ids,
@@ -63,12 +82,15 @@ class _Logprobs(nn.Module):
                 max_length_q=batch.longest,
                 max_length_k=batch.longest,
             ).last_hidden_state[0]  # [T, H]
-        scale, softcap = logit_scaling(self.model.config)
-        weight, bias = head_weight(self.model)
         # Only [P, H] of [T, H] go through the head: positions that predict a target.
-        return token_logprobs(
-            hidden[batch.predict], weight, bias, batch.targets, scale=scale / temperature, softcap=softcap, chunk=chunk
-        )
+        return compute(hidden[batch.predict], output_head(self.model, temperature), batch.targets)
+
+
+def output_head(model: PreTrainedModel, temperature: float = 1.0) -> Head:
+    """The model's output head, whose logits are divided by `temperature`."""
+    scale, softcap = logit_scaling(model.config)
+    weight, bias = head_weight(model)
+    return Head(weight, bias, scale / temperature, softcap)
 
 
 class Policy:
@@ -80,8 +102,8 @@ class Policy:
         self.vocabulary_rows = loaded.vocabulary_rows
         """Token ids are below this."""
         self._generate_attention = loaded.generate_attention
-        self.module = _Logprobs(loaded.model)
-        """The model from packed tokens to log-probs."""
+        self.module = _PackedModel(loaded.model)
+        """The model from packed tokens to what its head computes of them."""
         self._ranks = ranks or Comm()
         self._activations: ActivationHooks | None = None
         self._offloader: ActivationOffloader | None = None
@@ -104,29 +126,57 @@ class Policy:
         self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """(log-prob [P], entropy [P]) of each target, under `weights` instead of the model's own if given."""
-        arguments = batch, temperature, self.config.train.head_chunk_tokens
+        compute = partial(_token_logprobs, chunk=self.config.train.head_chunk_tokens)
+        found = self._outputs(batch, temperature, compute, weights)
+        return found["logprobs"], found["entropies"]
+
+    def _outputs(
+        self,
+        batch: MicroBatch,
+        temperature: float,
+        compute: HeadFunction,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Outputs:
+        arguments = batch, temperature, compute
         if weights is None:
-            found: tuple[Tensor, Tensor] = self.module(*arguments)
+            found: Outputs = self.module(*arguments)
         else:
             found = functional_call(
                 self.module, {f"model.{name}": weight for name, weight in weights.items()}, arguments
             )
         return found
 
-    @torch.no_grad()
     def compute_logprobs(
         self, name: str, data: Sequence[Datum], progress: Progress, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         """Sets the value `name` of each datum to the log-probs of its targets, without gradient, under the policy's
         weights or those given."""
+        compute = partial(_token_logprobs, chunk=self.config.train.head_chunk_tokens)
+        self._compute(name, data, progress, lambda *arguments: compute(*arguments)["logprobs"], weights)
+
+    def compute_hidden(self, name: str, data: Sequence[Datum], progress: Progress) -> None:
+        """Sets the value `name` of each datum to the hidden states from which its targets are predicted [targets, H],
+        without gradient."""
+        self._compute(name, data, progress, lambda hidden, head, targets: hidden)
+
+    @torch.no_grad()
+    def _compute(
+        self,
+        name: str,
+        data: Sequence[Datum],
+        progress: Progress,
+        compute: Callable[[Tensor, Head, Tensor], Tensor],
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
         mine, batches = self._local_share(data)
         found: dict[int, Tensor] = {}
+        own = None if self._is_sharded else weights
         with swap_weights(self.model, weights) if weights and self._is_sharded else nullcontext(), self._resharded():
             for done, batch in enumerate(batches):
-                logprobs, _ = self._logprobs(
-                    batch, self.config.logprob_temperature, None if self._is_sharded else weights
+                outputs = self._outputs(
+                    batch, self.config.logprob_temperature, lambda *arguments: {name: compute(*arguments)}, own
                 )
-                parts = torch.split(logprobs, batch.lengths)
+                parts = torch.split(outputs[name], batch.lengths)
                 found |= {
                     mine[member]: part for member, part in zip(batch.members, parts, strict=True) if member < len(mine)
                 }
@@ -228,12 +278,13 @@ class Policy:
         members = [*(data[index] for index in mine), idle_datum(data[0])]
         seen: list[dict[str, Tensor | Ratio]] = []
         for done, batch in enumerate(batches):
-            inputs = self._loss_inputs(batch, [members[member] for member in batch.members])
+            inputs = self._loss_inputs(batch, [members[member] for member in batch.members], loss)
             found = loss(inputs)
             value, reported = found if isinstance(found, tuple) else (found, {})
             idle = len(mine) in batch.members
             if backward:  # An idle micro-batch uses a loss of 0: a weight of 0 would not stop a k3 that overflows.
-                (inputs.logprobs.sum() * 0.0 if idle else value).backward()
+                anchor = inputs.logprobs.sum() if inputs.logprobs.requires_grad else value
+                (anchor * 0.0 if idle else value).backward()
             figures = {**reported, "loss": value.detach(), "entropy": inputs.entropies.detach().sum()}
             if "rollout_logprobs" in inputs.values:
                 trainer = inputs.values.get("old_logprobs", inputs.logprobs)
@@ -246,12 +297,16 @@ class Policy:
             summary |= {"activations_offloaded_gib": gib(offloaded), "activations_without_room_gib": gib(refused)}
         return summary
 
-    def _loss_inputs(self, batch: MicroBatch, members: Sequence[Datum]) -> LossInputs:
-        logprobs, entropies = self._logprobs(batch, self.config.logprob_temperature)
+    def _loss_inputs(self, batch: MicroBatch, members: Sequence[Datum], loss: Loss) -> LossInputs:
+        values = per_target(members, batch.sequence, self.device)
+        compute: HeadFunction = partial(_token_logprobs, chunk=self.config.train.head_chunk_tokens)
+        if (head := getattr(loss, "head", None)) is not None:  # A loss may compute with the logits themselves.
+            compute = partial(_with_values, head, values)
+        outputs = self._outputs(batch, self.config.logprob_temperature, compute)
         return LossInputs(
-            logprobs=logprobs,
-            entropies=entropies,
-            values=per_target(members, batch.sequence, self.device),
+            logprobs=outputs.pop("logprobs"),
+            entropies=outputs.pop("entropies"),
+            values={**values, **outputs},
             sequence=batch.sequence,
             sequences=len(members),
             groups=[datum.group for datum in members],

@@ -164,7 +164,10 @@ class Report:
         """Writes and shows a step that is done."""
         if samples:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
-            metrics = {**metrics, "tokens": tokens, "tokens_per_second": tokens / metrics["seconds"]}
+            metrics = {**metrics, "tokens": tokens}
+        if "tokens" in metrics and metrics.get("seconds"):
+            metrics = {**metrics, "tokens_per_second": metrics["tokens"] / metrics["seconds"]}
+        if samples:
             mfu = self._plan.mfu(samples, metrics.get("seconds/train", 0.0)) if self._plan is not None else None
             metrics |= {"mfu": mfu} if mfu is not None else {}
         self.folder.write_metrics({"step": step, **metrics})

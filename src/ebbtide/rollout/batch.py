@@ -46,31 +46,37 @@ class Batch:
 
     def metrics(self, pass_reward: float) -> dict[str, float]:
         """Returns the metrics of the step's rollouts, for metrics.jsonl."""
-        rewards = [sample.scored.value for sample in self.samples]
-        lengths = [len(sample.completion.tokens) for sample in self.samples]
-        by_outcome: dict[str, list[int]] = {"passed": [], "failed": []}
-        for length, reward in zip(lengths, rewards, strict=True):
-            by_outcome["passed" if reward >= pass_reward else "failed"].append(length)
-        count = len(self.samples)
-        parts: Counter[str] = Counter()
-        failures: Counter[str] = Counter()
-        for sample in self.samples:
-            parts.update(sample.scored.parts)
-            failures.update([sample.scored.failure] if sample.scored.failure else [])
-        return {
-            "reward": sum(rewards) / count,
-            "reward_std": torch.tensor(rewards).std(correction=0).item(),
-            **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
-            **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
+        return sample_metrics(self.samples, pass_reward) | {
             "zero_std_groups": self.zero_std_groups,
             "groups_with_signal": 1 - self.zero_std_groups / self.groups,
-            "completion_tokens": sum(lengths) / count,
-            **{f"completion_tokens/{name}": fmean(found) for name, found in by_outcome.items() if found},
-            "completion_tokens_max": max(lengths),
-            "finished": sum(sample.completion.finish == "stop" for sample in self.samples) / count,
-            "samples": count,
             "samples_trained": len(self.data),
         }
+
+
+def sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, float]:
+    """Returns the metrics of sampled and scored completions."""
+    rewards = [sample.scored.value for sample in samples]
+    lengths = [len(sample.completion.tokens) for sample in samples]
+    by_outcome: dict[str, list[int]] = {"passed": [], "failed": []}
+    for length, reward in zip(lengths, rewards, strict=True):
+        by_outcome["passed" if reward >= pass_reward else "failed"].append(length)
+    count = len(samples)
+    parts: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    for sample in samples:
+        parts.update(sample.scored.parts)
+        failures.update([sample.scored.failure] if sample.scored.failure else [])
+    return {
+        "reward": sum(rewards) / count,
+        "reward_std": torch.tensor(rewards).std(correction=0).item(),
+        **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
+        **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
+        "completion_tokens": sum(lengths) / count,
+        **{f"completion_tokens/{name}": fmean(found) for name, found in by_outcome.items() if found},
+        "completion_tokens_max": max(lengths),
+        "finished": sum(sample.completion.finish == "stop" for sample in samples) / count,
+        "samples": count,
+    }
 
 
 def sample_seed(*names: object) -> int:

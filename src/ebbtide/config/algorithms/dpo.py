@@ -42,7 +42,6 @@ class PreferenceLossConfig(Section):
 class DpoConfig(Config):
     """All settings of a run that trains on pairs of completions (direct preference optimization)."""
 
-    cycle: ClassVar[tuple[str, ...]] = ("logprob", "train", "step")
     length_keys: ClassVar[str] = "`data.max_tokens`"
 
     algorithm: Literal["dpo"] = "dpo"
@@ -69,6 +68,10 @@ class DpoConfig(Config):
                     " one: remove it. `data.batch_size` is the size of an update, and `train.steps` their number"
                 )
         return self
+
+    @property
+    def cycle(self) -> tuple[str, ...]:
+        return ("logprob", "train", "step")
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -14,8 +14,6 @@ from ebbtide.config.task import TaskConfig
 
 class GrpoConfig(Config):
     """All settings of a run that trains on sampled and scored completions (GRPO and its kin)."""
-
-    cycle: ClassVar[tuple[str, ...]] = ("generate", "score", "logprob", "train", "step")
 
     algorithm: Literal["grpo"] = "grpo"
     """What is trained and how."""
@@ -43,6 +41,10 @@ class GrpoConfig(Config):
                 " sequences of a step (`rollout.prompts_per_step` x `rollout.group_size`): lower it to at most that"
             )
         return self
+
+    @property
+    def cycle(self) -> tuple[str, ...]:
+        return ("generate", "score", "logprob", "train", "step")
 
     @property
     def step_size(self) -> StepSize:

@@ -13,7 +13,6 @@ from ebbtide.config.root import Config, StepSize
 class SftConfig(Config):
     """All settings of a run that trains on examples (supervised fine-tuning)."""
 
-    cycle: ClassVar[tuple[str, ...]] = ("train", "step")
     length_keys: ClassVar[str] = "`data.max_tokens`"
 
     algorithm: Literal["sft"] = "sft"
@@ -31,6 +30,10 @@ class SftConfig(Config):
                     " one: remove it. `data.batch_size` is the size of an update, and `train.steps` their number"
                 )
         return self
+
+    @property
+    def cycle(self) -> tuple[str, ...]:
+        return ("train", "step")
 
     @property
     def max_sequence_tokens(self) -> int:

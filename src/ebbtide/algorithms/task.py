@@ -1,0 +1,123 @@
+"""The problems of `task` on a worker: completions of those to train on, and evaluation on those that are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Self
+
+from ebbtide.algorithms.evaluate import evaluate
+from ebbtide.config.root import Config
+from ebbtide.errors import UserError
+from ebbtide.progress import Progress
+from ebbtide.rollout.batch import Sample
+from ebbtide.rollout.engine import Completion
+from ebbtide.rollout.partitioned_scoring import PartitionedScoring
+from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, prompts_digest
+from ebbtide.rollout.serve.train_server import serve_during_training
+from ebbtide.rollout.sources import build_source
+from ebbtide.tasks.build import build_task
+from ebbtide.tasks.sampler import Sampler
+from ebbtide.tasks.score_message import ScoreResult
+from ebbtide.tasks.scoring import ScoringPool
+from ebbtide.tasks.task import Problem, Problems
+from ebbtide.worker import Worker
+
+
+def read_problems(config: Config) -> Problems:
+    assert config.task is not None  # the config checks that
+    return build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
+
+
+class HeldOutTask:
+    """The held-out problems of `task`. It is a context, in which processes score completions."""
+
+    def __init__(self, worker: Worker, problems: Sequence[Problem]) -> None:
+        self._worker, self._config = worker, worker.config
+        settings = self._config.evaluate
+        self._held_out = self._encode(problems[: settings.max_problems]) if settings is not None else []
+        if settings is not None and not self._held_out:
+            raise UserError(
+                "`evaluate` needs held-out problems and the task has none: add some, or set `evaluate: null`"
+            )
+        self._stack = ExitStack()
+
+    def _encode(self, problems: Sequence[Problem]) -> list[Prompt]:
+        policy = self._worker.policy
+        with self._worker.report.working("encoding prompts") as progress:
+            return encode_prompts(problems, policy.tokenizer, policy.vocabulary_rows, self._config, progress)
+
+    def __enter__(self) -> Self:
+        assert self._config.task is not None
+        pool = self._stack.enter_context(ScoringPool(self._config.task, self._config.seed))
+        self._scoring = PartitionedScoring(pool, self._worker.comm)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
+        last = step == self._config.train.steps
+        return evaluate(self._config, self._worker.engine, self._scoring, self._held_out, progress, last=last)
+
+
+class Rollouts(NamedTuple):
+    """The scored completions of a step."""
+
+    prompts: Sequence[Prompt]
+    groups: Sequence[Sequence[Completion]]  # [prompts][samples]
+    scored: Sequence[ScoreResult]  # [prompts * samples]
+
+
+class TaskRollouts(HeldOutTask):
+    """All problems of `task`: completions of those to train on are sampled and scored, step by step."""
+
+    def __init__(self, worker: Worker, problems: Problems) -> None:
+        self._worker, self._config = worker, worker.config
+        prompts, rollout = self._encode(problems.train), worker.config.rollout
+        super().__init__(worker, problems.held_out)
+        for text in control_text_notes([*prompts, *self._held_out]):
+            worker.report.note(text)
+        self.about = (
+            f"{len(prompts):,} problems, {len(self._held_out)} held-out ones for evaluation,"
+            f" {rollout.prompts_per_step} x {rollout.group_size} samples per step"
+        )
+        order = Sampler(prompts, self._config.seed)
+        self._source = build_source(
+            self._config,
+            worker.engine,
+            order,
+            prompts,
+            worker.residency,
+            rows=worker.policy.vocabulary_rows,
+            writes=worker.comm.is_main,
+        )
+        worker.track(order, prompts_digest(prompts), self._source)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        worker = self._worker
+        self._stack.enter_context(serve_during_training(worker.engine, worker.loaded, self._config, worker.report.note))
+        return self
+
+    def next(self, step: int) -> Rollouts:
+        """The completions of a step, in the phases generate and score."""
+        with self._worker.phase("generate") as progress:
+            prompts, groups = self._source.next(step, progress)
+        with self._worker.phase("score") as progress:
+            completions = [
+                (prompt.problem, completion.text)
+                for prompt, group in zip(prompts, groups, strict=True)
+                for completion in group
+            ]
+            return Rollouts(prompts, groups, self._scoring.score(completions, progress))
+
+    def samples(self, step: int) -> list[Sample]:
+        """The completions of a step, for algorithms that have no use for rewards but to show them."""
+        prompts, groups, scored = self.next(step)
+        owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+        completions = [completion for group in groups for completion in group]
+        return [Sample(*parts, 0.0, True) for parts in zip(owners, completions, scored, strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        return self._source.metrics()

@@ -1,0 +1,101 @@
+"""The settings of `algorithm: distill`: training a policy to have a teacher's distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from ebbtide.config.base import Fraction, Section
+from ebbtide.config.data import ExamplesConfig
+from ebbtide.config.model import ModelConfig
+from ebbtide.config.root import Config, StepSize
+
+
+class DistillationLossConfig(Section):
+    """How far the policy is from the teacher."""
+
+    over: Literal["vocabulary", "sampled"] = "vocabulary"
+    """`vocabulary`: the divergence of the whole distributions of each token, chunk by chunk. `sampled`: the reverse KL
+    from the log-probs of sampled tokens alone, as a policy gradient; cheaper, and noisier."""
+
+    beta: Fraction = 1.0
+    """The divergence over the vocabulary: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy || teacher),
+    and between them it is the generalised Jensen-Shannon divergence."""
+
+    @model_validator(mode="after")
+    def _sampled_is_reverse(self) -> DistillationLossConfig:
+        if self.over == "sampled" and self.beta != 1:
+            raise ValueError(
+                f"`loss.over: sampled` is the reverse KL, and `loss.beta: {self.beta:g}` is another divergence: remove"
+                " one of the two"
+            )
+        return self
+
+
+class DistillConfig(Config):
+    """All settings of a run in which the policy learns a teacher's distribution, on completions that it samples itself
+    (on-policy distillation) or on those of a file."""
+
+    length_keys: ClassVar[str] = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens`, or `data.max_tokens`,"
+
+    algorithm: Literal["distill"] = "distill"
+    """What is trained and how."""
+
+    teacher: ModelConfig
+    """The teacher, a frozen model with the policy's vocabulary."""
+
+    data: ExamplesConfig | None = None
+    """If set, train on the completions of a file instead of sampled ones."""
+
+    loss: DistillationLossConfig = DistillationLossConfig()
+    """How far the policy is from the teacher."""
+
+    @model_validator(mode="after")
+    def _something_to_train_on(self) -> DistillConfig:
+        if self.data is None and self.task is None:
+            raise ValueError("set `task`, whose prompts the policy samples completions of, or `data`, a file of them")
+        if self.loss.over == "sampled":
+            if self.data is not None:
+                raise ValueError(
+                    "`loss.over: sampled` needs completions that the policy has sampled, and `data` has those of a"
+                    " file: remove one of the two"
+                )
+            if self.train.minibatches * self.train.epochs > 1:
+                raise ValueError(
+                    "`loss.over: sampled` makes one update per step: remove `train.minibatches` and `train.epochs`"
+                )
+        return self
+
+    @property
+    def cycle(self) -> tuple[str, ...]:
+        sampled = ("generate", "score") if self.data is None else ()
+        return (*sampled, "logprob", "train", "step")
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        sampled = super().max_sequence_tokens if self.generates else 0
+        return max(self.data.max_tokens if self.data is not None else 0, sampled)
+
+    @property
+    def step_size(self) -> StepSize:
+        rollout = self.rollout
+        if self.data is not None:
+            return StepSize(self.data.batch_size, 1, 1, self.data.max_tokens - 1)
+        return StepSize(rollout.prompts_per_step, rollout.group_size, rollout.max_prompt_tokens, rollout.max_new_tokens)
+
+    @property
+    def logprob_temperature(self) -> float:
+        return self.rollout.temperature if self.data is None else 1.0
+
+    @property
+    def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
+        return {"logprob": ("teacher",)}
+
+    @property
+    def frozen_models(self) -> Mapping[str, ModelConfig]:
+        return {"teacher": self.teacher}
+
+
+Root = DistillConfig
