@@ -71,7 +71,7 @@ def stop(monkeypatch, when: str, at: int) -> list[int]:
         return found
 
     monkeypatch.setattr("ebbtide.algorithms.grpo.assemble", assembled)
-    monkeypatch.setattr("ebbtide.algorithms.grpo.evaluate", evaluated)
+    monkeypatch.setattr("ebbtide.algorithms.task.evaluate", evaluated)
     return ended
 
 

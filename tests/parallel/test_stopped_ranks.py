@@ -20,13 +20,13 @@ CHANGES = {
 
 def stopped(rank, config, asked) -> bool:
     """One rank is asked in the evaluation after step 2; whether this one has stopped in order."""
-    import ebbtide.algorithms.grpo
+    import ebbtide.algorithms.task
     import ebbtide.rollout.weights.channel
     from ebbtide.errors import RunStopped
     from ebbtide.launch.job import Job
     from ebbtide.launch.run_rank import run_rank
 
-    evaluate, calls = ebbtide.algorithms.grpo.evaluate, 0
+    evaluate, calls = ebbtide.algorithms.task.evaluate, 0
 
     def evaluated(*args, **options):
         nonlocal calls
@@ -37,7 +37,7 @@ def stopped(rank, config, asked) -> bool:
         assert calls == 1
         return found
 
-    ebbtide.algorithms.grpo.evaluate = evaluated
+    ebbtide.algorithms.task.evaluate = evaluated
     ebbtide.rollout.weights.channel.PROGRESS_EVERY = 0.0  # seconds between looks, of an evaluation that takes less
     next_port()
     try:

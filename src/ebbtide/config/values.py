@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from ebbtide.config.data import ExamplesConfig, PairsConfig
 from ebbtide.config.loss import ImportanceSamplingConfig, KlConfig
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.parallel import ParallelConfig
@@ -25,6 +26,8 @@ MAIN_KEYS: Mapping[type[BaseModel], str] = {
     BuiltinTaskConfig: "name",
     GymTaskConfig: "dataset",
     FileTaskConfig: "train",
+    ExamplesConfig: "train",
+    PairsConfig: "train",
     PythonTaskConfig: "object",
     ParallelConfig: "gpus",
     WandbConfig: "project",

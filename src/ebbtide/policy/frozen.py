@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
+from ebbtide.memory.buckets import allocate_buckets
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import local
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.head import Head
 from ebbtide.policy.model_costs import head_of
 from ebbtide.policy.policy import Policy, output_head
 from ebbtide.progress import Progress
-from ebbtide.system.torch_internals import storage_id
 
 
 class FrozenModel:
@@ -26,21 +29,27 @@ class FrozenModel:
     def __init__(
         self, name: str, model: ModelConfig, config: Config, policy: LoadedModel, residency: Residency, comm: Comm
     ) -> None:
-        loaded = load_model(config.model_copy(update={"model": model}), comm.load_device(residency.device))
+        # It is loaded on the host: on the device it is a few large buckets, and never there twice.
+        loaded = load_model(config.model_copy(update={"model": model}), torch.device("cpu"))
         _check_vocabulary(name, loaded, policy)
         loaded.model.requires_grad_(False)
         self._name, self._policy = name, Policy(loaded, config, comm)
-        head = output_head(loaded.model, config.logprob_temperature)
-        if comm.mesh is not None:  # FSDP cuts the head's matrix up, and every rank needs all of it
-            weight = head.weight.detach().to(residency.device, copy=True)
-            head = Head(weight, head.bias, head.scale, head.softcap)
+        head = output_head(loaded.model, config.logprob_temperature).weight
+        if comm.mesh is None:
+            rest = [parameter for parameter in loaded.model.parameters() if parameter is not head]
+            buckets = [*_into_buckets(rest, residency.device)]
+            (matrix,) = _into_buckets([head], residency.device)
+            loaded.model.to(residency.device)  # its buffers
+            self._policy.device = residency.device
+            self.head = output_head(loaded.model, config.logprob_temperature)
+        else:  # FSDP shards the head's matrix, and every rank needs all of it in training
+            matrix = head.detach().to(residency.device, copy=True)
+            self.head = replace(output_head(loaded.model, config.logprob_temperature), weight=matrix)
             self._policy.shard(comm.mesh, residency.device)
+            buckets = [local(parameter) for parameter in loaded.model.parameters()]
         self._policy.verify()
-        self.head = head
-        apart = storage_id(head.weight)
-        parts = [local(parameter) for parameter in loaded.model.parameters()]
-        residency.register(name, [part for part in parts if storage_id(part) != apart], frozen=True)
-        residency.register(head_of(name), [head.weight], frozen=True)
+        residency.register(name, buckets, frozen=True)
+        residency.register(head_of(name), [matrix], frozen=True)
         self._residency = residency
 
     def compute_logprobs(self, name: str, data: Sequence[Datum], progress: Progress) -> None:
@@ -56,6 +65,17 @@ class FrozenModel:
     def _need(self) -> None:
         self._residency.need(self._name)
         self._residency.need(head_of(self._name))
+
+
+@torch.no_grad()
+def _into_buckets(parameters: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Moves parameters into buckets on the device, and yields those."""
+    for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+        some = [parameter for parameter in parameters if parameter.dtype == dtype]
+        flats, views = allocate_buckets([parameter.shape for parameter in some], dtype, device)
+        for parameter, view in zip(some, views, strict=True):
+            parameter.data = view.copy_(parameter)
+        yield from flats
 
 
 def _check_vocabulary(name: str, loaded: LoadedModel, policy: LoadedModel) -> None:
