@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from ebbtide.config import load, recipes
-from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.document import reference, to_annotated_yaml, to_yaml
 from ebbtide.errors import UserError
 
@@ -18,10 +17,25 @@ def refused(*arguments: str, source: str = "quickstart") -> str:
     return str(caught.value)
 
 
+GIVEN = {  # what a recipe leaves to the command line
+    "sft": ["model.path=a", "data.train=b"],
+    "dpo": ["model.path=a", "data.train=b"],
+    "distill": ["model.path=a", "teacher.path=b", "task.file.train=c"],
+}
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_loads_and_has_a_line_of_its_own(name: str) -> None:
-    assert isinstance(load(name), GrpoConfig)
+    assert load(name, GIVEN.get(name, [])).algorithm == (name if name in GIVEN else "grpo")
     assert len(recipes()[name]) > 20
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_recipe_says_what_it_leaves_to_the_command_line(name: str) -> None:
+    message = refused(source=name)
+    assert "`model.path`" in message
+    assert ("`data.train` is missing" in message) == (name != "distill")
+    assert ("`task.file.train` is missing" in message) == (name == "distill")
 
 
 @pytest.mark.parametrize(
