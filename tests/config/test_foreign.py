@@ -11,12 +11,17 @@ import yaml
 from ebbtide.config import foreign, load, load_serve
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.document import reference
-from ebbtide.config.explain import all_keys
+from ebbtide.config.keys import all_keys
+from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
 
 QUOTED = re.compile(r"`([^`]+)`")
-WORDS = {"score", "module:name"}  # quoted, and no key
+GIVEN = {  # what the recipe of an algorithm leaves to the command line
+    "sft": ["model.path=a", "data.train=b"],
+    "dpo": ["model.path=a", "data.train=b"],
+    "distill": ["model.path=a", "teacher.path=b", "task.file.train=c"],
+}
 
 
 def said(*overrides: str, source: str = "quickstart") -> str:
@@ -25,7 +30,7 @@ def said(*overrides: str, source: str = "quickstart") -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("root", [GrpoConfig, ServeConfig])
+@pytest.mark.parametrize("root", [*roots().values(), ServeConfig])
 def test_every_key_that_an_answer_names_exists(root: type) -> None:
     keys = set(all_keys(root))
     for name, text in foreign.foreign_names(root).items():
@@ -47,6 +52,16 @@ def test_settings_that_answers_write_out_can_be_set() -> None:
         load("quickstart", [one])
 
 
+@pytest.mark.parametrize("name", GIVEN)
+def test_settings_that_answers_of_another_algorithm_write_out_can_be_set(name: str) -> None:
+    own = foreign.own_names(roots()[name])
+    assert own
+    for text in own.values():
+        for one in QUOTED.findall(text):
+            if re.fullmatch(r"[a-z_.]+=\S+", one):
+                load(name, [*GIVEN[name], one])
+
+
 def test_values_are_of_keys_that_exist_and_are_not_taken_already() -> None:
     for key, values in foreign._tables()["values"].items():
         assert key in set(all_keys(GrpoConfig))
@@ -62,10 +77,11 @@ def test_values_are_of_keys_that_exist_and_are_not_taken_already() -> None:
                 )
 
 
-def test_no_name_is_one_of_ours() -> None:
+@pytest.mark.parametrize("root", roots().values())
+def test_no_name_is_one_of_ours(root: type) -> None:
     """Else a key of ours at the wrong place would be sent elsewhere."""
-    leaves = {key.rsplit(".", 1)[-1] for key in all_keys(GrpoConfig)}
-    both = leaves & set(foreign.foreign_names(GrpoConfig))
+    leaves = {key.rsplit(".", 1)[-1] for key in all_keys(root)}
+    both = leaves & set(foreign.foreign_names(root))
     assert both <= {"dataset"}, both  # of `task.gym`, where it is known
 
 
@@ -100,6 +116,31 @@ def test_no_name_is_one_of_ours() -> None:
 )
 def test_a_foreign_name_is_answered(override: str, answer: str) -> None:
     assert answer in said(override)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "answer"),
+    [
+        ("sft", "learning_rate=1e-5", "Here it is `optimizer.lr`."),
+        ("sft", "max_length=512", "Here it is `data.max_tokens`"),
+        ("sft", "max_tokens=512", "Did you mean `data.max_tokens`?"),
+        ("sft", "packing=true", "Always so: sequences are packed"),
+        ("sft", "assistant_only_loss=true", "Here it is `data.loss_on`"),
+        ("sft", "per_device_train_batch_size=8", "Here it is `data.batch_size`"),
+        ("sft", "kl_coef=0.1", "unknown key `kl_coef`"),
+        ("dpo", "beta=0.1", "Did you mean `loss.beta`?"),
+        ("dpo", "label_smoothing=0.1", "Did you mean `loss.label_smoothing`?"),
+        ("dpo", "loss_type=ipo", "Here it is `loss.kind`"),
+        ("dpo", "precompute_ref_log_probs=true", "Here it is `loss.reference`"),
+        ("distill", "lmbda=0.5", "Here it is `task`, whose prompts are sampled"),
+        ("distill", "teacher_model_name_or_path=x", "Here it is `teacher.path`."),
+        ("distill", "beta=0.5", "Did you mean `loss.beta`?"),
+    ],
+)
+def test_a_foreign_name_is_answered_for_its_algorithm(recipe: str, override: str, answer: str) -> None:
+    text = said(override, *GIVEN[recipe], source=recipe)
+    assert answer in text
+    assert "loss.kl" not in text
 
 
 VERL = {
@@ -145,4 +186,4 @@ def test_the_server_answers_as_well() -> None:
 def test_the_table_is_documented() -> None:
     page = reference()
     assert "| `num_generations` | `rollout.group_size` |" in page
-    assert all(f"| `{name}` |" in page for name in foreign.foreign_names(GrpoConfig))
+    assert all(f"| `{name}` |" in page for root in roots().values() for name in foreign.foreign_names(root))

@@ -6,7 +6,7 @@ import yaml
 from conftest import TINY, merged
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
-from ebbtide.config.explain import all_keys
+from ebbtide.config.keys import all_keys
 from ebbtide.config.renamed import RENAMED, VALUES, upgrade
 from ebbtide.errors import UserError
 

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
-from ebbtide.config.explain import all_keys
 from ebbtide.config.foreign import find_counterpart
+from ebbtide.config.keys import all_keys
 from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError

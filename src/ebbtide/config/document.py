@@ -14,8 +14,8 @@ from pydantic_core import PydanticUndefined
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.base import meaning
-from ebbtide.config.explain import all_keys, section_at, sections
-from ebbtide.config.foreign import foreign_names
+from ebbtide.config.foreign import foreign_names, own_names
+from ebbtide.config.keys import all_keys, section_at, sections
 from ebbtide.config.root import Config
 from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
@@ -93,18 +93,23 @@ def _differences(name: str, root: type[Config]) -> list[str]:
 
 
 def _foreign() -> list[str]:
-    rows = [f"| `{name}` | {here.replace('|', chr(92) + '|')} |" for name, here in foreign_names(GrpoConfig).items()]
-    return [
+    lines = [
         "## Names from other tools",
         "",
         "Names known from TRL, verl, NeMo RL and Unsloth, and their counterparts here. A key with one of these names,",
         "alone or at the end of a dotted one, is refused with a pointer to its counterpart.",
         "",
-        "| name | here |",
-        "|---|---|",
-        *rows,
-        "",
+        *_foreign_table(foreign_names(GrpoConfig)),
     ]
+    for name, root in roots().items():
+        if own := own_names(root):
+            lines += [f"With `algorithm: {name}`, these are other settings:", "", *_foreign_table(own)]
+    return lines
+
+
+def _foreign_table(names: Mapping[str, str]) -> list[str]:
+    rows = [f"| `{name}` | {here.replace('|', chr(92) + '|')} |" for name, here in names.items()]
+    return ["| name | here |", "|---|---|", *rows, ""]
 
 
 def _main_keys() -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from ebbtide.config.base import meaning
 from ebbtide.config.foreign import find_counterpart, find_value_advice, is_foreign
+from ebbtide.config.keys import all_keys, section_at
 from ebbtide.config.renamed import VALUES, new_name
 
 WANTED = {"string_type": "a text: put it in quotes", "bool_type": "`true` or `false`", "int_type": "an integer"}
@@ -110,35 +111,6 @@ def _sibling(keys: Sequence[str], root: type[BaseModel], alike: float) -> str | 
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def section_at(keys: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
-    """The section class at this path, if there is one."""
-    section = root
-    for key in keys:
-        found = sections(section).get(key)
-        if found is None:
-            return None
-        section = found
-    return section
-
-
-def sections(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The fields of a section that are sections themselves (`X` or `X | None`)."""
-    found: dict[str, type[BaseModel]] = {}
-    for name, field in section.model_fields.items():
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found[name] = kind
-    return found
-
-
-def all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every dotted key of a section and of the sections in it."""
-    for name in section.model_fields:
-        yield above + name
-    for name, below in sections(section).items():
-        yield from all_keys(below, f"{above}{name}.")
 
 
 def _nearest(keys: Sequence[str], root: type[BaseModel]) -> str:

@@ -5,7 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from ebbtide.config.keys import all_keys
 from ebbtide.config.serve import ServeConfig
+
+QUOTED = re.compile(r"`([^`]+)`")
 
 
 @cache
@@ -22,10 +26,33 @@ def _tables() -> Mapping[str, Any]:
     return tables
 
 
+@cache
 def foreign_names(root: type[BaseModel]) -> Mapping[str, str]:
-    """Foreign name -> its counterpart here, for the settings of a run or of the server."""
-    names: Mapping[str, str] = _tables()["serve" if root is ServeConfig else "names"]
-    return names
+    """Foreign name -> its counterpart here, for the settings of a run of this algorithm or of the server."""
+    tables = _tables()
+    if root is ServeConfig:
+        served: Mapping[str, str] = tables["serve"]
+        return served
+    names: Mapping[str, str] = tables["names"]
+    if (own := own_names(root)) is None:
+        return names
+    # What points to a setting of another algorithm does not hold here, nor does what is a setting of this one.
+    keys = set(all_keys(root))
+    ours = {key.rsplit(".", 1)[-1] for key in keys}
+    return {name: text for name, text in names.items() if name not in ours and _names_only(text, keys)} | dict(own)
+
+
+def own_names(root: type[BaseModel]) -> Mapping[str, str] | None:
+    """The names that mean something else in this algorithm than in GRPO; None for GRPO itself."""
+    own: Mapping[str, str] | None = _tables()["algorithms"].get(root.model_fields["algorithm"].default)
+    return own
+
+
+def _names_only(text: str, keys: Collection[str]) -> bool:
+    """Whether all settings that a text names are among these keys."""
+    quoted = QUOTED.findall(text)
+    named = {one.partition("=")[0] for one in quoted if "." in one or "=" in one}
+    return named <= set(keys) and (not text.startswith("`") or quoted[0] in keys)
 
 
 def is_foreign(keys: Sequence[str], root: type[BaseModel]) -> bool:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ebbtide.config.explain import explain_error, explain_unknown, section_at
+from ebbtide.config.explain import explain_error, explain_unknown
+from ebbtide.config.keys import section_at
 from ebbtide.config.renamed import upgrade
 from ebbtide.config.root import Config
 from ebbtide.config.roots import DEFAULT, find_root, roots
