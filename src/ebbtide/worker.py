@@ -261,6 +261,7 @@ class Worker:
         complete when the next one begins, or when the worker ends."""
         if self._saver is None:
             settings = self.config.checkpoint or CheckpointConfig()
+            self.report.path.mkdir(parents=True, exist_ok=True)  # a report of a run has made it
             self._saver = Saver(settings, self.report.path / FOLDER, self._saved_state, self.report.note)
         self._saver.save(step, dict(metrics or {}))
 
