@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ebbtide.checkpoint.initial import load_weights
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState, UnfinishedRollouts
@@ -68,6 +69,14 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     # This debugging aid of torch's would write every new tensor once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def load_with_weights(config: Config, device: torch.device) -> LoadedModel:
+    """The configured model on a device, with the weights of a checkpoint where the config names one."""
+    loaded = load_model(config, device)
+    if config.model.weights is not None:
+        load_weights(loaded.model, config.model.weights)
+    return loaded
 
 
 class Worker:
@@ -155,7 +164,7 @@ class Worker:
 
     def _load(self, host_needs: dict[str, int]) -> None:
         config, residency, comm = self.config, self.residency, self.comm
-        self.loaded = loaded = load_model(config, comm.load_device(residency.device))
+        self.loaded = loaded = load_with_weights(config, comm.load_device(residency.device))
         self.policy = policy = Policy(loaded, config, comm)
         mode = config.rollout_weights(comm.shards)
         rollout_weights = shard_policy(policy, comm, self._channel, residency.device, mode)
@@ -172,7 +181,8 @@ class Worker:
         if config.has_reference:
             self._reference = freeze_reference(policy.model, residency)
         for name, model in config.frozen_models.items():
-            self._frozen[name] = FrozenModel(name, model, config, loaded, residency, comm)
+            found = load_with_weights(config.model_copy(update={"model": model}), torch.device("cpu"))
+            self._frozen[name] = FrozenModel(name, found, config, loaded, residency, comm)
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes
