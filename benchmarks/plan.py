@@ -27,11 +27,11 @@ import torch
 from common import Row, beginning, kept, save
 
 from ebbtide.algorithms.loop import train
+from ebbtide.calibrate import calibrate
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.model.shape import find_shape
-from ebbtide.planner.calibrate import calibrate
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.workload import max_workload

@@ -172,7 +172,7 @@ def plan(
 
 def _calibrate() -> None:
     use_expandable_segments()
-    from ebbtide.planner.calibrate import calibrate as measure
+    from ebbtide.calibrate import calibrate as measure
     from ebbtide.report.terminal import Terminal
 
     terminal = Terminal(0)
@@ -278,7 +278,7 @@ def serve(
         check_paths(ModelConfig(path=source))
     _say("starting (torch and transformers take a few seconds to load)", "dim")
     try:
-        from ebbtide.rollout.serve.run import serve as run_server
+        from ebbtide.launch.serve import serve as run_server
 
         run_server(source, config, key, _echo)
     except KeyboardInterrupt:

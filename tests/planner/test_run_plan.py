@@ -134,8 +134,8 @@ def test_when_memory_runs_out_the_plan_is_asked() -> None:
         < chosen.candidate.prediction.peak
     )
     assert "predicted" not in plan.oom_advice(None)
-    assert said in str(oom_error(plan_of(), "train", {"weights": 1}, 2, "table", "no room. at all", [said]))
-    assert "before the first phase" in str(oom_error(plan_of(), None, {"weights": 1}, 2, "table", "no room. at all"))
+    assert said in str(oom_error(plan_of(), "train", {"weights": 1}, 1, "table", "no room. at all", [said]))
+    assert "before the first phase" in str(oom_error(plan_of(), None, {"weights": 1}, 1, "table", "no room. at all"))
 
 
 def test_mfu_is_of_what_was_trained_on_and_of_all_gpus() -> None:

@@ -16,6 +16,10 @@ CPU_SLOTS = 4  # chunks of staging memory in each direction
 
 STATE: tuple[HoldingName, ...] = ("master", "moments")
 """The holdings of the optimizer state."""
+RING: HoldingName = "streamed_ring"
+"""The row of the device memory through which streamed state passes."""
+STAGING: HoldingName = "staging"
+"""The row of the CPU backend's pinned memory, for gradients and weights on their way."""
 
 
 def optimizer_holdings(config: OptimizerConfig) -> list[HoldingSpec]:
@@ -30,10 +34,12 @@ def optimizer_holdings(config: OptimizerConfig) -> list[HoldingSpec]:
     place = "set `optimizer.place` to streamed or cpu, or"
     advice = {"step": f"{place} raise `optimizer.cpu_fraction`", None: f"{place} choose a smaller model"}
     updates = frozenset({"train", "step"})
+    ring = [HoldingSpec(RING, transient=True)] if config.place == "streamed" else []
     return [
         HoldingSpec("grads", updates, exists_in=updates),
         HoldingSpec("master", frozenset({"step"}), host_setting=host_setting),
         HoldingSpec("moments", frozenset({"step"}), host_setting=host_setting, advice=advice),
+        *ring,
     ]
 
 

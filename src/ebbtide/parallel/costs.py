@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ebbtide.config.parallel import ParallelConfig, RolloutWeightsMode
 from ebbtide.errors import UserError
+from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.shape import Shape
 from ebbtide.system.machine import Links, Rates
 from ebbtide.system.units import ceil_div
@@ -27,6 +28,8 @@ GATHER_OPS, GATHER_OPS_RANK = 32.0, 1.26
 # Bytes of weights that are sent at once to ranks that only generate: this takes half a millisecond within a node, so
 # that the latency of each message does not count.
 WEIGHT_SYNC_BUCKET = 256 << 20
+GATHERED = HoldingSpec("gathered", transient=True)
+"""All-gathered weights, and gradients until they are reduced."""
 REDUCED = 4  # bytes of a gradient element while ranks reduce it: float32 (parallel/fsdp.py)
 # All-reduces of tensor parallelism per block. Forward: after attention and MLP; backward: for the inputs of queries,
 # keys, values, gate and up.

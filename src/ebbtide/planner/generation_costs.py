@@ -116,7 +116,7 @@ class GenerationCosts:
             splits = blocks_for(work.max_new_tokens, 256) + blocks_for(prompt, 256)
             numbers = 2 * shape.vocabulary + 4 * shape.hidden + 3 * wide
             decode = itemsize * size * numbers + 4 * splits * size * shape.queries
-            phase.device["workspace"] = max(prefill, decode) + decode
+            phase.device |= {"activations": max(prefill, decode), "workspace": decode}
         mode, communication = config.rollout_weights(self._sharing.shards), CommTime(0.0, 0.0)
         seconds = self._speed.generate(work, mean, captured=mode != "layerwise")
         if self._gathers is not None and mode is not None:

@@ -11,7 +11,9 @@ from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.config.root import Config
 from ebbtide.memory.plan import AFTER_STEP, HoldingName, HoldingSpec, Phase, Plan, build_plan
 from ebbtide.optim.costs import optimizer_holdings
+from ebbtide.parallel.costs import GATHERED
 from ebbtide.policy.activation_costs import ACTIVATIONS
+from ebbtide.policy.head_costs import LOGITS
 from ebbtide.policy.model_costs import KNOWN_FROZEN, frozen_holdings, weights_holding
 from ebbtide.rollout.paged.cache_costs import KV_CACHE
 
@@ -22,8 +24,10 @@ def list_holdings(config: Config, shards: int = 1) -> list[HoldingSpec]:
         weights_holding(config.rollout_weights(shards)),
         *optimizer_holdings(config.optimizer),
         *frozen_holdings(config),
+        *([GATHERED] if shards > 1 else []),
         *([KV_CACHE] if config.generates else []),
         ACTIVATIONS,
+        LOGITS,
     ]
 
 

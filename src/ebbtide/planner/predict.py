@@ -13,7 +13,7 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.plan import HOST_SHARE, HoldingName, Phase, Plan
 from ebbtide.model.shape import Shape
-from ebbtide.optim.costs import grad_bytes, low_bytes, moment_bytes, ring_bytes, state_bytes
+from ebbtide.optim.costs import RING, grad_bytes, low_bytes, moment_bytes, ring_bytes, state_bytes
 from ebbtide.parallel.costs import CommTime, GatherCosts, MeshShape
 from ebbtide.planner.generation_costs import GenerationCosts, cache_costs_of
 from ebbtide.planner.holdings import plan_holdings
@@ -109,7 +109,8 @@ class Predictor:
             self._train_memory.set_forward(config, work, phases["train"])
         else:
             self._train_memory.set_train(config, work, choice, phases["train"])
-            phases["step"].device["workspace"] = ring_bytes(config.optimizer, self._shard_parameters, self._itemsize)
+            if ring := ring_bytes(config.optimizer, self._shard_parameters, self._itemsize):
+                phases["step"].device[RING] = ring
         # A replay generates nothing.
         generation = Generation(None, BLOCK_SIZES[self._kind], 0, cache_is_full_size=True, concurrent=0, min_peak=0.0)
         if config.evaluate is not None:

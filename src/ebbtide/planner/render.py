@@ -311,14 +311,10 @@ def compare(
 
 
 def _explain_difference(phase: Phase, cost: PhaseCost, peak: int, measured: Mapping[str, int]) -> str:
-    """How far the predicted peak of a phase is off, by holding."""
-    both = {name: cost.device.get(name, 0) - measured.get(name, 0) for name in {*measured} - {"other"}}
-    rest = (
-        cost.peak
-        - sum(cost.device.get(name, 0) for name in both)
-        - (peak - sum(measured.get(name, 0) for name in both))
-    )
-    parts = {**both, "activations, KV cache and workspace": rest}
+    """How far the predicted peak of a phase is off, by row."""
+    rows = {name: size for name, size in measured.items() if name != "other"}
+    rows[WORKSPACE] = peak - sum(rows.values())
+    parts = {name: cost.device.get(name, 0) - rows.get(name, 0) for name in {**cost.device, **rows}}
     listed = [
         f"{name} {gib(size):+.2f}"
         for name, size in sorted(parts.items(), key=lambda part: -abs(part[1]))

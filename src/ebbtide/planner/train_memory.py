@@ -8,6 +8,7 @@ from ebbtide.optim.costs import CPU_CHUNK, grad_bytes
 from ebbtide.parallel.costs import GatherCosts, MeshShape
 from ebbtide.planner.prediction import PhaseCost
 from ebbtide.planner.workload import MicroBatchSize, Workload
+from ebbtide.policy import head_costs
 from ebbtide.policy.activation_costs import ActivationPolicy, activation_bytes
 
 
@@ -44,12 +45,7 @@ class TrainMemory:
         saved = activation_bytes(shape, itemsize, choice, config.memory.activations.keep_last)
         grad = grad_bytes(config.optimizer, itemsize)
         chunk = config.train.head_chunk_tokens
-        logits = itemsize * min(chunk, part.completion_tokens) * shape.vocabulary
-        head = (
-            4 * shape.embedding
-            + logits
-            + max(logits if part.completion_tokens > chunk else 0, itemsize * shape.embedding)
-        )
+        head = head_costs.backward_bytes(part.completion_tokens, shape.vocabulary, shape.embedding, chunk, itemsize)
         # Gradients that leave are sent in chunks: one is being filled while another is copied.
         passing = (
             2 * grad * min(CPU_CHUNK, shape.parameters)
@@ -101,12 +97,7 @@ class TrainMemory:
         gathered = 2 * shape.experts_per_token * shape.hidden
         block = itemsize * (3 * shape.hidden + 3 * wide + gathered) * part.tokens
         chunk = config.train.head_chunk_tokens
-        logits = (
-            itemsize
-            * min(chunk, part.completion_tokens)
-            * shape.vocabulary
-            * (2 if part.completion_tokens > chunk else 1)
-        )
+        logits = head_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, itemsize)
         head = itemsize * shape.hidden * (part.tokens + part.completion_tokens)
         root, inside = (
             (self._gathers.root_bytes + self._gathers.prefetched_bytes, self._gathers.block_bytes)

@@ -20,6 +20,7 @@ from ebbtide.model.shape import Shape
 ACTIVATIONS = HoldingSpec(
     "activations",
     transient=True,
+    takes_rest_in=frozenset({"generate", "evaluate", "logprob", "train"}),
     advice={
         "logprob": "lower `train.microbatch_tokens` or `train.head_chunk_tokens`",
         "train": (
@@ -27,7 +28,8 @@ ACTIVATIONS = HoldingSpec(
         ),
     },
 )
-"""What a forward saves for its backward, and what either has in use at a time."""
+"""What a forward saves for its backward, and what either has in use at a time: all that they allocate and that is no
+other row."""
 
 _NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
 _OF_EXPERTS: frozenset[ActivationName] = frozenset({"expert_fc1", "moe_act", "moe_router"})
