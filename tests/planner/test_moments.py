@@ -15,9 +15,9 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
+from ebbtide.model.workload import max_workload
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
-from ebbtide.planner.workload import max_workload
 from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
 from ebbtide.system.machine import machine_for

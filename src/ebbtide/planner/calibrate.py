@@ -22,7 +22,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.costs import optimizer_holdings
-from ebbtide.planner.speed import OPS
+from ebbtide.policy.compute_costs import OPS
 from ebbtide.policy.packing import Trajectory
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress

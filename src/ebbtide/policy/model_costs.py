@@ -3,9 +3,15 @@ torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ebbtide.config.parallel import RolloutWeightsMode
 from ebbtide.config.root import Config
+from ebbtide.config.train import Rehearsal
+from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
+from ebbtide.model.shape import Shape
+from ebbtide.parallel.rank_model import RankModel
 
 POLICY = "policy"
 """The name of the policy in `Config.forward_passes`; all other names are of frozen models."""
@@ -31,3 +37,50 @@ def frozen_holdings(config: Config) -> list[HoldingSpec]:
             if model != POLICY:
                 phases.setdefault(model, set()).add(phase)
     return [HoldingSpec(name, frozenset(needed), frozen=True) for name, needed in phases.items()]
+
+
+def frozen_bytes(
+    config: Config, parameters: int, itemsize: int, others: Mapping[HoldingName, int] | None = None
+) -> dict[HoldingName, int]:
+    """The bytes of each frozen model: of as many parameters as the policy has here, or of those in `others`."""
+    return {spec.name: itemsize * (others or {}).get(spec.name, parameters) for spec in frozen_holdings(config)}
+
+
+class WeightsCosts:
+    """The policy's weights on one rank. What they compute is in `policy/train_costs.py`."""
+
+    def __init__(self, rank: RankModel) -> None:
+        self._rank = rank
+
+    @staticmethod
+    def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
+        return [weights_holding(config.rollout_weights(shards))]
+
+    def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
+        return HoldingBytes({"weights": self._rank.itemsize * self._rank.parameters})
+
+    def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
+        """Weights cost nothing but their memory."""
+
+
+class FrozenCosts:
+    """The frozen models on one rank, sharded like the policy. Their forwards are in `policy/train_costs.py`."""
+
+    def __init__(self, rank: RankModel, shapes: Mapping[HoldingName, Shape] | None = None) -> None:
+        """`shapes`: those of models that have another shape than the policy."""
+        self._rank, self._shapes = rank, shapes or {}
+
+    @staticmethod
+    def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
+        return frozen_holdings(config)
+
+    def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
+        mesh = self._rank.mesh
+        others = {
+            name: shape.tensor_parallel_shape(mesh.tensor).model_shard(mesh.fsdp_size)
+            for name, shape in self._shapes.items()
+        }
+        return HoldingBytes(frozen_bytes(config, self._rank.parameters, self._rank.itemsize, others))
+
+    def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
+        """Frozen weights cost nothing but their memory."""
