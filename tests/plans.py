@@ -1,5 +1,6 @@
 """Plans of GRPO with every holding that it may have, for tests that have no whole config."""
 
+from conftest import TINY
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.optimizer import OptimizerConfig
@@ -20,4 +21,6 @@ def specs_of(optimizer: OptimizerConfig | None = None, gathered_by=None) -> list
 
 
 def plan_of(memory: MemoryConfig | None = None, optimizer: OptimizerConfig | None = None, gathered_by=None) -> Plan:
-    return build_plan(memory or MemoryConfig(), specs_of(optimizer, gathered_by), GrpoConfig.cycle, known_names())
+    return build_plan(
+        memory or MemoryConfig(), specs_of(optimizer, gathered_by), GrpoConfig.model_validate(TINY).cycle, known_names()
+    )

@@ -22,7 +22,7 @@ from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.costs import optimizer_holdings
-from ebbtide.planner.speed import OPS
+from ebbtide.policy.compute_costs import OPS
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.progress import Progress

@@ -22,11 +22,11 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.oom import oom_error
 from ebbtide.model.shape import find_shape
+from ebbtide.model.workload import max_workload
 from ebbtide.parallel.comm import Comm
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.run_plan import RunPlan, plan_run
 from ebbtide.planner.search import PlanSearch, settings_diff
-from ebbtide.planner.workload import max_workload
 from ebbtide.report.report import Report
 from ebbtide.system.machine import machine_for
 from plans import plan_of

@@ -124,7 +124,8 @@ class Meter:
 
     def table_rows(self) -> list[list[str]]:
         """The run as rows of text: a heading, then one row per phase, whose parts and `other` add up to the peak."""
-        known = dict.fromkeys([*self._plan.specs, *(name for row in self.run_rows.values() for name in row.holdings)])
+        rows = [name for row in self.run_rows.values() for name in row.holdings]
+        known = dict.fromkeys([*self._plan.names, *self._plan.specs, *rows])
         shown = [name for name in known if any(row.holdings.get(name) for row in self.run_rows.values())]
         heading = ["phase", "seconds", "peak GiB", *shown, "other", "reserved", "host", "moved GiB", "exposed s"]
         lines = [heading]

@@ -66,9 +66,14 @@ class MeshShape:
         return self.fsdp_size * self.tensor
 
     def summarize(self) -> str:
-        parts = f"each with one part in {self.shards} of the model" if self.shards > 1 else "each with the whole model"
         sizes = f"data {self.data}, tensor {self.tensor}, replicate {self.replicate}"
-        return f"{self.size} ranks, {parts}, {self.ranks_per_node} on a node: {sizes}"
+        return f"{describe_ranks(self.size, self.shards)}, {self.ranks_per_node} on a node: {sizes}"
+
+
+def describe_ranks(size: int, shards: int) -> str:
+    """How so many ranks share a model, for the user."""
+    parts = f"each with one part in {shards} of the model" if shards > 1 else "each with the whole model"
+    return f"{size} ranks, {parts}"
 
 
 def mesh_shape(parallel: ParallelConfig | None, size: int | None, node: int) -> MeshShape:
