@@ -27,14 +27,14 @@ import torch
 from common import Row, beginning, kept, save
 
 from ebbtide.algorithms.loop import train
+from ebbtide.calibrate import calibrate
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.model.shape import find_shape
-from ebbtide.planner.calibrate import calibrate
+from ebbtide.model.workload import max_workload
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.prediction import Prediction
-from ebbtide.planner.workload import max_workload
 from ebbtide.report.report import Report
 from ebbtide.system.machine import Rates, save_rates, this_machine
 from ebbtide.system.units import GIB

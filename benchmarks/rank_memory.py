@@ -25,13 +25,13 @@ from ebbtide.config.loss import LossConfig
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
+from ebbtide.model.workload import Workload
 from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.dtensor import local
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import LIBRARIES, Predictor
-from ebbtide.planner.workload import Workload
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
@@ -43,6 +43,7 @@ from ebbtide.system.units import GIB
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 PROMPT, NEW, SAMPLES = 126, 256, 86  # of one rank: three micro-batches of at most 16,384 tokens
 PHASES = ("generate", "logprob", "train", "step")
+SAMPLING_ROWS = ("kv_cache", "activations", "workspace")
 RECOMPUTE = ["memory.activations.preset=recompute"]
 CASES: dict[str, tuple[tuple[int, int, int], list[str]]] = {
     "8 ranks, keep": ((1, 8, 1), []),
@@ -95,7 +96,7 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
         for phase in PHASES:
             mine = foretold[phase]  # type: ignore[index]
             # Nothing is sampled here: of generate, there is only what is gathered for it.
-            absent = mine.device["kv_cache"] + mine.device["workspace"] - LIBRARIES if phase == "generate" else 0
+            absent = sum(mine.device[row] for row in SAMPLING_ROWS) - LIBRARIES if phase == "generate" else 0
             yield phase, figures[f"seconds/{phase}"], int(figures[f"peak_gib/{phase}"] * GIB), mine.peak - absent
     finally:
         dist.destroy_process_group()

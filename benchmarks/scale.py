@@ -18,10 +18,10 @@ from common import Row, beginning, kept, save
 
 from ebbtide.config import load
 from ebbtide.model.shape import find_shape
+from ebbtide.model.workload import max_workload
 from ebbtide.parallel.costs import mesh_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.search import PlanResult, PlanSearch
-from ebbtide.planner.workload import max_workload
 from ebbtide.system.machine import machine_for
 from ebbtide.system.units import GIB
 

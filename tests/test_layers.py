@@ -24,7 +24,7 @@ checkpoint
 planner
 report rollout.serve
 worker
-algorithms
+calibrate algorithms
 launch
 cli
 __main__

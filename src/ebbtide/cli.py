@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ebbtide import __version__
+from ebbtide.checkpoint.initial import with_runs_as_models
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load, load_serve, recipes, replace_overrides
@@ -158,7 +159,7 @@ def plan(
 ) -> None:
     """Predict time and memory per phase (with `parallel`: of each rank), and the settings that make the run fit. Needs
     no GPU and loads no weights."""
-    config = load(source, overrides or [])
+    config = with_runs_as_models(load(source, overrides or []), _say)
     hardware = Hardware(gpu, device_gib, host_gib, link, network, gpus_per_node)
     result, shape, machine = plan_offline(config, hardware)
     if as_json:
@@ -171,7 +172,7 @@ def plan(
 
 def _calibrate() -> None:
     use_expandable_segments()
-    from ebbtide.planner.calibrate import calibrate as measure
+    from ebbtide.calibrate import calibrate as measure
     from ebbtide.report.terminal import Terminal
 
     terminal = Terminal(0)
@@ -277,7 +278,7 @@ def serve(
         check_paths(ModelConfig(path=source))
     _say("starting (torch and transformers take a few seconds to load)", "dim")
     try:
-        from ebbtide.rollout.serve.run import serve as run_server
+        from ebbtide.launch.serve import serve as run_server
 
         run_server(source, config, key, _echo)
     except KeyboardInterrupt:

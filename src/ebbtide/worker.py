@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ebbtide.checkpoint.initial import load_weights
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState, UnfinishedRollouts
@@ -70,6 +71,14 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def load_with_weights(config: Config, device: torch.device) -> LoadedModel:
+    """The configured model on a device, with the weights of a checkpoint where the config names one."""
+    loaded = load_model(config, device)
+    if config.model.weights is not None:
+        load_weights(loaded.model, config.model.weights)
+    return loaded
+
+
 class Worker:
     """One rank of a run. It is a context manager: it plans and loads when it is entered, and frees everything at the
     end."""
@@ -87,10 +96,14 @@ class Worker:
         rehearsal: Rehearsal | None = None,
         comm: Comm | None = None,
         channel: RolloutChannel | None = None,
+        trains: bool = True,
+        loaded: LoadedModel | None = None,
     ) -> None:
         """Without a report nothing is printed, and checkpoints go to `run.folder`. A rehearsal (dry run) does
-        everything except the updates."""
-        self.config, self.rehearsal = config, rehearsal
+        everything except the updates. One that does not train at all only samples: it makes no plan, and has neither
+        policy nor optimizer. `loaded`: a model on its device that is used instead of the configured one."""
+        self.config, self.rehearsal, self._trains, self._given = config, rehearsal, trains, loaded
+        self._has_report = report is not None
         self.report = report or NullReport(Path(config.run.folder or f"runs/{config.run.name}"))
         self.comm, self._channel = comm or Comm(), channel
         self.optimizer: AdamW | None = None
@@ -102,8 +115,25 @@ class Worker:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        """Decides everything, then loads the model and builds what computes with it."""
         with ExitStack() as stack:
-            self._enter(stack)
+            seed_everything(self.config.seed, self.config.deterministic)
+            device = pick_device(self.config.device)
+            if device.type == "cuda" and (binding := bind_to_numa_node(pci_address(device))):
+                self.report.note(binding)
+            plan, host_needs = self._decide(device) if self._trains else (None, {})
+            stack.enter_context(enforce_budget(device, self.config.memory.budget_gib))
+            placement = plan_holdings(self.config, self.comm.shards)
+            self.residency = stack.enter_context(Residency(placement, device))
+            if plan is not None:
+                self.residency.on_oom(plan.oom_advice)
+            if self._has_report:
+                self.residency.record_history(self.report.path / HISTORY)
+            with self.report.working("loading the model"), self.residency.startup():
+                self._load(host_needs)
+            with self.report.working("pinning host memory"):
+                saves = self.config.checkpoint is not None and self.config.checkpoint.async_save
+                self.residency.pin(copied=SAVED_HOLDINGS if saves else ())
             self._stack = stack.pop_all()
         return self
 
@@ -114,48 +144,32 @@ class Worker:
             self._saver.close()
         self._stack.close()
 
-    def _enter(self, stack: ExitStack) -> None:
-        """Decides everything, then loads the model and builds what computes with it."""
+    def _decide(self, device: torch.device) -> tuple[RunPlan | None, dict[str, int]]:
+        """Makes the plan and sets what it decides: (the plan, if there is one; host memory by holding)."""
         report, comm = self.report, self.comm
-        seed_everything(self.config.seed, self.config.deterministic)
-        device = pick_device(self.config.device)
-        if device.type == "cuda" and (binding := bind_to_numa_node(pci_address(device))):
-            report.note(binding)
         plan = plan_run(self.config, device, self.rehearsal, comm, report.note)
-        if plan is not None:
-            self.config = plan.config
+        config = self.config if plan is None else plan.config
         for ranks in (comm if comm.size > 1 else None, self._channel):
             if ranks is not None:
                 report.note(ranks.describe())
-        placement = plan_holdings(self.config, comm.shards)
-        check_weights_fit(self.config, device)
+        check_weights_fit(config, device)
         self.config, host_needs = fit_to_host(
-            self.config,
-            placement,
+            config,
+            plan_holdings(config, comm.shards),
             report.note,
             optimizer=self.rehearsal != "none",
             share=comm.shards,
             processes=comm.local_size,
         )
         report.set_plan(self.config, plan)  # writes config.yaml: nothing in it changes from here on
-        stack.enter_context(enforce_budget(device, self.config.memory.budget_gib))
-        self.residency = stack.enter_context(Residency(placement, device))
-        self._watch_memory(plan)
-        with report.working("loading the model"), self.residency.startup():
-            self._load(host_needs)
-        with report.working("pinning host memory"):
-            saves = self.config.checkpoint is not None and self.config.checkpoint.async_save
-            self.residency.pin(copied=SAVED_HOLDINGS if saves else ())
-
-    def _watch_memory(self, plan: RunPlan | None) -> None:
-        if plan is not None:
-            self.residency.on_oom(plan.oom_advice)
-        if self.report.path.is_dir():
-            self.residency.record_history(self.report.path / HISTORY)
+        return plan, host_needs
 
     def _load(self, host_needs: dict[str, int]) -> None:
         config, residency, comm = self.config, self.residency, self.comm
-        self.loaded = loaded = load_model(config, comm.load_device(residency.device))
+        self.loaded = loaded = self._given or load_with_weights(config, comm.load_device(residency.device))
+        if not self._trains:
+            self.engine = build_engine(loaded, config, residency.make_room)
+            return
         self.policy = policy = Policy(loaded, config, comm)
         mode = config.rollout_weights(comm.shards)
         rollout_weights = shard_policy(policy, comm, self._channel, residency.device, mode)
@@ -172,7 +186,8 @@ class Worker:
         if config.has_reference:
             self._reference = freeze_reference(policy.model, residency)
         for name, model in config.frozen_models.items():
-            self._frozen[name] = FrozenModel(name, model, config, loaded, residency, comm)
+            found = load_with_weights(config.model_copy(update={"model": model}), torch.device("cpu"))
+            self._frozen[name] = FrozenModel(name, found, config, loaded, residency, comm)
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes

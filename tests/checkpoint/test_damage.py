@@ -26,7 +26,7 @@ from ebbtide.cli import checkpoints
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
-from ebbtide.rollout.serve import run as serve_run
+from ebbtide.launch import serve as serve_run
 from killed import Numbers, saver
 from saved import made
 

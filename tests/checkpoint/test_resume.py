@@ -29,9 +29,9 @@ from ebbtide.checkpoint.writer import Writer
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.serve import ServeConfig
 from ebbtide.errors import UserError
+from ebbtide.launch import serve as serve_run
 from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.report.report import Report
-from ebbtide.rollout.serve import run as serve_run
 from killed import Numbers, save_until_killed, saver
 from patience import PATIENCE
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from ebbtide.planner.calibrate import calibrate
+from ebbtide.calibrate import calibrate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -18,7 +18,7 @@ from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.model_costs import weights_holding
 from plans import plan_of
 
-PHASES = (*GrpoConfig.cycle, "save", "evaluate")
+PHASES = (*GrpoConfig.model_validate(TINY).cycle, "save", "evaluate")
 MOVABLE = ("grads", "master", "moments", "reference", "kv_cache")
 
 

@@ -112,11 +112,11 @@ def run(rank: int, config: Any, resume: str | None = None) -> dict[str, Any]:
     """One run: its metrics, its whole weights, and the shapes of what this rank has of them."""
     from ebbtide.algorithms.loop import train
     from ebbtide.checkpoint.store import list_checkpoints
+    from ebbtide.launch.generation_worker import generation_worker
     from ebbtide.launch.join import join
     from ebbtide.parallel.dtensor import local
     from ebbtide.report.null_report import NullReport
     from ebbtide.report.report import Report
-    from ebbtide.rollout.weights.remote import generation_worker
 
     next_port()
     folder = Path(config.run.folder)

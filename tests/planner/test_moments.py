@@ -16,9 +16,9 @@ from ebbtide.config.loss import LossConfig
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
+from ebbtide.model.workload import max_workload
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
-from ebbtide.planner.workload import max_workload
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy

@@ -19,12 +19,12 @@ from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.planner_keys import free_groups, keep_planned_settings
 from ebbtide.errors import UserError
 from ebbtide.model.shape import Shape, find_shape
+from ebbtide.model.workload import max_workload
 from ebbtide.parallel.costs import WEIGHT_SYNC_BUCKET, GatherCosts, MeshShape, RankGroup, mesh_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.render import explain_misfit, summarize
 from ebbtide.planner.search import PlanResult, PlanSearch
-from ebbtide.planner.workload import max_workload
 from ebbtide.system.machine import KNOWN, links_for, machine_for
 from ebbtide.system.units import GIB
 from planner.test_search import BASE, config_with

@@ -22,11 +22,11 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.oom import oom_error
 from ebbtide.model.shape import find_shape
+from ebbtide.model.workload import max_workload
 from ebbtide.parallel.comm import Comm
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.run_plan import RunPlan, plan_run
 from ebbtide.planner.search import PlanSearch, settings_diff
-from ebbtide.planner.workload import max_workload
 from ebbtide.report.report import Report
 from ebbtide.system.machine import machine_for
 from plans import plan_of
@@ -134,8 +134,8 @@ def test_when_memory_runs_out_the_plan_is_asked() -> None:
         < chosen.candidate.prediction.peak
     )
     assert "predicted" not in plan.oom_advice(None)
-    assert said in str(oom_error(plan_of(), "train", {"weights": 1}, 2, "table", "no room. at all", [said]))
-    assert "before the first phase" in str(oom_error(plan_of(), None, {"weights": 1}, 2, "table", "no room. at all"))
+    assert said in str(oom_error(plan_of(), "train", {"weights": 1}, 1, "table", "no room. at all", [said]))
+    assert "before the first phase" in str(oom_error(plan_of(), None, {"weights": 1}, 1, "table", "no room. at all"))
 
 
 def test_mfu_is_of_what_was_trained_on_and_of_all_gpus() -> None:

@@ -17,6 +17,7 @@ from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.planner_keys import GROUPS, free_groups, keep_planned_settings, with_changes
 from ebbtide.model.shape import find_shape
+from ebbtide.model.workload import max_workload
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import COPIES, host_bytes
 from ebbtide.planner.predict import Predictor
@@ -24,7 +25,6 @@ from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.render import explain_misfit, render_plan, to_arguments
 from ebbtide.planner.search import PlanResult, PlanSearch, usable_gib
 from ebbtide.planner.search import settings_diff as as_settings
-from ebbtide.planner.workload import max_workload
 from ebbtide.system.machine import machine_for
 from ebbtide.system.units import GIB
 

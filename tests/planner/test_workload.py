@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from ebbtide.model.shape import Shape
-from ebbtide.planner.speed import Speed
-from ebbtide.planner.workload import Workload
-from ebbtide.system.machine import KNOWN
+from ebbtide.model.workload import Workload
+from ebbtide.parallel.rank_model import RankModel
+from ebbtide.rollout.generation_costs import GenerationCosts
+from ebbtide.system.machine import machine_for
 
 QWEN3 = Shape("qwen3", 28, 2048, 16, 8, 128, 6144, 151936, tied=True)
 ALIKE = Workload(prompts=64, samples=8, prompt_tokens=100, new_tokens=200, longest=200, max_new_tokens=400)
@@ -23,6 +24,6 @@ def test_the_longest_sample_sets_the_passes_where_all_run_at_once() -> None:
 
 
 def test_a_tail_takes_longer_and_costs_only_its_passes() -> None:
-    speed = Speed(QWEN3, KNOWN["h200"][1], 2, groups=True)
-    alike, tailed = (speed.generate(work, 512) for work in (ALIKE, replace(ALIKE, longest=400)))
+    costs = GenerationCosts(RankModel(QWEN3, machine_for("h200", None, 128, None)))
+    alike, tailed = (costs.seconds(work, 512) for work in (ALIKE, replace(ALIKE, longest=400)))
     assert alike < tailed < 2 * alike

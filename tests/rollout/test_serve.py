@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from ebbtide.config import load_serve
 from ebbtide.errors import UserError
+from ebbtide.launch.serve import serve
 from ebbtide.model.load import load_model
 from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.rollout.engine import Request, SamplingParams
@@ -34,7 +35,6 @@ from ebbtide.rollout.serve.engine_loop import run_engine_loop
 from ebbtide.rollout.serve.http import listen, run_http_server, server_url
 from ebbtide.rollout.serve.preflight import check_installed, read_api_key
 from ebbtide.rollout.serve.queue import RequestQueue
-from ebbtide.rollout.serve.run import serve
 from ebbtide.rollout.serve.to_request import RequestLimits, describe_served_model
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.stopping import StopCondition

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.checkpoint.contents import CONFIG, RUN, RandomStates, random_name, read_random, read_run
+from ebbtide.checkpoint.costs import SAVED_HOLDINGS as SAVED_HOLDINGS
 from ebbtide.checkpoint.entries import TensorEntry
 from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint
 from ebbtide.checkpoint.tensors import TensorReader
@@ -26,14 +27,12 @@ from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes, local_world_size
 from ebbtide.memory.host_copies import HostCopies
-from ebbtide.memory.plan import HoldingName
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW, StoredState
 from ebbtide.parallel.dtensor import Region, local, local_region
 from ebbtide.parallel.group import Group
 from ebbtide.tasks.sampler import Sampler
 
-SAVED_HOLDINGS: tuple[HoldingName, ...] = ("weights", "master", "moments")
 READ_AT_ONCE = 64 * 2**20  # elements: with masters and moments 0.9 GB
 
 Fill = Callable[[Tensor], None]

@@ -78,8 +78,13 @@ class ModelConfig(Section):
     """The policy: exactly one of `path` and `scratch`."""
 
     path: str | None = None
-    """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, or `package:NAME/FILE` for a
-    file inside an installed Python package. Python code in the model's files is never run (no `trust_remote_code`)."""
+    """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, `package:NAME/FILE` for a file
+    inside an installed Python package, or the folder of another run, to start from its newest checkpoint.
+    Python code in the model's files is never run (no `trust_remote_code`)."""
+
+    weights: str | None = None
+    """A checkpoint of a run whose weights replace those of `path` or `scratch`. It is set by itself where `path` is the
+    folder of a run: then the model is that run's, as of its newest checkpoint."""
 
     scratch: ScratchConfig | None = None
     """If set, build a new model with random weights instead of loading one."""

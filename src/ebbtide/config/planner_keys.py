@@ -32,7 +32,7 @@ def keys_by_hand(config: Config) -> list[str]:
 
 def decidable_groups(config: Config) -> tuple[str, ...]:
     """The groups that have something to decide in this config."""
-    gathers = config.parallel is not None and not config.parallel.rollout_gpus
+    gathers = config.generates and config.parallel is not None and not config.parallel.rollout_gpus
     return tuple(group for group in GROUPS if group != "rollout_weights" or gathers)
 
 

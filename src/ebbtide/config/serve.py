@@ -1,4 +1,4 @@
-"""The settings of `ebbtide serve`. Imports no torch."""
+"""The settings of `ebbtide serve`, and those of a worker that serves. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ebbtide.config.base import Count, Port, Section
+from ebbtide.config.root import Config
 
 
 class ServeConfig(Section):
@@ -42,3 +43,14 @@ class ServeConfig(Section):
 
     stop_seconds: Annotated[float, Field(ge=0.0)] = 30.0
     """How long running requests may continue after the first Ctrl-C or SIGTERM; a second one ends them at once."""
+
+
+class SamplerConfig(Config):
+    """The settings of a worker that only samples, with requests from outside."""
+
+    algorithm: Literal["serve"] = "serve"
+    """What the worker does."""
+
+    @property
+    def cycle(self) -> tuple[str, ...]:
+        return ("generate",)

@@ -14,6 +14,7 @@ from ebbtide.config.planner_keys import with_chat_date
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import RunStopped
+from ebbtide.launch.generation_worker import generation_worker
 from ebbtide.launch.job import Job
 from ebbtide.launch.join import join
 from ebbtide.parallel.comm import Comm
@@ -21,9 +22,7 @@ from ebbtide.report.null_report import NullReport
 from ebbtide.report.protocol import RankReport
 from ebbtide.report.report import Report
 from ebbtide.rollout.weights.channel import RolloutChannel
-from ebbtide.rollout.weights.remote import generation_worker
 from ebbtide.system.signals import exit_on_signal, restore_handlers
-from ebbtide.worker import seed_everything
 
 
 def run_rank(job: Job) -> None:
@@ -33,7 +32,6 @@ def run_rank(job: Job) -> None:
     try:
         with join(job.config) as (comm, channel):
             if channel is not None and channel.is_rollout_worker:
-                seed_everything(job.config.seed, job.config.deterministic)
                 generation_worker(job.config, channel)
                 return
             resumed = comm.broadcast(job.resumed)

@@ -8,6 +8,7 @@ import traceback
 from dataclasses import replace
 from typing import Protocol
 
+from ebbtide.checkpoint.initial import with_runs_as_models
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.config.model_path import check_paths
 from ebbtide.errors import RunStopped, UserError
@@ -32,7 +33,8 @@ def use_expandable_segments() -> None:
 
 def start_run(job: Job, say: Say) -> int:
     """Runs a job to its end and returns the exit code."""
-    config = job.config
+    config = with_runs_as_models(job.config, say)
+    job = replace(job, config=config)
     sys.path.append(os.getcwd())  # a user's own `task.python.object` is imported from here
     # Errors that need no torch to be found are raised now, not ten seconds later.
     plan_holdings(config)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ebbtide.memory.costs import GROUPS_IN_FLIGHT
 from ebbtide.memory.mover import Move, Mover
 from ebbtide.system.torch_internals import StorageWeakRef, tensor_version
 from ebbtide.system.units import ceil_div
 
 ALIGNMENT = 512  # bytes
-WINDOW = 2  # groups that still have device memory: the one being saved, and the one being copied out
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ class ActivationOffloader:
         self._copy_out(self._group)
         self._group = self._groups[number] = _Group(number)
         self._known = {}
-        self._release(number - WINDOW)
+        self._release(number - GROUPS_IN_FLIGHT)
 
     def _copy_out(self, group: _Group) -> None:
         """Starts to copy a group to the host."""

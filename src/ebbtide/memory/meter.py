@@ -3,7 +3,6 @@ compute waited for moves."""
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ebbtide.memory.gauge import Gauge, measuring
 from ebbtide.memory.mover import Mover, Tally
 from ebbtide.memory.plan import HoldingName, Phase, Plan
 from ebbtide.system.units import gib
@@ -26,14 +26,15 @@ class PhaseRow:
     """The allocator's peak; on a CPU, the process's."""
     reserved: int = 0
     holdings: dict[HoldingName, int] = field(default_factory=dict)
+    """The bytes of each row at the peak."""
     host: int = 0
     """The host memory of the holdings."""
     moved: Tally = field(default_factory=Tally)
 
     @property
     def other(self) -> int:
-        """The bytes of what is not a holding: activations, the KV cache during generation, workspaces. With the
-        holdings they add up to the peak."""
+        """The bytes that belong to no row: workspace; on a CPU also activations and the process itself. With the rows
+        they add up to the peak."""
         return self.peak - sum(self.holdings.values())
 
     def merge(self, later: PhaseRow) -> None:
@@ -64,6 +65,8 @@ class Meter:
     def __init__(self, device: torch.device, mover: Mover, plan: Plan) -> None:
         self._device, self._mover, self._plan = device, mover, plan
         self._rows: dict[Phase, PhaseRow] = {}
+        self.last = PhaseRow()
+        """The phase that was measured last."""
         self.run_rows: dict[Phase, PhaseRow] = {}
         """The rows of the whole run so far, for the table at its end."""
 
@@ -80,17 +83,19 @@ class Meter:
         owner.enter(phase)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
-        before = _on_device(owner)
+        gauge = Gauge(self._device, lambda: {name: device for name, (device, _) in owner.holdings().items()})
         try:
-            yield
+            with measuring(gauge):
+                yield
         finally:
             if on_gpu:
                 torch.cuda.current_stream(self._device).synchronize()  # waits for the phase's compute, not for moves
-            row = PhaseRow(
+            gauge.close(self._plan.rest_row(phase))
+            row = self.last = PhaseRow(
                 seconds=time.perf_counter() - start,
-                peak=torch.cuda.max_memory_allocated(self._device) if on_gpu else _process_peak(),
-                reserved=torch.cuda.max_memory_reserved(self._device) if on_gpu else _process_peak(),
-                holdings={name: max(size, before.get(name, 0)) for name, size in _on_device(owner).items()},
+                peak=gauge.peak,
+                reserved=torch.cuda.max_memory_reserved(self._device) if on_gpu else gauge.peak,
+                holdings=gauge.rows,
                 host=owner.host_bytes,
                 moved=self._mover.drain(),
             )
@@ -118,8 +123,9 @@ class Meter:
         return figures
 
     def table_rows(self) -> list[list[str]]:
-        """The run as rows of text: a heading, then one row per phase. The holdings and `other` add up to the peak."""
-        known = dict.fromkeys([*self._plan.specs, *(name for row in self.run_rows.values() for name in row.holdings)])
+        """The run as rows of text: a heading, then one row per phase, whose parts and `other` add up to the peak."""
+        rows = [name for row in self.run_rows.values() for name in row.holdings]
+        known = dict.fromkeys([*self._plan.names, *self._plan.specs, *rows])
         shown = [name for name in known if any(row.holdings.get(name) for row in self.run_rows.values())]
         heading = ["phase", "seconds", "peak GiB", *shown, "other", "reserved", "host", "moved GiB", "exposed s"]
         lines = [heading]
@@ -142,11 +148,3 @@ class Meter:
             column for column in range(len(heading)) if column < 3 or any(float(line[column]) for line in lines[1:])
         ]
         return [[line[column] for column in kept] for line in lines]
-
-
-def _on_device(owner: Owner) -> dict[HoldingName, int]:
-    return {name: device for name, (device, _) in owner.holdings().items()}
-
-
-def _process_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

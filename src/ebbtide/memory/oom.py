@@ -36,15 +36,15 @@ def oom_error(
     plan: Plan,
     phase: Phase | None,
     device: Mapping[HoldingName, int],
-    peak: int,
+    other: int,
     table: str,
     problem: str,
     more: Sequence[str] = (),
     away: Sequence[HoldingName] = (),
 ) -> UserError:
     """Builds the error. `device`: the bytes of each holding on the device; `away`: the holdings that the phase offloads
-    already; `peak`: the peak of allocated bytes; `table`: where everything was; `problem`: the allocator's own message;
-    `more`: further sentences."""
+    already; `other`: the bytes of no row at the peak; `table`: where everything was; `problem`: the allocator's own
+    message; `more`: further sentences."""
     movable = plan.could_offload(phase) if phase is not None else []
     could_offload = {name: device[name] for name in movable if device.get(name)}
     advice = []
@@ -55,12 +55,11 @@ def oom_error(
     advice += [spec.advice[phase] for spec in plan.holdings if phase in spec.advice]
     when = f"in the {phase} phase" if phase is not None else "before the first phase"
     cause = ". ".join(problem.split(". ")[:2])
-    rest = gib(peak - sum(device.values()))
     lines = [
         f"the device's memory ran out {when} ({cause}). Where everything was:",
         "",
         table,
-        f"{'other':<10} {rest:>10.3f}   (activations, the KV cache during generation, workspaces)",
+        f"{'other':<10} {gib(other):>10.3f}   (workspace)",
         "",
         "To make room: " + "; ".join(advice or ["choose a smaller model"]),
     ]

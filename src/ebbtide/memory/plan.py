@@ -42,6 +42,8 @@ class HoldingSpec:
     """The only phases in which it exists; None: it exists in all."""
     transient: bool = False
     """It comes and goes within a phase: the plan does not place it, but the prediction and the meter have its bytes."""
+    takes_rest_in: frozenset[Phase] = frozenset()
+    """The phases in which all that is allocated within the phase, and that no other row explains, belongs to it."""
     host_setting: str | None = None
     """The setting by which it lives on the host in every phase, as it is written in a config; None: it does not."""
     cells: Mapping[Phase, Place] = field(default_factory=dict)
@@ -89,6 +91,10 @@ class Plan:
     def needs(self, phase: Phase) -> list[HoldingName]:
         """The holdings that a phase needs on the device."""
         return [name for name in self.names if phase in self.specs[name].needed_in]
+
+    def rest_row(self, phase: Phase) -> HoldingName | None:
+        """The row of what a phase allocates and no other row explains; None: it is workspace."""
+        return next((spec.name for spec in self.holdings if phase in spec.takes_rest_in), None)
 
     def next_phase(self, phase: Phase) -> Phase:
         """The phase that usually follows: its needs are prefetched while the phase before it computes."""

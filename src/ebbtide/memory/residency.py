@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -111,12 +111,14 @@ class Residency:
         """All host memory of the residency, pinned or not."""
         return self.arena.bytes + self.unpinned_arena.bytes
 
-    def format_table(self) -> str:
-        """The table of where everything is now, as text."""
-        lines = [f"{'holding':<10} {'device GiB':>10} {'host GiB':>10}"]
-        lines += [
-            f"{name:<10} {gib(size.device):>10.3f} {gib(size.host):>10.3f}" for name, size in self.holdings().items()
-        ]
+    def format_table(self, at_peak: Mapping[HoldingName, int] | None = None) -> str:
+        """The table of where everything is now, as text. `at_peak`: bytes on the device to show instead."""
+        found = self.holdings()
+        for name, size in (at_peak or {}).items():
+            found[name] = Bytes(size, found[name].host if name in found else 0)
+        width = max(10, *map(len, found))
+        lines = [f"{'holding':<{width}} {'device GiB':>10} {'host GiB':>10}"]
+        lines += [f"{name:<{width}} {gib(size.device):>10.3f} {gib(size.host):>10.3f}" for name, size in found.items()]
         return "\n".join(lines)
 
     # Phases
@@ -139,9 +141,8 @@ class Residency:
             yield
         except torch.OutOfMemoryError as problem:
             on_device = {name: size.device for name, size in self.holdings().items()}
-            peak = (
-                torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else sum(on_device.values())
-            )
+            at_peak = on_device if phase is None else on_device | self.meter.last.holdings
+            peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else sum(at_peak.values())
             more = [self._oom_advice(phase)] if self._oom_advice is not None else []
             if self._history is not None:
                 more.append(self._history.write())
@@ -151,7 +152,14 @@ class Residency:
                 if name in on_device and not self._holdings[name].resident_blocks
             ]
             raise oom_error(
-                self.plan, phase, on_device, peak, self.format_table(), str(problem), more, away
+                self.plan,
+                phase,
+                on_device,
+                peak - sum(at_peak.values()),
+                self.format_table(at_peak),
+                str(problem),
+                more,
+                away,
             ) from problem
 
     def enter(self, phase: Phase) -> None:

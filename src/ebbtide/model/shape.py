@@ -115,6 +115,11 @@ class Shape:
         tensors = [(self.vocabulary, self.hidden), *dense, *block * (self.layers - self.dense_layers), *last]
         return next(end for end in accumulate(_largest_shard([tensor], ranks) for tensor in tensors) if end >= place)
 
+    @property
+    def widest_layer(self) -> int:
+        """Numbers per token at the widest point of a block."""
+        return max(self.mlp * max(1, self.experts_per_token), self.dense_mlp)
+
     @cached_property
     def block_parameters(self) -> int:
         return self.block_shard()

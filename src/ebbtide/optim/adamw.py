@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.errors import UserError
+from ebbtide.memory.gauge import mark
 from ebbtide.memory.plan import HoldingName
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.backend import FullState, Kind, OptimizerBackend, TrainedParameter, moment_dtype, read_full_state
@@ -22,6 +23,8 @@ from ebbtide.optim.rule import AdamWState, Rule
 from ebbtide.optim.streamed import StreamedBackend
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import Region, local
+
+GRAD_MARKS = 8  # moments of a backward at which the growing gradients are measured
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class AdamW:
                 one.weight.grad_dtype = torch.float32
         trained = self._trained
         residency.register("grads", lambda: [local(one.weight.grad) for one in trained if one.weight.grad is not None])
+        for one in _evenly_spaced(trained, GRAD_MARKS):  # so that the peak of a backward is told from its end
+            one.weight.register_post_accumulate_grad_hook(lambda _: mark())
         self.skipped_for: str | None = None
         """The first parameter whose gradient was not finite, if the last step was skipped because of it."""
 
@@ -190,3 +195,13 @@ class AdamW:
             since = self._residency.mover.mark()
             for backend in self._backends:
                 backend.step(rules, since)
+
+
+def _evenly_spaced(trained: Sequence[TrainedParameter], count: int) -> list[TrainedParameter]:
+    """The parameters at which the gradients have grown by one more part in `count`."""
+    total, done, found = sum(one.numel for one in trained), 0, []
+    for one in trained:
+        if (done + one.numel) * count // max(1, total) > done * count // max(1, total):
+            found.append(one)
+        done += one.numel
+    return found

@@ -22,6 +22,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.optim.backend import FullState, TrainedParameter, cut_chunks, moment_dtype
 from ebbtide.optim.costs import CPU_CHUNK as CHUNK
 from ebbtide.optim.costs import CPU_SLOTS as SLOTS
+from ebbtide.optim.costs import STAGING
 from ebbtide.optim.cpu_kernels import CpuAddArgs, CpuStepArgs, cpu_math
 from ebbtide.optim.grad_accumulator import HostGradAccumulator, as_bytes
 from ebbtide.optim.layout import Chunk, Segment
@@ -69,11 +70,9 @@ class CpuBackend:
             for segment in host_chunk.chunk.segments:
                 self._chunks_of.setdefault(segment.parameter, []).append((host_chunk, segment))
         widest = max(host_chunk.grads.nbytes for host_chunk in self._chunks)
-        residency.arena.reserve([SLOTS * widest, *[widest] * SLOTS])
-        self._accumulator = HostGradAccumulator(
-            residency.arena.allocate(SLOTS * widest).data, widest, self._mover, self._math
-        )
-        self._up = [_Staging(residency.arena.allocate(widest).data) for _ in range(SLOTS)]
+        landing, *up = residency.allocate_host(STAGING, [SLOTS * widest, *[widest] * SLOTS], pinned=True)
+        self._accumulator = HostGradAccumulator(landing, widest, self._mover, self._math)
+        self._up = [_Staging(data) for data in up]
         self._read_weights()
         # A parameter that is cut keeps its gradient on the device until the step, as the GPU steps the other part.
         whole = {segment.parameter for segment in segments if segment.size == trained[segment.parameter].numel}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.config.optimizer import OptimizerConfig
+from ebbtide.memory.gauge import transient
 from ebbtide.memory.mover import Move
 from ebbtide.memory.residency import Residency
 from ebbtide.optim.backend import (
@@ -22,6 +23,7 @@ from ebbtide.optim.backend import (
     view_state,
     write_full_state,
 )
+from ebbtide.optim.costs import RING
 from ebbtide.optim.costs import STREAMED_CHUNK as CHUNK
 from ebbtide.optim.costs import STREAMED_SLOTS as SLOTS
 from ebbtide.optim.layout import Chunk, Segment
@@ -66,7 +68,6 @@ class StreamedBackend:
         return device_norms(self._trained, self._segments)
 
     def step(self, rules: Mapping[int, Rule], since: Move) -> None:
-        mover, device = self._residency.mover, self._residency.device
         work = [
             host_chunk
             for host_chunk in self._chunks
@@ -75,10 +76,19 @@ class StreamedBackend:
         largest = max((host_chunk.chunk.size for host_chunk in work), default=0)
         narrow = any(host_chunk.low is not None for host_chunk in work)
         sizes = (2 * largest if narrow else 0, 2 * largest * self._kind.itemsize)
-        ring = [
-            [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-            for _ in range(min(SLOTS, len(work)))
-        ]
+        slots = min(SLOTS, len(work))
+        with transient(RING, slots * sum(sizes)):
+            ring = [
+                [torch.empty(size, dtype=torch.uint8, device=self._residency.device) for size in sizes]
+                for _ in range(slots)
+            ]
+            self._step_through(ring, work, rules)
+
+    def _step_through(
+        self, ring: Sequence[Sequence[Tensor]], work: Sequence[_HostChunk], rules: Mapping[int, Rule]
+    ) -> None:
+        """Steps the chunks one after the other, each in its slot of the ring."""
+        mover = self._residency.mover
 
         def pairs(number: int) -> list[tuple[Tensor, Tensor]]:
             (low, moments), host_chunk = ring[number % SLOTS], work[number]

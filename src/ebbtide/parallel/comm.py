@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ebbtide.config.parallel import ParallelConfig
+from ebbtide.parallel.costs import describe_ranks
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.parallel.group import Group
 from ebbtide.parallel.partition import balance
@@ -137,8 +138,7 @@ class DistributedComm(Comm):
             dist.destroy_process_group()
 
     def describe(self) -> str:
-        parts = f"each with one part in {self.shards} of the model" if self.shards > 1 else "each with the whole model"
-        return f"{self.size} ranks, {parts}: {self._sizes}"
+        return f"{describe_ranks(self.size, self.shards)}: {self._sizes}"
 
     def load_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if self.shards > 1 else device

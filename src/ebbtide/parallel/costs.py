@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ebbtide.config.parallel import ParallelConfig, RolloutWeightsMode
 from ebbtide.errors import UserError
+from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.shape import Shape
 from ebbtide.system.machine import Links, Rates
 from ebbtide.system.units import ceil_div
@@ -27,6 +28,8 @@ GATHER_OPS, GATHER_OPS_RANK = 32.0, 1.26
 # Bytes of weights that are sent at once to ranks that only generate: this takes half a millisecond within a node, so
 # that the latency of each message does not count.
 WEIGHT_SYNC_BUCKET = 256 << 20
+GATHERED = HoldingSpec("gathered", transient=True)
+"""All-gathered weights, and gradients until they are reduced."""
 REDUCED = 4  # bytes of a gradient element while ranks reduce it: float32 (parallel/fsdp.py)
 # All-reduces of tensor parallelism per block. Forward: after attention and MLP; backward: for the inputs of queries,
 # keys, values, gate and up.
@@ -63,9 +66,14 @@ class MeshShape:
         return self.fsdp_size * self.tensor
 
     def summarize(self) -> str:
-        parts = f"each with one part in {self.shards} of the model" if self.shards > 1 else "each with the whole model"
         sizes = f"data {self.data}, tensor {self.tensor}, replicate {self.replicate}"
-        return f"{self.size} ranks, {parts}, {self.ranks_per_node} on a node: {sizes}"
+        return f"{describe_ranks(self.size, self.shards)}, {self.ranks_per_node} on a node: {sizes}"
+
+
+def describe_ranks(size: int, shards: int) -> str:
+    """How so many ranks share a model, for the user."""
+    parts = f"each with one part in {shards} of the model" if shards > 1 else "each with the whole model"
+    return f"{size} ranks, {parts}"
 
 
 def mesh_shape(parallel: ParallelConfig | None, size: int | None, node: int) -> MeshShape:

@@ -1,2 +1,2 @@
 """Predicts before a run what it will take: bytes by phase and holding, seconds by phase, and the settings that fit a
-budget. All but run_plan.py, host_memory.py and calibrate.py, which look at this machine, import no torch."""
+budget. All but run_plan.py and host_memory.py, which look at this machine, import no torch."""

@@ -3,28 +3,35 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
-from ebbtide.checkpoint.costs import SAVE
+from ebbtide.checkpoint.costs import SAVE, SaveCosts
 from ebbtide.config.memory import MemoryConfig, OffloadConfig
 from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.config.root import Config
+from ebbtide.memory.costs import Part
 from ebbtide.memory.plan import AFTER_STEP, HoldingName, HoldingSpec, Phase, Plan, build_plan
-from ebbtide.optim.costs import optimizer_holdings
-from ebbtide.policy.activation_costs import ACTIVATIONS
-from ebbtide.policy.model_costs import KNOWN_FROZEN, frozen_holdings, weights_holding
+from ebbtide.optim.costs import OptimizerCosts, optimizer_holdings
+from ebbtide.policy.model_costs import KNOWN_FROZEN, FrozenCosts, WeightsCosts
+from ebbtide.policy.train_costs import TrainCosts
+from ebbtide.rollout.generation_costs import GenerationCosts
 from ebbtide.rollout.paged.cache_costs import KV_CACHE
 
+DESCRIPTIONS: Sequence[Callable[[Config, int], Sequence[HoldingSpec]]] = (
+    WeightsCosts.holdings,
+    OptimizerCosts.holdings,
+    FrozenCosts.holdings,
+    GenerationCosts.holdings,
+    TrainCosts.holdings,
+    SaveCosts.holdings,
+)
+"""The rows of each part, in the order of the table."""
 
-def list_holdings(config: Config, shards: int = 1) -> list[HoldingSpec]:
+
+def list_holdings(config: Config, shards: int = 1, more_parts: Sequence[Part] = ()) -> list[HoldingSpec]:
     """What each part of a run with this config describes. `shards`: of the model, over the ranks."""
-    return [
-        weights_holding(config.rollout_weights(shards)),
-        *optimizer_holdings(config.optimizer),
-        *frozen_holdings(config),
-        *([KV_CACHE] if config.generates else []),
-        ACTIVATIONS,
-    ]
+    described = (*DESCRIPTIONS, *(part.holdings for part in more_parts))
+    return [spec for holdings in described for spec in holdings(config, shards)]
 
 
 def known_names() -> list[HoldingName]:
@@ -33,9 +40,9 @@ def known_names() -> list[HoldingName]:
     return [*state, *KNOWN_FROZEN, KV_CACHE.name]
 
 
-def plan_holdings(config: Config, shards: int = 1) -> Plan:
+def plan_holdings(config: Config, shards: int = 1, more_parts: Sequence[Part] = ()) -> Plan:
     """The table of a config, checked."""
-    return build_plan(config.memory, list_holdings(config, shards), config.cycle, known_names())
+    return build_plan(config.memory, list_holdings(config, shards, more_parts), config.cycle, known_names())
 
 
 def phases_without(names: Collection[HoldingName], config: Config) -> list[Phase]:

@@ -3,24 +3,25 @@ parameters are counted."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ebbtide.checkpoint.costs import copied_bytes
+from ebbtide.checkpoint.costs import SAVE, describe_synchronous, save_copies
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import check_host_budget
+from ebbtide.memory.costs import HoldingBytes
 from ebbtide.memory.host import free_host_bytes
+from ebbtide.memory.move_costs import host_bytes_of
 from ebbtide.memory.plan import Plan
-from ebbtide.model.load import NO_CODE, model_config, pick_device, pick_dtype, refuse_broken_files
+from ebbtide.model.load import NO_CODE, head_weight, model_config, pick_device, pick_dtype, refuse_broken_files
 from ebbtide.model.shape import find_shape
 from ebbtide.optim.costs import state_bytes
+from ebbtide.policy.model_costs import frozen_bytes, frozen_size
 from ebbtide.rollout.paged.attention import model_cache_costs
 from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES
-from ebbtide.rollout.paged.scheduler import max_blocks
 from ebbtide.system.units import ceil_div, gib
 
 COPIES = "copies for checkpoints"
@@ -69,10 +70,7 @@ def fit_to_host(
             raise
         check()
         synchronous = config.checkpoint.model_copy(update={"async_save": False})
-        note(
-            "checkpoints are written synchronously, while the loop waits: asynchronous saves need"
-            f" {gib(copies):.1f} GiB of host memory for copies, more than is available"
-        )
+        note(describe_synchronous(f"{gib(copies):.1f}"))
         return config.model_copy(update={"checkpoint": synchronous}), needs
     return config, needs
 
@@ -84,25 +82,28 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
     if not plan.moves_anything and not saved and config.optimizer.place == "device" and not config.optimizer.cpu_share:
         return {}
     dtype = pick_dtype(config.model.dtype, pick_device(config.device))
-    with refuse_broken_files(config.model), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
+    model = _meta_model(config, dtype)
     parameters = ceil_div(sum(parameter.numel() for parameter in model.parameters()), share)
-    moving, resident = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})
-    if config.has_reference:
-        moving["reference"] = dtype.itemsize * parameters
-    needs: Counter[str] = Counter(resident)
-    needs.update({name: size for name, size in moving.items() if plan.is_ever_offloaded(name)})
-    if config.rollout.partial.kv_cache == "keep" and plan.is_ever_offloaded("kv_cache"):
-        rollout, block = config.rollout, BLOCK_SIZES[pick_device(config.device).type]
-        blocks = max_blocks(
-            rollout.partial.extra_prompts, rollout.max_prompt_tokens, rollout.group_size, rollout.max_new_tokens, block
-        )
-        needs["kv_cache"] = blocks * block * model_cache_costs(model.config).bytes_per_token(dtype.itemsize)
+    device, host = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})
+    others = {}
+    for name, frozen in config.frozen_models.items():
+        other = _meta_model(config.model_copy(update={"model": frozen}), dtype)
+        count = sum(parameter.numel() for parameter in other.parameters())
+        others[name] = frozen_size(count, head_weight(other)[0].numel(), share)
+    device |= frozen_bytes(config, parameters, dtype.itemsize, others)
+    if config.generates and config.rollout.partial.kv_cache == "keep":
+        block = BLOCK_SIZES[pick_device(config.device).type]
+        device |= model_cache_costs(model.config).kept_bytes(config.rollout, dtype.itemsize, block)
+    needs: dict[str, int] = host_bytes_of(plan, HoldingBytes(device, host))
     if saved:
-        staying = sum(
-            size for name, size in moving.items() if name != "reference" and plan.place("save", name) != "away"
-        )
-        needs[COPIES] = copied_bytes(
-            dtype.itemsize * parameters, staying, max(parameter.numel() for parameter in model.parameters())
-        )
-    return dict(needs)
+        staying = {name: size for name, size in device.items() if plan.place(SAVE, name) != "away"}
+        staying["weights"] = dtype.itemsize * parameters
+        needs[COPIES] = save_copies(staying, max(parameter.numel() for parameter in model.parameters()))
+    return needs
+
+
+def _meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
+    """The configured model without memory for its weights."""
+    with refuse_broken_files(config.model), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
+    return model

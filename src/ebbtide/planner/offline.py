@@ -14,7 +14,6 @@ from ebbtide.planner.fewer_gpus import note_fewer_gpus
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.search import PlanResult, PlanSearch
-from ebbtide.planner.workload import max_workload
 from ebbtide.system.machine import Machine, machine_for
 
 
@@ -45,14 +44,15 @@ def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape,
     machine = hardware.machine(config)
     check_device_budget(config.memory.budget_gib, machine.device_gib)
     shape = find_shape(config.model)
+    frozen = {name: find_shape(model) for name, model in config.frozen_models.items()}
     config.check_context(shape.context)
 
     def search(candidate: Config) -> PlanResult:
         machine = hardware.machine(candidate)
         bytes_each = 4 if candidate.model.dtype == "float32" else 2
-        predictor = Predictor(shape, machine, itemsize=bytes_each, sharing=hardware.sharing(candidate.parallel))
-        device_gib = candidate.memory.budget_gib or machine.device_gib
-        return PlanSearch(predictor, max_workload(candidate), device_gib, machine.host_gib).choose(candidate)
+        sharing = hardware.sharing(candidate.parallel)
+        predictor = Predictor(shape, machine, itemsize=bytes_each, sharing=sharing, frozen=frozen)
+        return PlanSearch.for_config(predictor, candidate).choose(candidate)
 
     result = search(config)
     return replace(result, notes=note_fewer_gpus(config, result, search)), shape, machine

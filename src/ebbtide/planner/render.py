@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ebbtide.checkpoint.costs import describe_synchronous
 from ebbtide.config.root import Config
+from ebbtide.memory.costs import WORKSPACE, PhaseCost
 from ebbtide.memory.plan import HOST_SHARE, Phase
 from ebbtide.model.shape import Shape
-from ebbtide.planner.prediction import WORKSPACE, PhaseCost, Prediction
+from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.search import PlanResult, required_host_bytes, settings_diff, usable_gib
+from ebbtide.policy.model_costs import SAMPLING_PHASES
 from ebbtide.system.machine import Machine, Rates
 from ebbtide.system.units import gib
 
@@ -74,7 +77,7 @@ def table_rows(prediction: Prediction) -> list[list[str]]:
     lines = [["phase", "seconds", "exposed\ntransfers", *communication, *sizes_heading]]
     for name, phase in prediction.phases.items():
         times = [phase.seconds, phase.exposed, *([phase.communication, phase.exposed_communication] if several else [])]
-        unknown = name in ("generate", "evaluate") and not prediction.can_generate
+        unknown = name in SAMPLING_PHASES and not prediction.can_generate
         seconds = ["-" if unknown else f"{one:.2f}" for one in times]
         sizes = [phase.peak, *(phase.device.get(column, 0) for column in shown), phase.host, phase.moved]
         lines.append([name, *seconds, *(f"{gib(size):.2f}" for size in sizes)])
@@ -113,12 +116,14 @@ def summarize(chosen: PlanResult, requested: Config, machine: Machine) -> list[s
         )
     if prediction.missing_save_bytes:
         lines.append(
-            "checkpoints are written synchronously, while the loop waits: asynchronous saves need"
-            f" {format_number(gib(prediction.missing_save_bytes))} GiB of host memory for copies"
-            f"{' in each rank' if prediction.sharing.size > 1 else ''}, more than is available; disk write time is not"
-            " included"
+            describe_synchronous(
+                format_number(gib(prediction.missing_save_bytes)),
+                " in each rank" if prediction.sharing.size > 1 else "",
+            )
+            + "; disk write time is not included"
         )
-    if machine.is_timed and requested.rollout.engine != "paged" and requested.rollout.replay is None:
+    samples = requested.generates and requested.rollout.replay is None
+    if machine.is_timed and samples and requested.rollout.engine != "paged":
         lines.append(
             f"seconds of generate are predicted for the paged engine; those of `{requested.rollout.engine}` are not"
             " predicted"
@@ -192,7 +197,7 @@ def explain_misfit(chosen: PlanResult, requested: Config, machine: Machine) -> s
         ),
         "cache": (
             f"does not fit into {_limit(machine, budget)}: the generate phase has no room for the KV cache of one"
-            f" sample of {requested.rollout.max_prompt_tokens + requested.rollout.max_new_tokens:,} tokens"
+            f" sample of {requested.max_sequence_tokens:,} tokens"
         ),
         "host": (
             f"does not fit: {format_number(gib(prediction.host))} GiB of host memory needed{_by_ranks(prediction)},"
@@ -311,14 +316,10 @@ def compare(
 
 
 def _explain_difference(phase: Phase, cost: PhaseCost, peak: int, measured: Mapping[str, int]) -> str:
-    """How far the predicted peak of a phase is off, by holding."""
-    both = {name: cost.device.get(name, 0) - measured.get(name, 0) for name in {*measured} - {"other"}}
-    rest = (
-        cost.peak
-        - sum(cost.device.get(name, 0) for name in both)
-        - (peak - sum(measured.get(name, 0) for name in both))
-    )
-    parts = {**both, "activations, KV cache and workspace": rest}
+    """How far the predicted peak of a phase is off, by row."""
+    rows = {name: size for name, size in measured.items() if name != "other"}
+    rows[WORKSPACE] = peak - sum(rows.values())
+    parts = {name: cost.device.get(name, 0) - rows.get(name, 0) for name in {**cost.device, **rows}}
     listed = [
         f"{name} {gib(size):+.2f}"
         for name, size in sorted(parts.items(), key=lambda part: -abs(part[1]))
@@ -344,13 +345,12 @@ def render_table(lines: list[list[str]]) -> str:
 
 def render_plan(chosen: PlanResult, requested: Config, shape: Shape, machine: Machine) -> str:
     """The whole plan as a text for a terminal."""
-    rollout = requested.rollout
+    size = requested.step_size
     ranks = chosen.candidate.prediction.sharing.size
     header = (
         f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with"
         f" {machine.device_gib:.1f} GiB and {format_number(machine.host_gib)} GiB of host memory;"
-        f" {rollout.prompts_per_step} x {rollout.group_size} samples of at most {rollout.max_prompt_tokens} +"
-        f" {rollout.max_new_tokens} tokens"
+        f" {size.groups} x {size.samples} samples of at most {size.prompt_tokens} + {size.new_tokens} tokens"
     )
     title = [] if chosen.fits else ["the smallest plan:" if chosen.candidate.changes else "with the current settings:"]
     lines = [

@@ -18,12 +18,12 @@ from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import Phase, check_device_budget
 from ebbtide.model.load import model_config, pick_dtype
 from ebbtide.model.shape import Shape, find_shape, from_config
+from ebbtide.model.workload import Workload, max_workload
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import mesh_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.render import as_json, compare, explain_misfit, summarize, to_arguments
 from ebbtide.planner.search import PlanResult, PlanSearch, settings_diff
-from ebbtide.planner.workload import Workload, max_workload
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.machine import Machine, cpu_machine, peak_flops, this_machine
 from ebbtide.system.units import GIB, gib
@@ -124,6 +124,7 @@ def plan_run(
         return None
     try:
         shape = _shape(config)
+        frozen = {name: find_shape(model) for name, model in config.frozen_models.items()}
     except UserError as error:
         note(f"no plan: {error}")
         return None
@@ -133,12 +134,14 @@ def plan_run(
     check_device_budget(config.memory.budget_gib, machine.device_gib)
     shared = mesh_shape(config.parallel, comm.size, local_size)
     predictor = Predictor(
-        shape, machine, itemsize=pick_dtype(config.model.dtype, device).itemsize, on_cpu=on_cpu, sharing=shared
+        shape,
+        machine,
+        itemsize=pick_dtype(config.model.dtype, device).itemsize,
+        on_cpu=on_cpu,
+        sharing=shared,
+        frozen=frozen,
     )
-    search = PlanSearch(
-        predictor, max_workload(config), config.memory.budget_gib or machine.device_gib, machine.host_gib, rehearsal
-    )
-    chosen = search.choose(config)
+    chosen = PlanSearch.for_config(predictor, config, rehearsal).choose(config)
     if not chosen.fits and config.memory.budget_gib is not None and config.memory.plan == "auto":
         raise UserError(explain_misfit(chosen, config, machine))
     plan = RunPlan(config, chosen.candidate.config, chosen, shape, machine, predictor, rehearsal, comm.size)

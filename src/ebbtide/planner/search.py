@@ -23,11 +23,11 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.plan import HOST_SHARE
+from ebbtide.model.workload import Workload, max_workload
 from ebbtide.optim.costs import STATE
 from ebbtide.planner.holdings import phases_without
 from ebbtide.planner.predict import Predictor, host_limit
 from ebbtide.planner.prediction import Prediction
-from ebbtide.planner.workload import Workload
 from ebbtide.policy.activation_costs import locally_recomputable
 from ebbtide.system.units import GIB, gib
 
@@ -111,6 +111,13 @@ class PlanSearch:
         self._predictor, self._work, self._rehearsal = predictor, work, rehearsal
         self._budget_gib, self._host_gib = budget_gib, host_gib
         self.usable_bytes = usable_gib(budget_gib) * GIB
+
+    @classmethod
+    def for_config(cls, predictor: Predictor, config: Config, rehearsal: Rehearsal | None = None) -> PlanSearch:
+        """The search for a config's largest step, on the predictor's machine and within the config's budget."""
+        machine = predictor.machine
+        budget_gib = config.memory.budget_gib or machine.device_gib
+        return cls(predictor, max_workload(config), budget_gib, machine.host_gib, rehearsal)
 
     def choose(self, config: Config) -> PlanResult:
         """The config unchanged if it fits with a KV cache of full size; otherwise the fastest candidate that leaves

@@ -5,7 +5,7 @@ Names and choices are those of `memory.activations`; tests compare these figures
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -13,6 +13,7 @@ from typing import get_args
 
 from ebbtide.config.activation_rules import check_activation_names, check_activation_places, fit_host_link
 from ebbtide.config.memory import ActivationName, ActivationsConfig
+from ebbtide.memory.costs import GROUPS_IN_FLIGHT
 from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.families import family_named
 from ebbtide.model.shape import Shape
@@ -20,6 +21,7 @@ from ebbtide.model.shape import Shape
 ACTIVATIONS = HoldingSpec(
     "activations",
     transient=True,
+    takes_rest_in=frozenset({"generate", "evaluate", "logprob", "train"}),
     advice={
         "logprob": "lower `train.microbatch_tokens` or `train.head_chunk_tokens`",
         "train": (
@@ -27,13 +29,28 @@ ACTIVATIONS = HoldingSpec(
         ),
     },
 )
-"""What a forward saves for its backward, and what either has in use at a time."""
+"""What a forward saves for its backward, and what either has in use at a time: all that they allocate and that is no
+other row."""
 
 _NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
 _OF_EXPERTS: frozenset[ActivationName] = frozenset({"expert_fc1", "moe_act", "moe_router"})
 _OF_DENSE: frozenset[ActivationName] = frozenset({"mlp_fc1", "mlp_act", "mlp_fc2"})
-BLOCKS_IN_FLIGHT = 2  # Blocks whose offloaded activations are still on the device, because their copies are under way.
 LINK_SHARE = 0.9  # Fraction of what the host link carries during a forward that is planned for.
+PROBE_TOKENS = 8192  # Tokens of the forward by which `memory.activations` is checked against the host link.
+
+
+def probe_length(tokens: int, longest: int) -> int:
+    """Tokens of each sequence of a trial on so many tokens, where a run's longest sequence has `longest`."""
+    return min(1024, tokens, longest)
+
+
+def offload_bytes(size: float) -> float:
+    """Bytes of host memory for so many bytes of activations: 2% more, because tensors are aligned."""
+    return 1.02 * size
+
+
+Places = dict[ActivationName, str]
+"""Name -> `keep`, `offload` or `recompute`."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +184,7 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     per_block = saved_bytes(shape, itemsize, choice)
     whole = sum(per_block.values())
     offloaded = sum(per_block.get(name, 0) for name in choice.offload)
-    stay = min(shape.layers, keep_last + BLOCKS_IN_FLIGHT) if offloaded else shape.layers
+    stay = min(shape.layers, keep_last + GROUPS_IN_FLIGHT) if offloaded else shape.layers
     recomputed = (
         sum(saved_bytes(shape, itemsize).values()) - whole + itemsize * shape.hidden
         if recomputes_whole_block(shape, choice)
@@ -186,6 +203,39 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     )
 
 
+def choose_places(
+    config: ActivationsConfig,
+    names: Sequence[ActivationName],
+    local: frozenset[ActivationName],
+    weigh: Callable[[Places], dict[ActivationName, int]],
+    carried: float,
+) -> Places:
+    """`keep`, `offload` or `recompute` for each of a block's names, by the preset and the lists. `local`: the names
+    that one module recomputes by itself; `weigh`: bytes that a block saves per token; `carried`: bytes per token and
+    block that the host link carries during the forward."""
+    listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
+    if config.preset == "balanced":  # Recomputes what single modules can, and offloads what the host link carries.
+        places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
+        now = weigh(places)
+        fixed = sum(now.get(name, 0) for name, place in places.items() if place == "offload")
+        free = [name for name in names if name not in listed and places[name] == "keep" and name != "attn_proj"]
+        places |= dict.fromkeys(largest_fitting(free, now, carried - fixed), "offload")
+    else:
+        whole = {name: "keep" if name == "block_input" else "recompute" for name in names}
+        base = {"keep": dict.fromkeys(names, "keep"), "recompute": whole, "offload": whole | {"block_input": "offload"}}
+        places = base[config.preset] | listed
+    check_activation_places(places, local)
+    return places
+
+
+def split_places(places: Places) -> tuple[frozenset[ActivationName], frozenset[ActivationName]]:
+    """(what is offloaded, what is recomputed)."""
+    offload, recompute = (
+        frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute")
+    )
+    return offload, recompute
+
+
 def resolve_policy(
     config: ActivationsConfig, shape: Shape, itemsize: int, carried: float, *, gated: bool = True
 ) -> ActivationPolicy:
@@ -193,21 +243,12 @@ def resolve_policy(
     forward. `gated`: whether the lists are checked against that, as `on_slow_link` says."""
     names, local = activation_names(shape), locally_recomputable(shape)
     check_activation_names(config, names, f"a block of {shape.family}")
-    listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
-    if config.preset == "balanced":
-        places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
-        now = saved_bytes(shape, itemsize, _choice(places))
-        fixed = sum(now.get(name, 0) for name, place in places.items() if place == "offload")
-        free = [name for name in names if name not in listed and places[name] == "keep" and name != "attn_proj"]
-        offloaded = largest_fitting(free, now, carried - fixed)
-        places |= dict.fromkeys(offloaded, "offload")
-    else:
-        whole = {name: "keep" if name == "block_input" else "recompute" for name in names}
-        base = {"keep": dict.fromkeys(names, "keep"), "recompute": whole, "offload": whole | {"block_input": "offload"}}
-        places = base[config.preset] | listed
-    check_activation_places(places, local)
-    choice = _choice(places)
-    sizes = saved_bytes(shape, itemsize, choice)
+
+    def weigh(places: Places) -> dict[ActivationName, int]:
+        return saved_bytes(shape, itemsize, ActivationPolicy(*split_places(places)))
+
+    places = choose_places(config, names, local, weigh, carried)
+    choice, sizes = ActivationPolicy(*split_places(places)), weigh(places)
     if not gated or config.on_slow_link != "downgrade" or sum(sizes.get(name, 0) for name in choice.offload) <= carried:
         return choice
     return ActivationPolicy(*fit_host_link(choice.offload, choice.recompute, local, sizes, carried))
@@ -223,10 +264,3 @@ def largest_fitting(
     return max(
         ((weight, some) for weight, some in weights if weight <= room), default=(0, ()), key=lambda found: found[0]
     )[1]
-
-
-def _choice(places: dict[ActivationName, str]) -> ActivationPolicy:
-    offload, recompute = (
-        frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute")
-    )
-    return ActivationPolicy(offload, recompute)

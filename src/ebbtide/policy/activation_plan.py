@@ -7,23 +7,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from ebbtide.config.activation_rules import check_activation_names, check_activation_places, fit_host_link
+from ebbtide.config.activation_rules import check_activation_names, fit_host_link
 from ebbtide.config.memory import ActivationName, ActivationsConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.residency import Residency
+from ebbtide.policy.activation_costs import (
+    LINK_SHARE,
+    PROBE_TOKENS,
+    choose_places,
+    offload_bytes,
+    split_places,
+)
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.block_activations import ActivationChoice, activation_names, locally_recomputable
 from ebbtide.system.units import gib
 
-SHARE = 0.9  # Fraction of what the host link carries during a forward that is planned for.
-LONG_PROBE = 8192  # Tokens of a forward and backward that are timed.
 PROBE = 512  # Tokens of a forward whose saved bytes are counted: they grow linearly with the tokens.
 
 
@@ -52,7 +56,7 @@ class ActivationFigures:
 
     def link_bytes(self) -> int:
         """Bytes per token and block that the host link carries during the forward."""
-        return int(SHARE * self.link * self.forward / max(1, self.blocks))
+        return int(LINK_SHARE * self.link * self.forward / max(1, self.blocks))
 
 
 Weigh = Callable[[ActivationChoice], dict[ActivationName, int]]
@@ -65,66 +69,39 @@ def choose_activations(
     """The choice for one block; what was measured to make it is noted."""
     names, local = activation_names(block), locally_recomputable(block)
     check_activation_names(config, names, type(block).__name__)
-    listed = {name: place for place in ("keep", "offload", "recompute") for name in getattr(config, place) or []}
-    base = {
-        "keep": dict.fromkeys(names, "keep"),
-        "recompute": {name: "keep" if name == "block_input" else "recompute" for name in names},
-        "offload": {name: "offload" if name == "block_input" else "recompute" for name in names},
-    }
+    places = choose_places(
+        config, names, local, lambda some: weigh(ActivationChoice(*split_places(some), local)), figures.link_bytes()
+    )
+    choice = ActivationChoice(*split_places(places), local)
     if config.preset == "balanced":
-        places = _balanced(listed, names, local, figures, weigh, note)
-    else:
-        places = base[config.preset] | listed
-    check_activation_places(places, local)
-    choice = _choice(places, local)
+        _note_balanced(choice, figures, weigh(choice), note)
     if figures.forward and choice.offload:
         choice = _gate(config, choice, figures, weigh(choice), note)
     return choice
-
-
-def _choice(places: dict[ActivationName, str], local: frozenset[ActivationName]) -> ActivationChoice:
-    offload, recompute = (
-        frozenset(name for name, place in places.items() if place == wanted) for wanted in ("offload", "recompute")
-    )
-    return ActivationChoice(offload, recompute, local)
 
 
 def _bytes(names: Iterable[ActivationName], saved: dict[ActivationName, int]) -> int:
     return sum(saved.get(name, 0) for name in names)
 
 
-def _balanced(
-    listed: dict[ActivationName, str],
-    names: Sequence[ActivationName],
-    local: frozenset[ActivationName],
+def _note_balanced(
+    choice: ActivationChoice,
     figures: ActivationFigures,
-    weigh: Weigh,
+    saved: dict[ActivationName, int],
     note: Callable[[str], None],
-) -> dict[ActivationName, str]:
-    """The places of `preset: balanced`: recomputes what single modules can, and offloads as much of the rest as the
-    host link carries."""
-    places = {name: listed.get(name, "recompute" if name in local else "keep") for name in names}
-    saved = weigh(_choice(places, local))  # Activations that are recomputed are not saved.
-    fixed = frozenset(name for name, place in places.items() if place == "offload")
-    free = [name for name in names if name not in listed and places[name] == "keep" and name != "attn_proj"]
-    room = figures.link_bytes() - _bytes(fixed, saved)
-    sets = [some for count in range(len(free) + 1) for some in combinations(free, count) if _bytes(some, saved) <= room]
-    best = max(sets, key=lambda some: _bytes(some, saved), default=())
-    places |= dict.fromkeys(best, "offload")
-    whole, offloaded = sum(figures.saved.values()), _bytes(frozenset(best) | fixed, saved)
-    recomputed = [name for name, place in places.items() if place == "recompute"]
+) -> None:
+    """Notes what `preset: balanced` chose."""
     carries = (
-        f"the host link carries {figures.link_bytes() / 1024:.0f} KiB during the forward ({SHARE:.0%} of"
+        f"the host link carries {figures.link_bytes() / 1024:.0f} KiB during the forward ({LINK_SHARE:.0%} of"
         f" {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us per token)"
         if figures.forward
         else "on a CPU copies do not overlap with the forward"
     )
     note(
-        f"activations: a block saves {whole / 1024:.0f} KiB per token; {carries}. Offloaded:"
-        f" {', '.join([*best, *sorted(fixed)]) or 'nothing'} ({offloaded / 1024:.0f} KiB); recomputed:"
-        f" {', '.join(recomputed) or 'nothing'}"
+        f"activations: a block saves {sum(figures.saved.values()) / 1024:.0f} KiB per token; {carries}. Offloaded:"
+        f" {', '.join(sorted(choice.offload)) or 'nothing'} ({_bytes(choice.offload, saved) / 1024:.0f} KiB);"
+        f" recomputed: {', '.join(sorted(choice.recompute)) or 'nothing'}"
     )
-    return places
 
 
 def _gate(
@@ -141,7 +118,7 @@ def _gate(
         return choice
     excess = (
         f"a block offloads {wanted / 1024:.0f} KiB per token ({', '.join(sorted(choice.offload))}), but the host link"
-        f" carries only {figures.link_bytes() / 1024:.0f} KiB during the forward ({SHARE:.0%} of"
+        f" carries only {figures.link_bytes() / 1024:.0f} KiB during the forward ({LINK_SHARE:.0%} of"
         f" {figures.link / 1e9:.1f} GB/s for {figures.forward * 1e6:.1f} us per token)"
     )
     if config.on_slow_link == "ignore":
@@ -186,7 +163,7 @@ def _timed_tokens(
     number."""
     weights = sum(parameter.nbytes for block in blocks for parameter in block.parameters())
     room = free_bytes(residency.device) - 4 * weights  # Leaves room for gradients, and as much again for the head.
-    fits = (count for count in (LONG_PROBE, LONG_PROBE // 2) if count * sum(saved.values()) * len(blocks) < room)
+    fits = (count for count in (PROBE_TOKENS, PROBE_TOKENS // 2) if count * sum(saved.values()) * len(blocks) < room)
     return min(tokens, next(fits, 0))
 
 
@@ -224,8 +201,7 @@ def offload_capacity(
         return 0
     saved = measure_saved_bytes(blocks, choice, run)
     per_token = sum(saved.get(name, 0) for name in choice.offload)
-    # 2% more, because tensors are aligned.
-    return int(1.02 * per_token * tokens * max(0, len(blocks) - config.keep_last)) + 2**20
+    return int(offload_bytes(per_token * tokens * max(0, len(blocks) - config.keep_last))) + 2**20
 
 
 def describe_choice(choice: ActivationChoice, reserved: int) -> str:

@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ebbtide.config.model import ModelConfig
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.buckets import allocate_buckets
 from ebbtide.memory.residency import Residency
-from ebbtide.model.load import LoadedModel, load_model
+from ebbtide.model.load import LoadedModel
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import local
 from ebbtide.policy.datum import Datum
@@ -27,10 +26,9 @@ class FrozenModel:
     its own: losses over the whole vocabulary need it in the train phase as well."""
 
     def __init__(
-        self, name: str, model: ModelConfig, config: Config, policy: LoadedModel, residency: Residency, comm: Comm
+        self, name: str, loaded: LoadedModel, config: Config, policy: LoadedModel, residency: Residency, comm: Comm
     ) -> None:
-        # It is loaded on the host: on the device it is a few large buckets, and never there twice.
-        loaded = load_model(config.model_copy(update={"model": model}), torch.device("cpu"))
+        """`loaded`: the model on the host. On the device it is a few large buckets, and never there twice."""
         _check_vocabulary(name, loaded, policy)
         loaded.model.requires_grad_(False)
         self._name, self._policy = name, Policy(loaded, config, comm)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ebbtide.memory.gauge import transient
 from ebbtide.policy import logprob_reference
+from ebbtide.policy.head_costs import LOGITS, backward_bytes, forward_bytes
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,24 @@ class _ChunkedHead(torch.autograd.Function):
         reduce, _ = _row_functions(hidden)
         lses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logprobs, entropies = torch.empty_like(lses), torch.empty_like(lses)
-        for part in chunks(hidden.shape[0], chunk):
-            logits = linear(hidden[part], weight, bias)  # [c, V]
-            lses[part], logprobs[part], entropies[part] = reduce(logits, targets[part], scale, softcap)
+        with transient(LOGITS.name, int(forward_bytes(hidden.shape[0], weight.shape[0], chunk, weight.itemsize))):
+            for part in chunks(hidden.shape[0], chunk):
+                logits = linear(hidden[part], weight, bias)  # [c, V]
+                lses[part], logprobs[part], entropies[part] = reduce(logits, targets[part], scale, softcap)
         ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies)
         ctx.options = scale, softcap, chunk
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropies = grads
+        hidden, weight, *_ = ctx.saved_tensors
+        size = weight.numel() if ctx.needs_input_grad[1] else 0
+        needed = backward_bytes(hidden.shape[0], weight.shape[0], size, ctx.options[-1], weight.itemsize)
+        with transient(LOGITS.name, int(needed)):
+            return _ChunkedHead._gradients(ctx, *grads)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lses, entropies = ctx.saved_tensors
         scale, softcap, chunk = ctx.options
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]

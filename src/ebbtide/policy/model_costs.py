@@ -3,9 +3,17 @@ torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 from ebbtide.config.parallel import RolloutWeightsMode
 from ebbtide.config.root import Config
+from ebbtide.config.train import Rehearsal
+from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
+from ebbtide.model.shape import Shape
+from ebbtide.parallel.rank_model import RankModel
+from ebbtide.system.units import ceil_div
 
 POLICY = "policy"
 """The name of the policy in `Config.forward_passes`; all other names are of frozen models."""
@@ -39,3 +47,66 @@ def frozen_holdings(config: Config) -> list[HoldingSpec]:
 def head_of(model: HoldingName) -> HoldingName:
     """The holding that is the matrix of a frozen model's output head."""
     return f"{model}_head"
+
+
+class FrozenSize(NamedTuple):
+    """The parameters of a frozen model of another shape than the policy's, on one rank."""
+
+    parameters: int
+    """All of this rank's, with the head's matrix only where the model is sharded: every rank has that as a whole."""
+    head: int
+    """Those of the matrix of its output head."""
+
+
+def frozen_bytes(
+    config: Config, parameters: int, itemsize: int, others: Mapping[HoldingName, FrozenSize] | None = None
+) -> dict[HoldingName, int]:
+    """The bytes of each frozen model: of as many parameters as the policy has here, or of those in `others`."""
+    counts = {spec.name: parameters for spec in frozen_holdings(config)}
+    for name, size in (others or {}).items():
+        counts |= {name: size.parameters, head_of(name): size.head}
+    return {name: itemsize * count for name, count in counts.items()}
+
+
+def frozen_size(parameters: int, head: int, shards: int) -> FrozenSize:
+    """The size of a frozen model of so many parameters, with those of its head, among so many shards."""
+    return FrozenSize(ceil_div(parameters, shards) if shards > 1 else parameters - head, head)
+
+
+class WeightsCosts:
+    """The policy's weights on one rank. What they compute is in `policy/train_costs.py`."""
+
+    def __init__(self, rank: RankModel) -> None:
+        self._rank = rank
+
+    @staticmethod
+    def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
+        return [weights_holding(config.rollout_weights(shards))]
+
+    def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
+        return HoldingBytes({"weights": self._rank.itemsize * self._rank.parameters})
+
+    def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
+        """Weights cost nothing but their memory."""
+
+
+class FrozenCosts:
+    """The frozen models on one rank, sharded like the policy. Their forwards are in `policy/train_costs.py`."""
+
+    def __init__(self, rank: RankModel, shapes: Mapping[HoldingName, Shape] | None = None) -> None:
+        """`shapes`: those of models that have another shape than the policy."""
+        self._rank, self._shapes = rank, shapes or {}
+
+    @staticmethod
+    def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
+        return frozen_holdings(config)
+
+    def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
+        mesh = self._rank.mesh
+        others = {
+            name: frozen_size(shape.parameters, shape.embedding, mesh.shards) for name, shape in self._shapes.items()
+        }
+        return HoldingBytes(frozen_bytes(config, self._rank.parameters, self._rank.itemsize, others))
+
+    def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
+        """Frozen weights cost nothing but their memory."""

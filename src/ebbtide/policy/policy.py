@@ -21,6 +21,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, blocks_of, decoder, head_weight, logit_scaling
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import is_fsdp_module, is_sharded, unsharded
+from ebbtide.policy.activation_costs import probe_length
 from ebbtide.policy.activation_plan import (
     choose_activations,
     describe_choice,
@@ -248,7 +249,7 @@ class Policy:
     def _probe(self, tokens: int, *, backward: bool = True) -> int:
         """Runs a forward and backward as in training on about so many tokens, and leaves no gradients; returns the
         exact number of tokens."""
-        length = min(1024, tokens, self.config.max_sequence_tokens)
+        length = probe_length(tokens, self.config.max_sequence_tokens)
         probes = [Datum.completion([1], [1] * (length - 1)) for _ in range(tokens // length)]
         (batch,) = pack(probes, budget=tokens, device=self.device)
         with use_attention(self.model, PACKED):

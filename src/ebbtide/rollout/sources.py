@@ -26,8 +26,8 @@ from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import make_requests, training_sampling_params
 from ebbtide.rollout.engine import Completion, Engine, PreemptingEngine, Request
+from ebbtide.rollout.paged.cache_costs import kept_blocks
 from ebbtide.rollout.paged.engine import PagedEngine
-from ebbtide.rollout.paged.scheduler import max_blocks
 from ebbtide.rollout.paged.session import SampleState
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.system.jsonl import append_lines, drop_lines_after
@@ -129,15 +129,8 @@ class PartialRollouts:
         self._ages: list[int] = []
         self._preempted = 0
         residency.register("kv_cache", lambda: self._persistent.kept_cache)
-        # The kept KV cache is that of unfinished groups: at most `extra_prompts` of them.
         if keep and residency.plan.is_ever_offloaded("kv_cache"):
-            blocks = max_blocks(
-                rollout.partial.extra_prompts,
-                rollout.max_prompt_tokens,
-                rollout.group_size,
-                rollout.max_new_tokens,
-                engine.block_size,
-            )
+            blocks = kept_blocks(rollout, engine.block_size)
             residency.arena.reserve(engine.cache_tensor_bytes(blocks))
 
     def next(self, step: int, progress: Progress) -> Groups:

@@ -51,7 +51,7 @@ const MEANINGS = [
   [/^seconds_moved\//, "s", "that memory moves took in this phase"],
   [/^peak_gib/, "GiB", "most memory in use at once"],
   [/^reserved_gib/, "GiB", "held by torch's allocator"],
-  [/^device_gib\//, "GiB", "of this holding at the phase's peak"],
+  [/^device_gib\//, "GiB", "of this row at the phase's peak; other is workspace"],
   [/^host_gib$/, "GiB", "of host memory that holdings have taken"],
   [/^moved_gib/, "GiB", "moved between device and host"],
   [/^activations_offloaded_gib$/, "GiB", "of activations offloaded to the host"],

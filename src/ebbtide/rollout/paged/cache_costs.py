@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.memory.plan import HoldingSpec
+from ebbtide.config.rollout import RolloutConfig
+from ebbtide.memory.plan import HoldingName, HoldingSpec
+from ebbtide.model.shape import Shape
 from ebbtide.system.units import ceil_div
 
 FEWER = "lower `rollout.max_num_seqs`"
@@ -29,6 +31,13 @@ def graph_batch_size(rows: int) -> int:
 def blocks_for(tokens: int, block: int) -> int:
     """Returns the blocks of `block` tokens that `tokens` tokens need."""
     return ceil_div(tokens, block)
+
+
+def kept_blocks(rollout: RolloutConfig, block: int) -> int:
+    """Returns the most blocks of `block` tokens of a KV cache that is kept between steps: that of unfinished groups, at
+    most `rollout.partial.extra_prompts` of them, each a prompt and its samples."""
+    samples = rollout.group_size * blocks_for(rollout.max_new_tokens, block)
+    return rollout.partial.extra_prompts * (blocks_for(rollout.max_prompt_tokens, block) + samples)
 
 
 def useful_blocks(prompts: list[tuple[int, int]], new: int, batch: int, block: int, *, shared: bool = True) -> int:
@@ -56,6 +65,12 @@ class CacheCosts:
         """Returns the bytes of the KV cache per token, with elements of `itemsize` bytes."""
         return 2 * self.layers * self.kv_heads * self.channels * itemsize
 
+    def kept_bytes(self, rollout: RolloutConfig, itemsize: int, block: int) -> dict[HoldingName, int]:
+        """Returns the bytes of the KV cache that is kept between steps, if there is one."""
+        if rollout.partial.kv_cache != "keep":
+            return {}
+        return {KV_CACHE.name: kept_blocks(rollout, block) * block * self.bytes_per_token(itemsize)}
+
     def workspace_bytes(self, itemsize: int, chunk: int, batch: int) -> int:
         """Returns the bytes that passes need in addition to the cache: to prefill `chunk` tokens at once, and to decode
         and sample for `batch` samples. Elements have `itemsize` bytes."""
@@ -72,3 +87,10 @@ class CacheCosts:
         return max(0, int(FREE_MEMORY_FRACTION * free) - self.workspace_bytes(itemsize, chunk, batch)) // (
             block * self.bytes_per_token(itemsize)
         )
+
+
+def cache_costs_of(shape: Shape) -> CacheCosts:
+    """The paged engine's memory costs for a model of this shape."""
+    return CacheCosts(
+        shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.heads, shape.widest_layer, shape.vocabulary
+    )

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
+from ebbtide.memory.gauge import transient
 from ebbtide.model.load import LoadedModel
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
-from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES, PREFILL_CHUNK_TOKENS, useful_blocks
+from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES, KV_CACHE, PREFILL_CHUNK_TOKENS, useful_blocks
 from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
 from ebbtide.rollout.paged.cpu_runner import CpuRunner
 from ebbtide.rollout.paged.runner import Runner
@@ -137,12 +138,13 @@ class PagedEngine:
     def _open(self, needs: CacheNeeds) -> Iterator[Session]:
         count = self._memory.count_blocks(needs)
         session = self._session(count)
-        try:
-            self._memory.attach(self._memory.allocate(count), needs)
-            with torch.no_grad():
-                yield session
-        finally:
-            self._memory.detach()
+        with transient(KV_CACHE.name, sum(self._memory.tensor_bytes(count))):
+            try:
+                self._memory.attach(self._memory.allocate(count), needs)
+                with torch.no_grad():
+                    yield session
+            finally:
+                self._memory.detach()
 
     def persistent_session(self, prompts: int, prompt: int, samples: int, new: int, *, keep: bool) -> PersistentSession:
         """Makes a session for partial rollouts: for `prompts` prompts of at most `prompt` tokens, with `samples`

@@ -19,12 +19,6 @@ from dataclasses import dataclass, field
 from ebbtide.system.units import ceil_div
 
 
-def max_blocks(groups: int, prompt: int, samples: int, new: int, size: int) -> int:
-    """Returns the most blocks of `size` tokens that `groups` groups can fill, each a prompt of `prompt` tokens and
-    `samples` samples of at most `new` tokens."""
-    return groups * (ceil_div(prompt, size) + samples * ceil_div(new, size))
-
-
 class BlockAllocator:
     """Knows which blocks of the KV cache are free."""
 

@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ebbtide.memory.gauge import transient
 from ebbtide.rollout.engine import Completion, Request, SamplingParams, diverged_error
+from ebbtide.rollout.paged.cache_costs import KV_CACHE
 from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
 from ebbtide.rollout.paged.runner import PendingTokens, Runner, SampleOp
 from ebbtide.rollout.paged.scheduler import BlockAllocator, ScheduledSample, Scheduler
@@ -220,20 +222,23 @@ class PersistentSession:
             self.kept_cache.clear()
         tensors = self.kept_cache or memory.allocate(0)
         self.kept_cache = []
-        tensors = memory.resize(tensors, session.move_to_cache(count), count)
-        try:
-            memory.attach(tensors, self._needs)
-            with torch.no_grad():
-                yield session
-                session.drain()
-        except BaseException:
-            session.discard_in_flight()
-            session.preempt_all()
-            raise
-        finally:
-            memory.detach()
-        if not self._keep:
-            session.preempt_all()
-        used = session.num_used_blocks
-        self.kept_cache = memory.resize(tensors, session.move_to_cache(used), used) if used else []
+        with transient(KV_CACHE.name, sum(memory.tensor_bytes(count))):
+            tensors = memory.resize(tensors, session.move_to_cache(count), count)
+            try:
+                memory.attach(tensors, self._needs)
+                with torch.no_grad():
+                    yield session
+                    session.drain()
+            except BaseException:
+                session.discard_in_flight()
+                session.preempt_all()
+                raise
+            finally:
+                memory.detach()
+            if not self._keep:
+                session.preempt_all()
+            used = session.num_used_blocks
+            kept = memory.resize(tensors, session.move_to_cache(used), used) if used else []
+            tensors.clear()
+        self.kept_cache = kept
         self._on_suspend()

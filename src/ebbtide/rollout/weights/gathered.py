@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ebbtide.memory.gauge import transient
 from ebbtide.parallel.comm import Comm
+from ebbtide.parallel.costs import GATHERED
 from ebbtide.parallel.dtensor import is_replicated, is_sharded, local
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress, WorkAbandoned
@@ -63,15 +65,17 @@ class GatheredWeights(RolloutWeights):
     @contextmanager
     @torch.no_grad()
     def materialized(self) -> Iterator[PreTrainedModel]:
-        try:
-            for full, parameter in self._gathered:
-                full.untyped_storage().resize_(full.numel() * full.element_size())
-                full.copy_(parameter.full_tensor())
-            with self._layers.materialized() if self._layers is not None else nullcontext():
-                yield self._model
-        finally:
-            for full, _ in self._gathered:
-                full.untyped_storage().resize_(0)
+        sizes = [full.numel() * full.element_size() for full, _ in self._gathered]
+        with transient(GATHERED.name, sum(sizes)):
+            try:
+                for (full, parameter), size in zip(self._gathered, sizes, strict=True):
+                    full.untyped_storage().resize_(size)
+                    full.copy_(parameter.full_tensor())
+                with self._layers.materialized() if self._layers is not None else nullcontext():
+                    yield self._model
+            finally:
+                for full, _ in self._gathered:
+                    full.untyped_storage().resize_(0)
 
     def join_remaining_passes(self) -> None:
         """Takes part in the all-gathers of other ranks after this rank's last pass, until no rank has passes left."""

@@ -23,8 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ebbtide.errors import UserError
+from ebbtide.memory.gauge import transient
 from ebbtide.model.load import layers_of
 from ebbtide.parallel.comm import Comm
+from ebbtide.parallel.costs import GATHERED
 from ebbtide.parallel.dtensor import Region, local, local_region
 from ebbtide.system.torch_internals import foreach_copy
 from ebbtide.system.units import ceil_div
@@ -148,16 +150,17 @@ class LayerwiseGather:
     @contextmanager
     def materialized(self) -> Iterator[None]:
         """Allocates the buffers: within this context, the model can compute. All ranks must call this together."""
-        for buffer, size in zip(self._memory, self._sizes, strict=True):
-            buffer.untyped_storage().resize_(size)
-        for layer in self._layers:
-            layer.parts = [local(weight) for weight in layer.weights]
-        self._next_layer = 0
-        try:
-            yield
-        finally:
-            self._wait()  # the compute stream may reuse the freed memory
-            self._free()
+        with transient(GATHERED.name, sum(self._sizes)):
+            for buffer, size in zip(self._memory, self._sizes, strict=True):
+                buffer.untyped_storage().resize_(size)
+            for layer in self._layers:
+                layer.parts = [local(weight) for weight in layer.weights]
+            self._next_layer = 0
+            try:
+                yield
+            finally:
+                self._wait()  # the compute stream may reuse the freed memory
+                self._free()
 
     def join_remaining_passes(self) -> None:
         """Takes part in the all-gathers of other ranks' passes, until no rank has any left."""

@@ -1,28 +1,20 @@
-"""Rollout workers: ranks that only generate (`parallel.rollout_gpus`). This file has the engine of the training ranks,
-which sends requests to the workers, and the main function of a worker."""
+"""The engine of training ranks whose completions rollout workers generate (`parallel.rollout_gpus`): it sends them
+requests. A worker's side is in launch/generation_worker.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ebbtide.config.root import Config
-from ebbtide.memory.device_budget import enforce_budget
-from ebbtide.memory.host import bind_to_numa_node, frozen_gc, pci_address
-from ebbtide.model.load import load_model, pick_device
 from ebbtide.parallel.partition import balance
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import Progress, WorkAbandoned
-from ebbtide.rollout.build import build_engine
-from ebbtide.rollout.engine import Completion, Engine, PreemptingEngine, Request, SamplingParams, request_sizes
+from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams, request_sizes
 from ebbtide.rollout.weights.channel import GenerateRequest, RolloutChannel
 from ebbtide.rollout.weights.shared import RolloutWeights
-from ebbtide.system.signals import install_handlers, restore_handlers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,60 +72,3 @@ class RemoteEngine:
             done |= zip(share, answer[0], strict=True)
             self.preempted += answer[1]
         return [done[index] for index in range(len(requests))]
-
-
-def generation_worker(config: Config, channel: RolloutChannel) -> None:
-    """Runs a rollout worker: it loads the model and serves requests until the training ranks end."""
-    device = pick_device(config.device)
-    if device.type == "cuda":
-        bind_to_numa_node(pci_address(device))
-    with _first_signal_ignored(config) as signalled, enforce_budget(device, config.memory.budget_gib):
-        loaded = load_model(config, device)
-        engine = build_engine(loaded, config, make_room=lambda size: None)
-        with frozen_gc():
-            while (request := _next_request(channel, signalled)) is not None:
-                if request.sends_weights:
-                    channel.receive(loaded.model.parameters())
-                share = balance(request_sizes(request.requests, request.sampling), channel.generating)[
-                    channel.worker_index
-                ]
-                answer: Answer = [], 0
-                if share:
-                    try:
-                        done = engine.generate(
-                            [request.requests[index] for index in share], request.sampling, channel.progress_reporter()
-                        )
-                        answer = done, engine.preempted if isinstance(engine, PreemptingEngine) else 0
-                    except WorkAbandoned:
-                        answer = None
-                channel.report_progress(1, 1)
-                channel.gather_completions(answer)
-
-
-def _next_request(channel: RolloutChannel, signalled: Callable[[], bool]) -> GenerateRequest | None:
-    try:
-        return channel.broadcast_request()
-    except RuntimeError:  # the training ranks have exited
-        if signalled():
-            raise KeyboardInterrupt from None
-        raise
-
-
-@contextmanager
-def _first_signal_ignored(config: Config) -> Iterator[Callable[[], bool]]:
-    """Ignores the first Ctrl-C or SIGTERM: the training ranks get it too, and still finish and save their step. The
-    second ends this rank. Yields a function that tells whether there was one."""
-    signalled = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal signalled
-        if signalled:
-            raise KeyboardInterrupt
-        signalled = True
-
-    # without checkpoints there is nothing to save
-    before = install_handlers(handle) if config.checkpoint is not None else {}
-    try:
-        yield lambda: signalled
-    finally:
-        restore_handlers(before)

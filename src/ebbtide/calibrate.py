@@ -10,25 +10,25 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.algorithms.sft import SftConfig
+from ebbtide.config.data import ExamplesConfig
+from ebbtide.config.loss import LossConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.model import ModelConfig, ScratchConfig
 from ebbtide.config.optimizer import OptimizerConfig
-from ebbtide.config.task import BuiltinTaskConfig, TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.host import bind_to_numa_node, pci_address
 from ebbtide.memory.plan import build_plan
 from ebbtide.memory.residency import Residency
-from ebbtide.model.load import load_model
 from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.costs import optimizer_holdings
-from ebbtide.planner.speed import OPS
+from ebbtide.policy.compute_costs import OPS
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
-from ebbtide.policy.policy import Policy
-from ebbtide.progress import Progress, no_progress
+from ebbtide.progress import Progress
 from ebbtide.system.machine import Rates
 from ebbtide.system.units import gib
+from ebbtide.worker import Worker
 
 COPY_BYTES = 2**30
 MATMUL_WIDTH = 8192
@@ -65,7 +65,7 @@ def _measure(progress: Progress) -> tuple[str, float, Rates]:
     left, right = (torch.randn(MATMUL_WIDTH, MATMUL_WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
     matmul = 2 * MATMUL_WIDTH**3 / _min_seconds(lambda: left @ right, repeats=20)
     progress(3, 5)
-    host_op = LAYERS * OPS["keep"] / _forward_backward_seconds(device)
+    host_op = LAYERS * OPS["keep"] / _forward_backward_seconds()
     progress(4, 5)
     cpu_adam = CPU_STEP_PARAMETERS / _cpu_step_seconds(device)
     progress(5, 5)
@@ -102,16 +102,21 @@ def _times(work: Callable[[], object], repeats: int, before: Callable[[], object
     return taken[1:]
 
 
-def _forward_backward_seconds(device: torch.device) -> float:
+def _forward_backward_seconds() -> float:
     """Seconds of a forward and backward with the training code, on a model so small that the host limits it. Repeating
     a single operation would say little about that."""
     scratch = ScratchConfig(layers=LAYERS, hidden=256, heads=2, kv_heads=2, head_dim=128, context=1024)
-    config = GrpoConfig(model=ModelConfig(scratch=scratch), task=TaskConfig(builtin=BuiltinTaskConfig(name="copy")))
-    policy = Policy(load_model(config, device), config)
-    data, loss = [trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)], build_loss(config.loss)
-    return _min_seconds(
-        lambda: policy.forward_backward(data, loss, no_progress), REPEATS, before=policy.model.zero_grad
+    config = SftConfig(  # an algorithm without a sampler
+        model=ModelConfig(scratch=scratch),
+        data=ExamplesConfig(train="none", max_tokens=64),
+        memory=MemoryConfig(plan="manual"),
+        checkpoint=None,
     )
+    data, loss = [trajectory([1] * 16, [1] * 48, [-1.0] * 48, advantage=1.0, weight=1 / 48)], build_loss(LossConfig())
+    with Worker(config) as worker:
+        return _min_seconds(
+            lambda: worker.forward_backward(data, loss), REPEATS, before=lambda: worker.policy.model.zero_grad()
+        )
 
 
 def _cpu_step_seconds(device: torch.device) -> float:

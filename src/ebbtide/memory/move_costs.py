@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ebbtide.memory.costs import HoldingBytes, PhaseCost
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase, Plan
-from ebbtide.planner.prediction import PhaseCost
 from ebbtide.system.machine import Rates
 
 
@@ -36,6 +36,16 @@ def device_bytes_by_phase(plan: Plan, sizes: Mapping[HoldingName, int]) -> dict[
             if on_device and (exists_in is None or phase in exists_in):
                 on[name] = size
         found[phase] = on
+    return found
+
+
+def host_bytes_of(plan: Plan, sizes: HoldingBytes) -> dict[HoldingName, int]:
+    """Holding -> bytes of host memory: what lives there, and what is ever offloaded, which is pinned once and stays.
+    Holdings that do not exist in all phases, such as gradients, do not count: between steps there are none."""
+    found = dict(sizes.host)
+    for name, size in sizes.device.items():
+        if size and plan.specs[name].exists_in is None and plan.is_ever_offloaded(name):
+            found[name] = found.get(name, 0) + size
     return found
 
 

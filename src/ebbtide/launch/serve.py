@@ -10,16 +10,18 @@ from pathlib import Path
 from ebbtide.checkpoint.export import read_newest
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.config.model import ModelConfig
-from ebbtide.config.serve import ServeConfig
+from ebbtide.config.rollout import RolloutConfig
+from ebbtide.config.serve import SamplerConfig, ServeConfig
+from ebbtide.config.train import TrainConfig
 from ebbtide.errors import UserError
 from ebbtide.model.load import LoadedModel, load_pretrained, pick_device, pick_dtype, prepare_model
-from ebbtide.rollout.paged.verify import build_verified_engine
 from ebbtide.rollout.serve.engine_loop import run_engine_loop
 from ebbtide.rollout.serve.http import listen, run_http_server, server_url
 from ebbtide.rollout.serve.preflight import API_KEY_VARIABLE
 from ebbtide.rollout.serve.queue import RequestQueue
 from ebbtide.rollout.serve.to_request import RequestLimits, describe_served_model
 from ebbtide.system.hosts import LOOPBACK
+from ebbtide.worker import Worker
 
 
 def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str], None]) -> None:
@@ -32,18 +34,31 @@ def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str]
             )
         loaded, templated = load_served(source, config, say)
         longest = _max_length(loaded, config)
-        engine = build_verified_engine(loaded, config.batch, longest=(longest - 1, 1))
         queue = RequestQueue(config.max_queue, config.stop_seconds)
         limits = RequestLimits(longest - 1, longest - 1, longest, config.max_queue)
         served = describe_served_model(config.name or _model_name(source), loaded, limits, templated)
         server = run_http_server(queue, served, listening, key=key, max_body=1024 * config.max_body_kib)
-        with _stopped_by_signals(queue), engine.serving_session(longest) as session, server:
-            say(
-                f"serving {served.name} at {server_url(listening)}: context {longest:,} tokens, up to {config.batch}"
-                f" samples at a time, KV cache of {session.num_blocks * engine.block_size:,} tokens. Ctrl-C stops it"
-            )
-            run_engine_loop(queue, session)
+        with Worker(_sampler_config(config, longest), trains=False, loaded=loaded) as worker:
+            engine = worker.paged_engine
+            with _stopped_by_signals(queue), engine.serving_session(longest) as session, server:
+                say(
+                    f"serving {served.name} at {server_url(listening)}: context {longest:,} tokens, up to"
+                    f" {config.batch} samples at a time, KV cache of {session.num_blocks * engine.block_size:,} tokens."
+                    " Ctrl-C stops it"
+                )
+                run_engine_loop(queue, session)
         say("stopped")
+
+
+def _sampler_config(config: ServeConfig, longest: int) -> SamplerConfig:
+    """The settings of a worker for sequences of at most `longest` tokens. Its model is given to it."""
+    return SamplerConfig(
+        device=config.device,
+        model=ModelConfig(path="served", dtype=config.dtype),
+        rollout=RolloutConfig(max_prompt_tokens=longest - 1, max_new_tokens=1, group_size=1, max_num_seqs=config.batch),
+        train=TrainConfig(microbatch_tokens=longest),
+        checkpoint=None,
+    )
 
 
 def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) -> tuple[LoadedModel, bool]:

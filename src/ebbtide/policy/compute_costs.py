@@ -1,0 +1,102 @@
+"""Predicts the seconds of forwards and backwards: matmuls by their operations, the rest by the bytes that eager kernels
+read and write, and the host if it is slower than both. Imports no torch.
+
+The constants are fitted to an H200 (benchmarks/plan.py, stage `fit`); other machines differ by their rates.
+"""
+
+from __future__ import annotations
+
+from ebbtide.model.shape import Shape
+from ebbtide.model.workload import MicroBatchSize
+from ebbtide.policy.activation_costs import ActivationPolicy, activation_bytes, recomputes_whole_block
+from ebbtide.system.machine import Rates
+
+ATTENTION = 0.45  # Rate of attention, as a fraction of the rate of a large matmul.
+# Bytes that small kernels read and write in a forward and in a backward, as a multiple of what the arithmetic needs.
+FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
+STARTS = 0.37e-3  # Seconds per block and forward, twice that in a backward, for launches of short kernels.
+# Operations of the host per block: for a forward alone, and for a forward with its backward, by what is recomputed.
+OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320}
+LEAVING_OPS = 10.0  # Operations of the host per tensor whose gradient is sent to the CPU in a backward.
+
+
+class Speed:
+    """Predicts seconds for one shape and one machine's rates."""
+
+    def __init__(self, shape: Shape, rates: Rates, itemsize: int) -> None:
+        """`itemsize`: bytes per number."""
+        self._shape, self._rates, self._itemsize = shape, rates, itemsize
+
+    def forward(self, tokens: float, length: float) -> float:
+        """Seconds of a forward through all blocks, without the output head. `length`: tokens per sequence."""
+        device = self._matmuls(tokens, length) + FORWARD_BYTES * self._small(tokens) + self._shape.layers * STARTS
+        return overlap(device, self.host("forward"))
+
+    def _matmuls(self, tokens: float, length: float) -> float:
+        """Seconds of a forward's matmuls and attention."""
+        shape = self._shape
+        linear = 2 * shape.layers * shape.matmul_parameters_per_token * tokens / self._rates.matmul
+        return linear + 2 * shape.layers * shape.queries * length * tokens / (ATTENTION * self._rates.matmul)
+
+    def _small(self, tokens: float) -> float:
+        """Seconds of a forward's small kernels: norms, rotary embeddings, activation functions and sums."""
+        shape = self._shape
+        rotated = shape.queries + shape.keys
+        norms = 36 * (2 * shape.hidden + rotated * shape.has_qk_norm)
+        wide = shape.mlp * max(1, shape.experts_per_token)
+        sparse = 50 * shape.hidden * shape.experts_per_token + 40 * shape.experts
+        each = norms + 24 * rotated + 12 * shape.hidden + 10 * wide + sparse
+        return shape.layers * each * tokens / self._rates.copy
+
+    def host(self, kind: str) -> float:
+        """Seconds in which the host launches the kernels of all blocks."""
+        return self._shape.layers * OPS[kind] / self._rates.host_op
+
+    def head(self, predicted: float, matmuls: int) -> float:
+        """Seconds of so many matmuls of the output head; each chunk of logits is read and written around it."""
+        shape = self._shape
+        matmul = 2 * shape.embedding * predicted / self._rates.matmul
+        return matmuls * (1.1 * matmul + 2 * self._itemsize * shape.vocabulary * predicted / self._rates.copy)
+
+    def logprobs(self, part: MicroBatchSize, length: float) -> float:
+        """Seconds of the log-probs of one micro-batch, without gradient."""
+        return self.forward(part.tokens, length) + self.head(part.completion_tokens, 1)
+
+    def update(
+        self, part: MicroBatchSize, length: float, choice: ActivationPolicy, keep_last: int, leaving: float = 0.0
+    ) -> tuple[float, float]:
+        """(seconds of a forward and backward, exposed seconds among them in which compute waits for the host link).
+        `leaving`: the fraction of gradients that go to the CPU."""
+        matmuls, small, starts = (
+            self._matmuls(part.tokens, length),
+            self._small(part.tokens),
+            self._shape.layers * STARTS,
+        )
+        forward = matmuls + FORWARD_BYTES * small + starts
+        kind, recompute = "keep", 0.0
+        if recomputes_whole_block(self._shape, choice):
+            kind, recompute = "whole", forward
+        elif choice.recompute or choice.offload:
+            kind, recompute = "local", 0.5 * small * len(choice.recompute) / 4
+        device = (
+            forward
+            + 2 * matmuls
+            + BACKWARD_BYTES * small
+            + 2 * starts
+            + recompute
+            + self.head(part.completion_tokens, 4)
+        )
+        offload = (
+            activation_bytes(self._shape, self._itemsize, choice, keep_last).offloaded
+            * part.tokens
+            / self._rates.link_out
+        )
+        exposed = max(0.0, offload - forward)
+        host = self.host(kind) + leaving * self._shape.tensor_count * LEAVING_OPS / self._rates.host_op
+        return overlap(device, host) + exposed, exposed
+
+
+def overlap(device: float, host: float) -> float:
+    """Seconds of work that the host launches while the device runs it: about the longer of the two, and more if they
+    are about equal, because each then waits for the other at times."""
+    return float((device**4 + host**4) ** 0.25)

@@ -1,0 +1,278 @@
+"""What forwards and backwards cost on one rank: those of train, and forwards without gradient. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ebbtide.config.root import Config
+from ebbtide.config.train import Rehearsal
+from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
+from ebbtide.memory.plan import HoldingName, HoldingSpec
+from ebbtide.model.shape import Shape
+from ebbtide.model.workload import MicroBatchSize, Workload
+from ebbtide.optim.costs import CPU_CHUNK, grad_bytes
+from ebbtide.parallel.costs import GATHERED, CommTime
+from ebbtide.parallel.rank_model import RankModel
+from ebbtide.policy import head_costs
+from ebbtide.policy.activation_costs import (
+    ACTIVATIONS,
+    LINK_SHARE,
+    PROBE_TOKENS,
+    ActivationPolicy,
+    activation_bytes,
+    offload_bytes,
+    probe_length,
+    recomputes_whole_block,
+    resolve_policy,
+)
+from ebbtide.policy.compute_costs import Speed
+
+ROWS = (ACTIVATIONS.name, head_costs.LOGITS.name, GATHERED.name)
+"""The rows of a forward."""
+
+
+class TrainCosts:
+    """The forwards and backwards of one rank."""
+
+    def __init__(self, rank: RankModel, frozen: Mapping[HoldingName, Shape] | None = None) -> None:
+        """`frozen`: the shapes of frozen models that are not the policy's."""
+        self._rank = rank
+        self._shape, self._sharing, self._gathers, self._itemsize = (
+            rank.tp_shape,
+            rank.mesh,
+            rank.gathers,
+            rank.itemsize,
+        )
+        self._speed = Speed(self._shape, rank.machine.rates, rank.itemsize)
+        self._frozen = {
+            name: TrainCosts(
+                RankModel(
+                    shape,
+                    rank.machine,
+                    itemsize=rank.itemsize,
+                    on_cpu=rank.device_type == "cpu",
+                    mesh=rank.mesh,
+                )
+            )
+            for name, shape in (frozen or {}).items()
+        }
+        self._resolved: tuple[Config, ActivationPolicy] | None = None
+        # Caches of what the tried configs have in common.
+        self._forward_cache: dict[tuple[int, Workload], Seconds] = {}
+        self._update_cache: dict[tuple[int, int, Workload, ActivationPolicy, int, float], Seconds] = {}
+
+    @staticmethod
+    def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
+        return [ACTIVATIONS, head_costs.LOGITS]
+
+    def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
+        return HoldingBytes({})
+
+    def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
+        """Forwards without gradient in the phases that have some; in a rehearsal also in train."""
+        config, work = run.config, run.work
+        for name, models in config.forward_passes.items():
+            for costs in (self._frozen.get(model, self) for model in models):
+                costs.add_forward(config, work, phases[name], times=1)
+        if run.rehearsal is not None:
+            self.add_forward(config, work, phases["train"], times=config.train.epochs)
+        elif "train" in phases:
+            self._add_train(run, phases["train"])
+
+    def add_forward(self, config: Config, work: Workload, phase: PhaseCost, times: int) -> None:
+        """Adds so many forwards over all sequences. Of several models in a phase, the one that needs the most
+        counts."""
+        rows = self._forward_rows(config, work)
+        if sum(rows.values()) > sum(phase.device.get(name, 0) for name in ROWS):
+            for name in ROWS:
+                phase.device.pop(name, None)
+            phase.device |= rows
+        phase.add_seconds(times, self._forward_seconds(config.train.microbatch_tokens, work))
+
+    def _add_train(self, run: PlannedRun, phase: PhaseCost) -> None:
+        config, work, train, keep_last = run.config, run.work, run.config.train, run.config.memory.activations.keep_last
+        choice = self.resolve_activations(config)
+        self._set_train(config, work, choice, phase)
+        grads_leaving = config.optimizer.cpu_share if config.optimizer.overlap else 0.0
+        update = self._update_seconds(
+            train.microbatch_tokens, train.minibatches, work, choice, keep_last, grads_leaving
+        )
+        phase.add_seconds(run.updates, update)
+        packed = work.pack(train.microbatch_tokens, train.minibatches, self._sharing.data)
+        offloaded = activation_bytes(self._shape, self._itemsize, choice, keep_last).offloaded
+        moved = 2 * offloaded * sum(count * part.tokens for part, count in packed.parts)
+        phase.moved += run.updates * round(moved)
+
+    def resolve_activations(self, config: Config) -> ActivationPolicy:
+        """What `memory.activations` resolves to on this machine, checked against the host link with a forward of the
+        same length as in a run."""
+        if self._resolved is not None and self._resolved[0] is config:
+            return self._resolved[1]
+        machine, tokens = self._rank.machine, min(PROBE_TOKENS, config.train.microbatch_tokens)
+        length = probe_length(tokens, config.max_sequence_tokens)
+        both, _ = self._speed.update(MicroBatchSize(tokens, tokens), length, ActivationPolicy(), 0)
+        layers = max(1, self._shape.layers - config.memory.activations.keep_last)
+        carried = LINK_SHARE * machine.rates.link_out * both / 3 / tokens / layers
+        choice = resolve_policy(config.memory.activations, self._shape, self._itemsize, carried, gated=machine.is_timed)
+        self._resolved = config, choice
+        return choice
+
+    # Memory
+
+    def _set_train(self, config: Config, work: Workload, choice: ActivationPolicy, phase: PhaseCost) -> None:
+        """Sets the bytes of train: the maximum over all moments of all micro-batches. The first has no gradients
+        before it, and the last may be smaller."""
+        packed = work.pack(config.train.microbatch_tokens, config.train.minibatches, self._sharing.data)
+        # Gradients that leave during the backward are on the device for a moment only.
+        grads_leave = config.optimizer.overlap and config.optimizer.cpu_share == 1.0
+        whole = 0 if grads_leave else phase.device["grads"]
+        moments = self._memory_moments(config, packed.full, choice, 0, whole, grads_leave)
+        for later in [packed.full] * (packed.count > 1) + ([packed.last] if packed.last else []):
+            moments += self._memory_moments(config, later, choice, whole, whole, grads_leave)
+        grads, activations, rest, gathered = max(moments, key=sum)
+        phase.device |= {"grads": round(grads), "activations": round(activations), "logits": round(rest)}
+        if gathered:
+            phase.device["gathered"] = round(gathered)
+        offloaded = activation_bytes(self._shape, self._itemsize, choice, config.memory.activations.keep_last).offloaded
+        phase.host += round(offload_bytes(offloaded * config.train.microbatch_tokens)) if offloaded else 0
+
+    def _memory_moments(
+        self, config: Config, part: MicroBatchSize, choice: ActivationPolicy, before: int, whole: int, grads_leave: bool
+    ) -> list[tuple[float, float, float, float]]:
+        """(gradients, activations, the rest, gathered weights) in bytes, at these moments of a micro-batch: the output
+        head, the norm before it, the backward of the last block, of the first block, and of the embedding."""
+        shape, itemsize, hidden, tokens = self._shape, self._itemsize, self._shape.hidden, part.tokens
+        saved = activation_bytes(shape, itemsize, choice, config.memory.activations.keep_last)
+        grad = grad_bytes(config.optimizer, itemsize)
+        chunk = config.train.head_chunk_tokens
+        head = head_costs.backward_bytes(part.completion_tokens, shape.vocabulary, shape.embedding, chunk, itemsize)
+        # Gradients that leave are sent in chunks: one is being filled while another is copied.
+        passing = (
+            2 * grad * min(CPU_CHUNK, shape.parameters)
+            if config.optimizer.overlap and config.optimizer.cpu_share
+            else 0
+        )
+        # The head's gradient is the first. If the head is tied to the embedding, autograd keeps it until the
+        # embedding's own gradient is there, and only then accumulates or offloads it.
+        head_grads = itemsize * shape.embedding if shape.tied or not (before or grads_leave) else 0
+        early, late = before + head_grads + passing, max(before + head_grads, whole) + passing
+        in_first = late - (grad * shape.block_parameters if before == 0 and not grads_leave else 0)
+        norm_saved = (saved.in_final_norm - (16 + itemsize) * hidden) * tokens
+        memory = [
+            (saved.blocks * tokens + norm_saved + 2 * itemsize * hidden * part.completion_tokens, head),
+            ((saved.blocks + saved.in_final_norm) * tokens, 0),
+            ((saved.blocks + saved.in_backward + itemsize * hidden) * tokens, 0),
+            ((saved.first_block + saved.in_backward + itemsize * hidden) * tokens, 0),
+            (itemsize * hidden * tokens, itemsize * shape.embedding),
+        ]
+        if self._gathers is None:
+            grads = (before, early, early, max(early, in_first), late)
+            return [(grad, *rest, 0) for grad, rest in zip(grads, memory, strict=True)]
+        # Gradients are sharded as soon as a block's are reduced; until then they are whole, the head's to the end.
+        # While all blocks' activations still exist, a block's gradients need no more than what its backward has freed
+        # by then (benchmarks/rank_memory.py).
+        gathers = self._gathers
+        own_grads = 2 * grad * shape.block_shard(self._sharing.fsdp_size) if grads_leave else whole
+        with_head = gathers.root_bytes + itemsize * shape.embedding
+        # With ranks, one more tensor of the MLP's width was measured than without; why is not known.
+        wide = 0 if shape.experts else itemsize * shape.mlp * tokens
+        last = with_head + gathers.block_bytes + gathers.prefetched_bytes + gathers.replica_reduced_bytes + wide
+        first = last + itemsize * shape.block_parameters + gathers.reduced_block_bytes
+        gathered = (
+            gathers.root_bytes + gathers.prefetched_bytes,
+            with_head + gathers.prefetched_bytes,
+            last,
+            first,
+            with_head + gathers.reduced_block_bytes,
+        )
+        grads = (before, before, before, own_grads, own_grads)
+        found = [(grad, *rest, more) for grad, rest, more in zip(grads, memory, gathered, strict=True)]
+        return [*found, (own_grads, 0, 0, itemsize * shape.root_shard() + gathers.reduced_root_bytes)]
+
+    def _forward_rows(self, config: Config, work: Workload) -> dict[HoldingName, int]:
+        """The bytes of forwards without gradient: the widest point of a block, or the head."""
+        shape, itemsize = self._shape, self._itemsize
+        part = work.pack(config.train.microbatch_tokens, ranks=self._sharing.data).full
+        wide = shape.widest_layer
+        gathered = 2 * shape.experts_per_token * shape.hidden
+        block = itemsize * (3 * shape.hidden + 3 * wide + gathered) * part.tokens
+        chunk = config.train.head_chunk_tokens
+        logits = head_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, itemsize)
+        head = itemsize * shape.hidden * (part.tokens + part.completion_tokens)
+        root, inside = (
+            (self._gathers.root_bytes + self._gathers.prefetched_bytes, self._gathers.block_bytes)
+            if self._gathers is not None
+            else (0, 0)
+        )
+        if block + inside > head + logits:
+            rows = {"activations": round(block)}
+        else:
+            rows = {"activations": round(head), "logits": round(logits)}
+            inside = 0
+        return rows | {"gathered": root + inside} if root else rows
+
+    # Seconds
+
+    def _forward_seconds(self, tokens: int, work: Workload) -> Seconds:
+        """Seconds of a forward over all samples without gradient."""
+        key = tokens, work
+        if (found := self._forward_cache.get(key)) is None:
+            length, packed = work.prompt_tokens + work.new_tokens, work.pack(tokens, ranks=self._sharing.data)
+            seconds, communication, exposed = (
+                sum(count * self._speed.logprobs(part, length) for part, count in packed.parts),
+                0.0,
+                0.0,
+            )
+            if self._gathers is not None:
+                tensor_parallel = sum(
+                    count * self._gathers.tp_allreduce_seconds(part.tokens, backward=False)
+                    for part, count in packed.parts
+                )
+                blocks = tensor_parallel + sum(
+                    count * self._speed.forward(part.tokens, length) for part, count in packed.parts
+                )
+                gathered = self._gathers.forward_time(packed.passes, blocks / packed.passes)
+                communication, exposed = tensor_parallel + gathered.seconds, tensor_parallel + gathered.exposed
+            found = self._forward_cache[key] = Seconds(seconds + exposed, 0.0, communication, exposed)
+        return found
+
+    def _update_seconds(
+        self,
+        tokens: int,
+        minibatches: int,
+        work: Workload,
+        choice: ActivationPolicy,
+        keep_last: int,
+        grads_leaving: float,
+    ) -> Seconds:
+        """Seconds of the forwards and backwards of a minibatch."""
+        key = tokens, minibatches, work, choice, keep_last, grads_leaving
+        if (found := self._update_cache.get(key)) is None:
+            length, packed = work.prompt_tokens + work.new_tokens, work.pack(tokens, minibatches, self._sharing.data)
+            seconds, exposed, communication, exposed_communication = 0.0, 0.0, 0.0, 0.0
+            for part, count in packed.parts:
+                both, late = self._speed.update(part, length, choice, keep_last, grads_leaving)
+                comm = self._update_communication(part, length, choice, both - late)
+                seconds, exposed = seconds + count * (both + comm.exposed), exposed + count * late
+                communication, exposed_communication = (
+                    communication + count * comm.seconds,
+                    exposed_communication + count * comm.exposed,
+                )
+            found = self._update_cache[key] = Seconds(seconds, exposed, communication, exposed_communication)
+        return found
+
+    def _update_communication(
+        self, part: MicroBatchSize, length: float, choice: ActivationPolicy, compute: float
+    ) -> CommTime:
+        """Communication of a micro-batch's forward and backward, which take `compute` seconds by themselves."""
+        if self._gathers is None:
+            return CommTime(0.0, 0.0)
+        recomputed = recomputes_whole_block(self._shape, choice)
+        before, whole = (
+            self._gathers.tp_allreduce_seconds(part.tokens, backward=backward, recompute=backward and recomputed)
+            for backward in (False, True)
+        )
+        forward = self._speed.forward(part.tokens, length)
+        backward = max(0.0, compute - forward - self._speed.head(part.completion_tokens, 4))
+        found = self._gathers.update_time(forward + before, backward + whole - before)
+        return CommTime(whole + found.seconds, whole + found.exposed)

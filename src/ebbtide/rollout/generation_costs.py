@@ -1,0 +1,198 @@
+"""What generation costs, on a training rank or on a rollout worker, with the weight sync before it. Imports no torch.
+
+The constants are fitted to an H200 (benchmarks/plan.py, stage `fit`); other machines differ by their rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ebbtide.config.rollout import VllmConfig
+from ebbtide.config.root import Config
+from ebbtide.config.train import Rehearsal
+from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
+from ebbtide.memory.plan import HoldingSpec
+from ebbtide.model.workload import Workload
+from ebbtide.parallel.costs import GATHERED, WEIGHT_SYNC_BUCKET, CommTime
+from ebbtide.parallel.rank_model import RankModel
+from ebbtide.policy.compute_costs import Speed, overlap
+from ebbtide.policy.model_costs import SAMPLING_PHASES
+from ebbtide.rollout.paged.cache_costs import (
+    BLOCK_SIZES,
+    FREE_MEMORY_FRACTION,
+    KV_CACHE,
+    PREFILL_CHUNK_TOKENS,
+    blocks_for,
+    cache_costs_of,
+    graph_batch_size,
+    useful_blocks,
+)
+from ebbtide.system.units import GIB
+
+# Seconds per layer of a decode step, and multiples of what the rates alone would give for weights, KV cache and
+# matmuls.
+DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_MATMULS = 47e-6, 0.89, 1.25, 1.24
+DECODE_EXPERTS = 112e-6  # Additional seconds per block of a decode step, for sorting tokens by expert and back.
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The KV cache of a phase that generates, and how many sequences it serves."""
+
+    blocks: int | None
+    """Blocks of the paged KV cache; None for other engines."""
+    block_tokens: int
+    """Tokens per block."""
+    min_blocks: int
+    """Blocks that the longest sample needs; with fewer, nothing can be generated."""
+    cache_is_full_size: bool
+    """Whether the KV cache has as many blocks as the sequences can use."""
+    concurrent: int
+    """Sequences of the maximum length that the KV cache has room for at a time."""
+    min_peak: float
+    """Bytes on the device with a KV cache for one sample only."""
+    max_concurrent: int = 0
+    """Sequences that would decode at a time with a KV cache of full size."""
+    rollout_worker_bytes: int = 0
+    """Bytes on the device of a rollout worker (a rank that only generates), if there are any."""
+
+
+class GenerationCosts:
+    """Generation with the whole model, in the phases that sample."""
+
+    def __init__(self, rank: RankModel) -> None:
+        self._rank = rank
+        self._shape, self._machine, self._sharing, self._gathers = rank.shape, rank.machine, rank.mesh, rank.gathers
+        self._speed, self._itemsize = Speed(rank.shape, rank.machine.rates, rank.itemsize), rank.itemsize
+        self._block, self._prefill_chunk = BLOCK_SIZES[rank.device_type], PREFILL_CHUNK_TOKENS[rank.device_type]
+
+    @staticmethod
+    def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
+        return [*([GATHERED] if shards > 1 else []), *([KV_CACHE] if config.generates else [])]
+
+    def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
+        """The KV cache that is kept between steps."""
+        if not config.generates:
+            return HoldingBytes({})
+        return HoldingBytes(cache_costs_of(self._shape).kept_bytes(config.rollout, self._itemsize, self._block))
+
+    def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
+        self.generation(run, phases)
+
+    def generation(self, run: PlannedRun, phases: PhaseCosts) -> Generation:
+        """Adds the costs of the phases that sample. Returns what the last of them, training before evaluation, has of a
+        KV cache."""
+        config = run.config
+        found = Generation(None, self._block, 0, cache_is_full_size=True, concurrent=0, min_peak=0.0)
+        if config.generates and config.rollout.engine == "vllm":
+            vllm = config.rollout.vllm or VllmConfig()
+            for at, phase in phases.items():
+                if at in SAMPLING_PHASES or vllm.sleep_level == 0:
+                    # vLLM's share includes its copy of the weights.
+                    phase.device[KV_CACHE.name] = int(vllm.memory_share * self._machine.device_gib * GIB)
+        if config.evaluate is not None and config.generates and "evaluate" in phases:
+            tests = replace(run.work, prompts=config.evaluate.problems, samples=config.evaluate.samples)
+            found = self.set_costs(config, tests, phases["evaluate"], run.budget)
+        if config.rollout.replay is None and "generate" in phases:  # A replay generates nothing.
+            found = self.set_costs(config, run.work, phases["generate"], run.budget)
+        return found
+
+    def set_costs(self, config: Config, work: Workload, phase: PhaseCost, budget: int) -> Generation:
+        """Sets the memory and the seconds of a phase that generates, on the training ranks or on rollout workers."""
+        workers = config.parallel.rollout_gpus if config.parallel is not None else 0
+        if workers:
+            worker = PhaseCost({"weights": self._itemsize * self._shape.parameters})
+            generation = self._sample_on_rank(config, work.largest_share(workers), worker, budget)
+            # Weights are gathered and concatenated into a buffer; a tensor larger than it is sent alone.
+            phase.device["gathered"] = max(
+                2 * min(WEIGHT_SYNC_BUCKET, self._itemsize * self._shape.parameters),
+                self._itemsize * self._shape.largest_tensor,
+            )
+            sync_seconds = self._weight_sync_seconds(workers)
+            phase.add_seconds(1, Seconds(worker.seconds + sync_seconds, 0.0, sync_seconds, sync_seconds))
+            return replace(generation, rollout_worker_bytes=worker.peak)
+        if self._gathers is not None:
+            phase.device["gathered"] = self._gathers.gathered_bytes(config.rollout_weights(self._sharing.shards))
+        return self._sample_on_rank(config, work.largest_share(self._sharing.size), phase, budget)
+
+    def _weight_sync_seconds(self, workers: int) -> float:
+        """Seconds of a weight sync: gathering the weights and sending them to so many rollout workers."""
+        links = self._machine.links
+        link = links.near if self._sharing.size + workers <= self._sharing.node else links.far
+        gather_seconds = (
+            self._gathers.generate_time("gathered", 0, 0.0, self._machine.rates).seconds
+            if self._gathers is not None
+            else 0.0
+        )
+        return gather_seconds + self._itemsize * self._shape.parameters / link
+
+    def _sample_on_rank(self, config: Config, work: Workload, phase: PhaseCost, budget: int) -> Generation:
+        """Sets the memory and the seconds of one rank that generates; `work` is that rank's share."""
+        shape, itemsize, block = self._shape, self._itemsize, self._block
+        costs, batch = cache_costs_of(shape), config.rollout.max_num_seqs
+        if config.rollout.engine == "paged":
+            phase.device.pop("kv_cache", None)  # A KV cache that was kept becomes part of the new one.
+        prompt, max_concurrent = round(work.prompt_tokens), min(batch, work.sequences)
+        concurrent = max_concurrent
+        min_blocks = blocks_for(prompt, block) + blocks_for(work.max_new_tokens, block)
+        block_bytes = block * costs.bytes_per_token(itemsize)
+        blocks: int | None = None
+        is_full_size, min_peak = True, 0.0
+        # Sequences that decode at a time on average: few have their full length at the same time.
+        mean = float(concurrent)
+        if config.rollout.engine == "paged":
+            begun = work.prompts + config.rollout.partial.extra_prompts
+            useful = useful_blocks([(prompt, work.samples)] * begun, work.max_new_tokens, batch, block)
+            blocks = min(
+                useful,
+                costs.blocks_that_fit(itemsize, block, self._prefill_chunk, batch, max(0, budget - phase.peak)),
+            )
+            is_full_size = blocks == useful
+            workspace = costs.workspace_bytes(itemsize, self._prefill_chunk, batch)
+            min_peak = phase.peak + ((min_blocks + 1) * block_bytes + workspace) / FREE_MEMORY_FRACTION
+            if not is_full_size:
+                blocks_own = blocks_for(work.max_new_tokens, block)
+                blocks_shared = blocks_for(prompt, block) / work.samples
+                concurrent = min(concurrent, int(blocks // (blocks_own + 1 + blocks_shared)))
+                mean = max(1.0, min(mean, blocks / ((blocks_own + 1) / 2 + blocks_shared)))
+            phase.device["kv_cache"] = blocks * block_bytes
+        elif config.rollout.engine == "huggingface":
+            phase.device["kv_cache"] = concurrent * (prompt + work.max_new_tokens) * costs.bytes_per_token(itemsize)
+        if config.rollout.engine != "vllm":  # vLLM's share of memory includes its workspace.
+            wide = shape.widest_layer
+            prefill = itemsize * min(self._prefill_chunk, work.prompts * prompt) * (3 * shape.hidden + 3 * wide)
+            size = graph_batch_size(max(1, concurrent))
+            splits = blocks_for(work.max_new_tokens, 256) + blocks_for(prompt, 256)
+            numbers = 2 * shape.vocabulary + 4 * shape.hidden + 3 * wide
+            decode = itemsize * size * numbers + 4 * splits * size * shape.queries
+            phase.device |= {"activations": max(prefill, decode), "workspace": decode}
+        mode, communication = config.rollout_weights(self._sharing.shards), CommTime(0.0, 0.0)
+        seconds = self.seconds(work, mean, captured=mode != "layerwise")
+        if self._gathers is not None and mode is not None:
+            communication = self._gathers.generate_time(
+                mode, work.decode_passes(mean) + 1, seconds, self._machine.rates
+            )
+        phase.add_seconds(
+            1, Seconds(seconds + communication.exposed, 0.0, communication.seconds, communication.exposed)
+        )
+        return Generation(blocks, block, min_blocks, is_full_size, concurrent, min_peak, max_concurrent)
+
+    def seconds(self, work: Workload, rows: float, *, captured: bool = True) -> float:
+        """Seconds of generating all samples of a step, with `rows` of them in the batch while there are enough. Each
+        prompt is prefilled once per group. `captured`: whether CUDA graphs may be used for decoding."""
+        shape, rates = self._shape, self._machine.rates
+        passes = work.decode_passes(rows)
+        rows = work.sequences * work.new_tokens / passes
+        kv_bytes = shape.kv_numbers_per_token * self._itemsize
+        cache = rows * kv_bytes * (work.new_tokens / 2 + work.prompt_tokens / work.samples) / rates.copy
+        used = shape.layers * shape.matmul_parameters_per_token + shape.embedding
+        weights = self._itemsize * (shape.parameters - (0 if shape.tied else shape.embedding)) / rates.copy
+        matmuls = 2 * used * rows / rates.matmul
+        starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
+        decode = starts + DECODE_WEIGHTS * weights + DECODE_CACHE * cache + DECODE_MATMULS * matmuls
+        captures = not shape.experts or (self._machine.has_grouped_matmul and self._itemsize == 2)
+        if not (captured and captures):  # Without CUDA graphs the host launches every kernel.
+            decode = overlap(decode, self._speed.host("forward"))
+        prefill = self._speed.forward(work.prompts * work.prompt_tokens, work.prompt_tokens)
+        return passes * decode + prefill

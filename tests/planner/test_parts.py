@@ -1,0 +1,151 @@
+"""The prediction is a sum over parts: any cycle of phases, models of other shapes, and parts that only a test knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import pytest
+from transformers import AutoConfig
+
+from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.root import Config, StepSize
+from ebbtide.memory.costs import HoldingBytes
+from ebbtide.memory.plan import HoldingSpec
+from ebbtide.model.shape import find_shape, from_config
+from ebbtide.model.workload import max_workload
+from ebbtide.planner.holdings import plan_holdings
+from ebbtide.planner.predict import Predictor
+from ebbtide.planner.render import render_plan
+from ebbtide.planner.search import PlanSearch
+from ebbtide.policy.model_costs import FrozenCosts
+from ebbtide.rollout.paged.attention import model_cache_costs
+from ebbtide.rollout.paged.cache_costs import cache_costs_of
+from ebbtide.system.machine import machine_for
+from ebbtide.system.units import GIB
+
+SCRATCH = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "mlp": 3072, "vocabulary": 50000}
+MODEL: dict[str, Any] = {"model": {"scratch": {**SCRATCH, "context": 4096}}, "checkpoint": None}
+MACHINE = machine_for("h200", None, 128, None)
+
+
+class Tuning(Config):
+    """Trains on given sequences: nothing is sampled."""
+
+    cycle: ClassVar[tuple[str, ...]] = ("train", "step")
+    algorithm: Literal["tuning"] = "tuning"
+
+    @property
+    def step_size(self) -> StepSize:
+        return StepSize(16, 1, 64, 512)
+
+
+class Distilling(Tuning):
+    cycle: ClassVar[tuple[str, ...]] = ("generate", "logprob", "train", "step")
+
+    @property
+    def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
+        return {"logprob": ("teacher",)}
+
+
+def predict(config: Config, **options: Any):
+    predictor = Predictor(find_shape(config.model), MACHINE, **options)
+    return predictor.predict(config, max_workload(config), 100 * GIB)
+
+
+@pytest.mark.parametrize("preset", ["keep", "lean"])
+def test_a_cycle_of_train_and_step(preset) -> None:
+    config = Tuning.model_validate({**MODEL, "memory": {"preset": preset}})
+    found = predict(config)
+    assert list(found.phases) == ["train", "step"]
+    assert found.seconds == found.phases["train"].seconds + found.phases["step"].seconds > 0
+    assert ("moments" in found.phases["train"].device) == (preset == "keep")
+    assert not any({"kv_cache", "reference"} & set(phase.device) for phase in found.phases.values())
+    assert found.can_generate
+    assert found.peak == max(phase.peak for phase in found.phases.values()) <= found.min_peak
+
+
+def test_a_plan_for_training_alone_is_searched_and_shown() -> None:
+    config = Tuning.model_validate({**MODEL, "memory": {"budget_gib": 4.5}})
+    shape = find_shape(config.model)
+    chosen = PlanSearch.for_config(Predictor(shape, MACHINE), config).choose(config)
+    assert chosen.fits
+    assert chosen.candidate.changes
+    text = render_plan(chosen, config, shape, MACHINE)
+    assert "generate" not in text
+    assert "KV cache" not in text
+
+
+def test_a_teacher_of_another_shape_is_needed_where_it_computes() -> None:
+    config = Distilling.model_validate({**MODEL, "memory": {"preset": "lean"}})
+    shape = find_shape(config.model)
+    teacher = replace(shape, layers=32, hidden=2048, heads=16, mlp=8192)
+    made = plan_holdings(config)
+    assert made.place("logprob", "teacher") == "device"
+    assert made.place("train", "teacher") == "away"
+    own, other = predict(config), predict(config, frozen={"teacher": teacher})
+    assert own.phases["logprob"].device["teacher"] == 2 * shape.parameters
+    assert other.phases["logprob"].device["teacher"] == 2 * teacher.parameters
+    assert other.phases["logprob"].host == 2 * teacher.parameters + own.phases["logprob"].host - 2 * shape.parameters
+    assert other.phases["logprob"].device["activations"] > own.phases["logprob"].device["activations"]
+    assert other.phases["logprob"].seconds > 2 * own.phases["logprob"].seconds
+    assert other.phases["train"].device == own.phases["train"].device
+    # It never changes: in a step it crosses the link once, on its way in.
+    assert sum(phase.moved for phase in other.phases.values()) - sum(
+        phase.moved for phase in own.phases.values()
+    ) == 2 * (teacher.parameters - shape.parameters)
+
+
+class Verifier:
+    """A part that nothing in the source knows."""
+
+    @staticmethod
+    def holdings(config, shards):
+        return [HoldingSpec("verifier", frozenset({"score"}), frozen=True), HoldingSpec("scratchpad", transient=True)]
+
+    def sizes(self, config, rehearsal):
+        return HoldingBytes({"verifier": 3 * GIB})
+
+    def add_costs(self, run, phases):
+        phases["score"].device["scratchpad"] = GIB
+        phases["score"].seconds += 2.5
+
+
+def test_a_part_that_only_this_test_knows_is_in_the_prediction() -> None:
+    sections = {**MODEL, "task": {"builtin": {"name": "copy"}}, "memory": {"preset": "lean"}}
+    config = GrpoConfig.model_validate(sections)
+    without, with_it = predict(config), predict(config, more_parts=[Verifier()])
+    assert plan_holdings(config, more_parts=[Verifier()]).place("train", "verifier") == "away"
+    score = with_it.phases["score"]
+    assert (score.device["verifier"], score.device["scratchpad"]) == (3 * GIB, GIB)
+    assert "verifier" not in with_it.phases["train"].device
+    assert score.host - without.phases["score"].host == 3 * GIB
+    assert score.seconds == pytest.approx(2.5 + 3 * GIB / MACHINE.rates.link_in, rel=1e-3)
+    shape = find_shape(config.model)
+    more = Predictor(shape, MACHINE, more_parts=[Verifier()])
+    shown = render_plan(PlanSearch.for_config(more, config).choose(config), config, shape, MACHINE)
+    assert "verifier" in shown
+    assert "scratchpad" in shown
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"model_type": "llama", "num_key_value_heads": 4},
+        {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 64},
+        {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 32},
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    ],
+    ids=lambda family: family["model_type"],
+)
+def test_a_run_and_its_plan_size_the_kv_cache_alike(family) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 112}
+    loaded = AutoConfig.for_model(**{**sizes, **family, "vocab_size": 500})
+    assert model_cache_costs(loaded) == cache_costs_of(from_config(loaded.to_dict(), "a test"))
+
+
+def test_frozen_models_are_sharded_like_the_policy() -> None:
+    config = Distilling.model_validate({**MODEL, "parallel": {"gpus": 4}})
+    (spec,) = FrozenCosts.holdings(config, 4)
+    assert (spec.name, spec.frozen, spec.needed_in) == ("teacher", True, {"logprob"})
