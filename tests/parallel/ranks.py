@@ -133,4 +133,6 @@ def run(rank: int, config: Any, resume: str | None = None) -> dict[str, Any]:
             weights[name] = whole.detach().float().clone().numpy()
         shapes = {name: tuple(local(parameter).shape) for name, parameter in policy.model.named_parameters()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {"metrics": lines, "weights": weights, "shapes": shapes, "rollouts": (folder / "rollouts.jsonl").read_text()}
+    sampled = folder / "rollouts.jsonl"
+    rollouts = sampled.read_text() if sampled.exists() else ""
+    return {"metrics": lines, "weights": weights, "shapes": shapes, "rollouts": rollouts}

@@ -57,10 +57,10 @@ class Run(Algorithm):
         if self._rollouts is not None:
             samples = self._rollouts.samples(step)
             data = [trajectory(one.prompt.tokens, one.completion.tokens, one.completion.logprobs) for one in samples]
-            weigh_by_token(data, config.train.minibatches)
         else:
             assert self._examples is not None
             data = self._examples.next()
+        weigh_by_token(data, config.train.minibatches)
         with worker.phase("logprob") as progress:
             self._ask_teacher(data, progress)
 
@@ -75,8 +75,10 @@ class Run(Algorithm):
             updates.append(figures)
 
         seconds, tokens = time.perf_counter() - started, sum(datum.length for datum in data)
-        sampled = sample_metrics(samples, config.pass_reward) if samples else {"tokens": tokens}
-        return sampled | average_metrics(updates) | {"seconds": seconds}, samples
+        found: dict[str, float] = {"tokens": tokens}
+        if self._rollouts is not None:
+            found = sample_metrics(samples, config.pass_reward) | self._rollouts.metrics()
+        return found | average_metrics(updates) | {"seconds": seconds}, samples
 
     def _ask_teacher(self, data: Sequence[Datum], progress: Progress) -> None:
         if self._config.loss.over == "vocabulary":

@@ -9,41 +9,46 @@ from dataclasses import replace
 from functools import partial
 
 from ebbtide.algorithms.loop import Algorithm
+from ebbtide.algorithms.task import HeldOutTask, read_problems
 from ebbtide.config.algorithms.dpo import DpoConfig
-from ebbtide.config.data import PairsConfig
-from ebbtide.errors import UserError
 from ebbtide.optim.schedule import learning_rate
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.losses.preference import preference_loss
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import Sample
-from ebbtide.rollout.examples import ExampleEncoder, ExampleRows, Rows, data_digest, read_example_rows, read_side
+from ebbtide.rollout.examples import ExampleEncoder, ExampleRows, data_digest, encode_pairs, read_example_rows
 from ebbtide.system.units import ceil_div
 from ebbtide.tasks.sampler import Sampler
+from ebbtide.tasks.task import Problem
 from ebbtide.worker import Worker
 
+Data = tuple[ExampleRows, Sequence[Problem] | None]
 
-def read_data(config: DpoConfig) -> ExampleRows:
-    return read_example_rows(config.data, evaluated=config.evaluate is not None)
+
+def read_data(config: DpoConfig) -> Data:
+    """(the pairs, the problems on which the policy is evaluated if there is a task)."""
+    rows = read_example_rows(config.data, evaluated=config.evaluate is not None)
+    return rows, read_problems(config).held_out if config.generates else None
 
 
 class Run(Algorithm):
     """One run of DPO on a worker."""
 
-    def __init__(self, worker: Worker, rows: ExampleRows) -> None:
-        config = worker.config
+    def __init__(self, worker: Worker, data: Data) -> None:
+        config, (rows, problems) = worker.config, data
         assert isinstance(config, DpoConfig)
         self._config, self._worker = config, worker
         encoder = ExampleEncoder(worker.loaded, config, config.data.max_tokens, config.data.overlong)
         with worker.report.working("encoding pairs") as progress:
-            pairs = _encode_pairs(rows.train, encoder, config.data, progress)
-            held_out = _encode_pairs(rows.held_out, encoder, config.data, progress)
+            pairs = encode_pairs(rows.train, encoder, config.data, progress)
+            held_out = encode_pairs(rows.held_out, encoder, config.data, progress)
         tokens = sum(len(side.tokens) for pair in pairs for side in pair) / len(pairs)
         epoch = ceil_div(len(pairs), config.data.batch_size)
         self.about = (
             f"{len(pairs):,} pairs of {tokens:,.0f} tokens on average, {len(held_out)} held-out ones for evaluation,"
             f" {config.data.batch_size} per step (an epoch is {epoch} steps), {config.loss.kind}"
         )
+        self.parts = [HeldOutTask(worker, problems)] if problems is not None else []
         self._order = Sampler(pairs, config.seed)
         self._loss = partial(
             preference_loss,
@@ -76,7 +81,8 @@ class Run(Algorithm):
 
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
         found = self._worker.forward(self._held_out, self._loss, progress)
-        return {f"evaluate/{name}": found[name] for name in ("loss", "accuracy", "margin")}
+        figures = {f"evaluate/{name}": found[name] for name in ("loss", "accuracy", "margin")}
+        return figures | {k: v for part in self.parts for k, v in part.evaluate(step, progress).items()}
 
 
 def _as_update(pairs: Sequence[Sequence[Datum]]) -> list[Datum]:
@@ -87,25 +93,3 @@ def _as_update(pairs: Sequence[Sequence[Datum]]) -> list[Datum]:
         for number, pair in enumerate(pairs)
         for side in pair
     ]
-
-
-def _encode_pairs(rows: Rows, encoder: ExampleEncoder, config: PairsConfig, progress: Progress) -> list[list[Datum]]:
-    """The better and the worse side of each pair that is not left out."""
-    pairs = []
-    for number, (row, where) in enumerate(rows):
-        names = {"chosen_field": config.chosen_field, "rejected_field": config.rejected_field}
-        for key, name in names.items():
-            if name not in row:
-                fields = ", ".join(map(str, row)) or "none"
-                raise UserError(f"{where} has no field `{name}` (`data.{key}`); its fields are: {fields}")
-        prompt = read_side(row, config.prompt_field, where) if config.prompt_field in row else []
-        sides = [encoder.completion(prompt, read_side(row, name, where), where) for name in names.values()]
-        if all(sides):
-            pairs.append([side[-1] for side in sides])
-        if number % 1000 == 999:
-            progress(number + 1, len(rows))
-    if rows and not pairs:
-        raise UserError(
-            f"all {len(rows)} pairs have more than `data.max_tokens` tokens, and so were dropped: raise the limit"
-        )
-    return pairs

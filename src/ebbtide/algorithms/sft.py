@@ -17,13 +17,13 @@ from ebbtide.rollout.examples import ExampleRows, read_example_rows
 from ebbtide.tasks.task import Problem
 from ebbtide.worker import Worker
 
-Data = tuple[ExampleRows, Sequence[Problem]]
+Data = tuple[ExampleRows, Sequence[Problem] | None]
 
 
 def read_data(config: SftConfig) -> Data:
-    """(the examples, the problems on which the policy is evaluated)."""
+    """(the examples, the problems on which the policy is evaluated if there is a task)."""
     rows = read_example_rows(config.data, evaluated=config.evaluate is not None)
-    return rows, read_problems(config).held_out if config.generates else ()
+    return rows, read_problems(config).held_out if config.generates else None
 
 
 class Run(Algorithm):
@@ -35,7 +35,7 @@ class Run(Algorithm):
         rows, problems = data
         self._examples = Examples(worker, rows, self._config.data)
         self.about = f"{self._examples.about}, sft"
-        self.parts = [HeldOutTask(worker, problems)] if problems else []
+        self.parts = [HeldOutTask(worker, problems)] if problems is not None else []
 
     def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
         config, worker = self._config, self._worker

@@ -46,15 +46,15 @@ class ExamplesConfig(DataConfig):
     """Field with a plain text, all of which carries loss."""
 
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens carry loss: those of assistant turns and completions, or all."""
+    """Which tokens carry loss: those of completions and of a conversation's assistant turns, or all."""
 
 
 class PairsConfig(DataConfig):
     """Pairs of a better and a worse completion of the same prompt, from JSONL or Parquet files."""
 
     prompt_field: str = "prompt"
-    """Field with the prompt: a text, or a list of messages. Where a row has none, the messages that its two
-    completions begin with in common are the prompt."""
+    """Field with the prompt: a text, or a list of messages. Where a row has none, or a text although its completions
+    are whole conversations, the messages or the words that both completions begin with in common are the prompt."""
 
     chosen_field: str = "chosen"
     """Field with the better completion: a text, or a list of messages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -30,10 +31,13 @@ class Datum:
     """Data of the same group are packed into the same micro-batch."""
 
     def __post_init__(self) -> None:
-        if not self.targets or self.targets[0] < 1 or self.targets[-1] >= len(self.tokens):
+        if isinstance(self.targets, range) and self.targets.step != 1:
+            self.targets = list(self.targets)
+        ascending = isinstance(self.targets, range) or all(before < after for before, after in pairwise(self.targets))
+        if not self.targets or self.targets[0] < 1 or self.targets[-1] >= len(self.tokens) or not ascending:
             raise ValueError(
                 f"the targets of a datum are positions from 1 to {len(self.tokens) - 1} of its {len(self.tokens)}"
-                f" tokens, at least one of them, but are {list(self.targets[:8])}"
+                f" tokens, at least one of them and in ascending order, but are {list(self.targets[:8])}"
             )
 
     @classmethod
@@ -92,15 +96,22 @@ def per_target(data: Sequence[Datum], sequence: Tensor, device: torch.device) ->
     """Name -> the values of all targets of these data [P, ...], for each name that all of them have. `sequence`: [P],
     the datum of each target."""
     names = [name for name in data[0].values if all(name in datum.values for datum in data)]
-    return {name: _gather([datum.values[name] for datum in data], data, sequence, device) for name in names}
+    return {name: _gather(name, data, sequence, device) for name in names}
 
 
-def _gather(values: Sequence[Value], data: Sequence[Datum], sequence: Tensor, device: torch.device) -> Tensor:
-    if all(isinstance(value, Tensor) for value in values):
-        return torch.cat([value for value in values if isinstance(value, Tensor)]).to(device)
+def _gather(name: str, data: Sequence[Datum], sequence: Tensor, device: torch.device) -> Tensor:
+    values = [datum.values[name] for datum in data]
     if all(isinstance(value, float | int) for value in values):
         return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)[sequence]
+    for value, datum in zip(values, data, strict=True):
+        if not isinstance(value, float | int) and len(value) != len(datum.targets):
+            raise ValueError(f"the value `{name}` of a datum has {len(value)} entries for {len(datum.targets)} targets")
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.cat([value for value in values if isinstance(value, Tensor)]).to(device)
     flat: list[float] = []
     for value, datum in zip(values, data, strict=True):
-        flat += [value] * len(datum.targets) if isinstance(value, float | int) else value
+        if isinstance(value, float | int):
+            flat += [value] * len(datum.targets)
+        else:
+            flat += value.tolist() if isinstance(value, Tensor) else value
     return torch.tensor(flat, dtype=torch.float32).to(device, non_blocking=True)

@@ -78,9 +78,11 @@ def _into_buckets(parameters: Sequence[Tensor], device: torch.device) -> Iterato
 
 def _check_vocabulary(name: str, loaded: LoadedModel, policy: LoadedModel) -> None:
     """Raises unless both models mean the same tokens by the same numbers."""
-    theirs, ours = loaded.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
-    shared = min(loaded.vocabulary_rows, policy.vocabulary_rows)
-    odd = {token for token, number in theirs.items() ^ ours.items() if number < shared}
+    theirs, ours = (
+        {(token, number) for token, number in one.tokenizer.get_vocab().items() if number < one.vocabulary_rows}
+        for one in (loaded, policy)
+    )
+    odd = {token for token, _ in theirs ^ ours}
     if odd:
         raise UserError(
             f"the {name} and the policy have different vocabularies ({len(odd)} tokens differ, such as"
