@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
 
 import ebbtide
 from ebbtide.checkpoint.store import list_checkpoints
+from patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text()
