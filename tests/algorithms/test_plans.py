@@ -23,11 +23,6 @@ CASES = {
     "distill, a file": ("distill", {"teacher.scratch": TINY["model"]["scratch"]}),
     "distill, samples": ("distill", {"teacher.scratch": TINY["model"]["scratch"], "data": None, **SAMPLED}),
 }
-UNPLANNED = pytest.mark.xfail(reason="the planner predicts the phases and holdings of GRPO alone", strict=True)
-
-
-def expected(*planned: str) -> list:
-    return [pytest.param(case, marks=() if case in planned else UNPLANNED) for case in CASES]
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def made(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("case", expected("distill, samples"))
+@pytest.mark.parametrize("case", list(CASES))
 def test_a_budget_that_suffices_changes_no_bit(made, tmp_path, case) -> None:
     plain = run(made(case, "plain", {}))
     assert same(run(made(case, "budgeted", {"memory.budget_gib": 1.0})), plain)
@@ -53,13 +48,13 @@ def test_a_budget_that_suffices_changes_no_bit(made, tmp_path, case) -> None:
     assert ("generate" in written["phases"]) == (case == "distill, samples")
 
 
-@pytest.mark.parametrize("case", expected("distill, samples"))
+@pytest.mark.parametrize("case", list(CASES))
 def test_a_budget_below_the_least_is_refused(made, case) -> None:
     with pytest.raises(UserError, match=r"The minimum is [\d.]+ GiB of device memory"):
         run(made(case, "a", {"memory.budget_gib": 1e-6}))
 
 
-@pytest.mark.parametrize("case", expected())
+@pytest.mark.parametrize("case", list(CASES))
 def test_plan_says_what_a_run_on_a_gpu_would_take(tmp_path, case) -> None:
     algorithm, own = CASES[case]
     tree = {**BASE, "algorithm": algorithm, "device": "auto", "model": {"scratch": {**LARGE, "context": 4096}}}

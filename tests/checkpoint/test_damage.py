@@ -329,7 +329,7 @@ def test_a_place_in_the_data_that_is_not_there(run) -> None:
     (saved,) = list_checkpoints(run / "checkpoints")
     edited(saved.path, RUN, lambda tree: tree["sampler"].update(position=4))
     state, *_ = made()
-    with pytest.raises(UserError, match="is at problem 4 of an epoch, but this `task` has 3 problems"):
+    with pytest.raises(UserError, match="is at item 4 of an epoch, but this run has 3 problems or examples"):
         state.load(saved.path, load_rng=True)
 
 

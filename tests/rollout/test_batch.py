@@ -1,4 +1,4 @@
-"""From samples to trajectories: what is dropped, what is masked, how minibatches are cut; and pass@k."""
+"""From samples to data: what is dropped, what is masked, how minibatches are cut; and pass@k."""
 
 import itertools
 from math import isnan
@@ -25,15 +25,19 @@ def batch(config, rewards, finishes=None):
     )
 
 
+def weights(data) -> list[float]:
+    return [datum.values["weights"] for datum in data]
+
+
 def test_flat_groups_are_dropped_and_counted(tiny) -> None:
     config = tiny({"rollout.group_size": 2})
     made = batch(config, [[0.3, 0.3], [1.0, 0.0]])
     assert made.zero_std_groups == 1
-    assert [trajectory.prompt for trajectory in made.trajectories] == [[1], [1]]
-    assert made.trajectories[0].advantage == -made.trajectories[1].advantage > 0
+    assert [datum.tokens[: datum.targets[0]] for datum in made.data] == [[1], [1]]
+    assert made.data[0].values["advantages"] == -made.data[1].values["advantages"] > 0
     assert len(made.samples) == 4
     kept = batch(tiny({"rollout.group_size": 2, "advantage.drop_zero_std_groups": False}), [[0.3, 0.3], [1.0, 0.0]])
-    assert len(kept.trajectories) == 4
+    assert len(kept.data) == 4
 
 
 @pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
@@ -41,17 +45,21 @@ def test_dropping_flat_groups_changes_no_weight(tiny, normalise) -> None:
     """Leaving out what has no gradient must not lengthen the step of what has."""
     changes = {"rollout.group_size": 2, "loss.normalise": normalise}
     rewards = [[0.3, 0.3], [1.0, 0.0]]
-    dropped = batch(tiny(changes), rewards).trajectories
-    kept = batch(tiny({**changes, "advantage.drop_zero_std_groups": False}), rewards).trajectories
-    assert [trajectory.weight for trajectory in dropped] == [trajectory.weight for trajectory in kept[2:]]
-    assert sum(t.weight * len(t.completion) for t in kept) == pytest.approx(2 / 6 if normalise == "constant" else 1)
-    halves = batch(tiny({**changes, "train.minibatches": 2}), rewards).trajectories
-    assert [t.weight for t in halves] == [2 * t.weight for t in dropped]
+    dropped = batch(tiny(changes), rewards).data
+    kept = batch(tiny({**changes, "advantage.drop_zero_std_groups": False}), rewards).data
+    assert [trajectory.values["weights"] for trajectory in dropped] == [
+        trajectory.values["weights"] for trajectory in kept[2:]
+    ]
+    assert sum(t.values["weights"] * len(t.targets) for t in kept) == pytest.approx(
+        2 / 6 if normalise == "constant" else 1
+    )
+    halves = batch(tiny({**changes, "train.minibatches": 2}), rewards).data
+    assert weights(halves) == [2 * weight for weight in weights(dropped)]
 
 
 def test_all_flat_leaves_nothing(tiny) -> None:
     made = batch(tiny({"rollout.group_size": 2}), [[0.3, 0.3], [0.1, 0.1]])
-    assert made.trajectories == []
+    assert made.data == []
     assert list(minibatches(tiny(), [], 1)) == []
     assert average_metrics([]) == {}
 
@@ -71,9 +79,9 @@ def test_overlong_samples_are_masked_but_count_in_the_baseline(tiny) -> None:
     finishes = [["stop", "length"], ["length", "stop"]]
     masked = batch(tiny({"rollout.group_size": 2, "loss.mask_overlong": True}), [[1.0, 0.0], [1.0, 0.0]], finishes)
     unmasked = batch(tiny({"rollout.group_size": 2}), [[1.0, 0.0], [1.0, 0.0]], finishes)
-    assert [t.advantage for t in masked.trajectories] == [
-        unmasked.trajectories[0].advantage,
-        unmasked.trajectories[3].advantage,
+    assert [t.values["advantages"] for t in masked.data] == [
+        unmasked.data[0].values["advantages"],
+        unmasked.data[3].values["advantages"],
     ]
 
 
@@ -81,7 +89,7 @@ def test_overlong_samples_are_masked_but_count_in_the_baseline(tiny) -> None:
 def test_all_overlong_and_masked_leaves_nothing(tiny, normalise) -> None:
     config = tiny({"rollout.group_size": 2, "loss.mask_overlong": True, "loss.normalise": normalise})
     made = batch(config, [[1.0, 0.0], [1.0, 0.0]], [["length"] * 2] * 2)
-    assert made.trajectories == []
+    assert made.data == []
     assert made.metrics(1.0)["samples_trained"] == 0
 
 

@@ -28,8 +28,8 @@ class Sampler(Generic[Item]):
         """Continues where another sampler of the same items and seed was."""
         if position > len(self._items):
             raise UserError(
-                f"the checkpoint is at problem {position} of an epoch, but this `task` has {len(self._items)} problems:"
-                " resume with the task of the checkpoint"
+                f"the checkpoint is at item {position} of an epoch, but this run has {len(self._items)} problems or"
+                " examples: resume with the `task` or `data` of the checkpoint"
             )
         self.epoch, self.position = epoch, position
         self._order = self._shuffled()
