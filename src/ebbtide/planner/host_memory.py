@@ -4,9 +4,9 @@ parameters are counted."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebbtide.checkpoint.costs import SAVE, describe_synchronous, save_copies
 from ebbtide.config.root import Config
@@ -23,6 +23,9 @@ from ebbtide.policy.model_costs import frozen_bytes, frozen_size
 from ebbtide.rollout.paged.attention import model_cache_costs
 from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES
 from ebbtide.system.units import ceil_div, gib
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COPIES = "copies for checkpoints"
 
@@ -104,6 +107,8 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
 
 def _meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     """The configured model without memory for its weights."""
+    from transformers import AutoModelForCausalLM  # with all that models need, which a start does not wait for
+
     with refuse_broken_files(config.model), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
     return model
