@@ -16,16 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy
 import torch
 from torch import Tensor
 
-from ebbtide.checkpoint.initial import load_weights
+from ebbtide.checkpoint.initial import load_weights, with_runs_as_models
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState, UnfinishedRollouts
+from ebbtide.checkpoint.state import SAVED_HOLDINGS, DataOrder, RunState, UnfinishedRollouts, UntrackedOrder
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
@@ -57,7 +57,6 @@ from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.weights.build import shard_policy
 from ebbtide.rollout.weights.channel import RolloutChannel
-from ebbtide.tasks.sampler import Sampler
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
@@ -102,10 +101,11 @@ class Worker:
         """Without a report nothing is printed, and checkpoints go to `run.folder`. A rehearsal (dry run) does
         everything except the updates. One that does not train at all only samples: it makes no plan, and has neither
         policy nor optimizer. `loaded`: a model on its device that is used instead of the configured one."""
-        self.config, self.rehearsal, self._trains, self._given = config, rehearsal, trains, loaded
+        self.rehearsal, self._trains, self._given = rehearsal, trains, loaded
         self._has_report = report is not None
         self.report = report or NullReport(Path(config.run.folder or f"runs/{config.run.name}"))
         self.comm, self._channel = comm or Comm(), channel
+        self.config = with_runs_as_models(config, self.report.note)
         self.optimizer: AdamW | None = None
         self._reference: Mapping[str, Tensor] = {}
         self._frozen: dict[HoldingName, FrozenModel] = {}
@@ -198,6 +198,9 @@ class Worker:
     def phase(self, name: Phase) -> Iterator[Progress]:
         """Enters a phase: the residency moves holdings for it, the meter measures it, and the report shows its
         progress."""
+        if name not in self.residency.plan.phases:
+            known = ", ".join(self.residency.plan.phases)
+            raise ValueError(f"`{name}` is no phase of `algorithm: {self.config.algorithm}`; its phases are: {known}")
         with self.residency.phase(name), self.report.phase(name) as progress:
             yield progress
 
@@ -251,9 +254,11 @@ class Worker:
         """The metrics of `forward_backward`, without gradients, such as for a loss on held-out data."""
         return self.policy.forward_only(data, loss, progress)
 
-    def optim_step(self, lr: float) -> dict[str, float]:
-        """Does the optimizer step in the step phase, and returns metrics. A rehearsal moves the optimizer's state to
-        where the step would use it, and changes no weight."""
+    def optim_step(self, lr: float | None = None) -> dict[str, float]:
+        """Does the optimizer step in the step phase, and returns metrics. `lr`: None is `optimizer.lr`.
+
+        A rehearsal moves the optimizer's state to where the step would use it, and changes no weight."""
+        lr = self.config.optimizer.lr if lr is None else lr
         if self.optimizer is not None and self.rehearsal is None:
             figures = self.optimizer.step(lr)
             self.report.note_skipped_update(self.optimizer.skipped_for)
@@ -263,7 +268,7 @@ class Worker:
                 self.residency.need(name)
         return {"lr": lr, "updates_skipped": 0.0}
 
-    def track(self, order: Sampler[Any], digest: str | None = None, rollouts: UnfinishedRollouts | None = None) -> None:
+    def track(self, order: DataOrder, digest: str | None = None, rollouts: UnfinishedRollouts | None = None) -> None:
         """Makes the order of the data, and rollouts that are under way, part of what is saved and loaded. `digest`: of
         the data, so that a resumed run can warn where they have changed."""
         if self.optimizer is not None and self.rehearsal is None:
@@ -293,7 +298,7 @@ class Worker:
     @property
     def _saved_state(self) -> RunState:
         if self.state is None:
-            self.track(Sampler((), self.config.seed))
+            self.track(UntrackedOrder())
         if self.state is None:
             raise RuntimeError("a rehearsal has nothing to save or load")
         return self.state

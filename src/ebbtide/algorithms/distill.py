@@ -44,7 +44,8 @@ class Run(Algorithm):
             self._rollouts = TaskRollouts(worker, problems)
             self.parts = [self._rollouts]
         source = self._examples or self._rollouts
-        self.about = f"{source.about if source is not None else ''}, distillation of {self._config.teacher.path}"
+        teacher = self._config.teacher.weights or self._config.teacher.path or "a model from scratch"
+        self.about = f"{source.about if source is not None else ''}, distillation of {teacher}"
         head, chunk = worker.frozen_head("teacher"), self._config.train.head_chunk_tokens
         self._loss: Loss = sampled_divergence
         if self._config.loss.over == "vocabulary":

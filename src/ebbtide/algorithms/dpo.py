@@ -46,7 +46,7 @@ class Run(Algorithm):
         epoch = ceil_div(len(pairs), config.data.batch_size)
         self.about = (
             f"{len(pairs):,} pairs of {tokens:,.0f} tokens on average, {len(held_out)} held-out ones for evaluation,"
-            f" {config.data.batch_size} per step (an epoch is {epoch} steps), {config.loss.kind}"
+            f" {config.data.batch_size} per step (an epoch is {epoch} steps), dpo ({config.loss.kind})"
         )
         self.parts = [HeldOutTask(worker, problems)] if problems is not None else []
         self._order = Sampler(pairs, config.seed)

@@ -31,7 +31,6 @@ from ebbtide.memory.residency import Residency
 from ebbtide.optim.adamw import AdamW, StoredState
 from ebbtide.parallel.dtensor import Region, local, local_region
 from ebbtide.parallel.group import Group
-from ebbtide.tasks.sampler import Sampler
 
 READ_AT_ONCE = 64 * 2**20  # elements: with masters and moments 0.9 GB
 
@@ -47,6 +46,26 @@ class UnfinishedRollouts(Protocol):
     def restore(self, state: Sequence[dict[str, Any]]) -> None: ...
 
 
+class DataOrder(Protocol):
+    """The order in which data are drawn: the epoch, and the position in it."""
+
+    epoch: int
+    position: int
+
+    def seek(self, epoch: int, position: int) -> None: ...
+
+
+@dataclass
+class UntrackedOrder:
+    """The order of data that the caller draws itself: it is kept as it was loaded."""
+
+    epoch: int = 0
+    position: int = 0
+
+    def seek(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+
+
 @dataclass
 class RunState:
     """The parts of a run that change."""
@@ -54,7 +73,7 @@ class RunState:
     config: Config
     model: nn.Module
     optimizer: AdamW
-    sampler: Sampler[Any]
+    sampler: DataOrder
     residency: Residency
     ranks: Group
     rollouts: UnfinishedRollouts | None = None

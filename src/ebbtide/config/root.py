@@ -72,7 +72,7 @@ class Config(Section):
     """AdamW and its schedule."""
 
     train: TrainConfig = TrainConfig()
-    """How a batch of rollouts becomes updates."""
+    """How the data of a step become updates."""
 
     memory: MemoryConfig = MemoryConfig()
     """Which tensors are on the device in each phase."""

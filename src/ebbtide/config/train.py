@@ -1,4 +1,4 @@
-"""The section `train`: how a batch of rollouts becomes updates."""
+"""The section `train`: how the data of a step become updates."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ebbtide.config.base import Count, Section
 
 
 class TrainConfig(Section):
-    """How a batch of rollouts becomes updates."""
+    """How the data of a step become updates."""
 
     steps: Count = 100
-    """RL steps, each of which generates, scores and trains."""
+    """Steps of the run. One of RL generates, scores and trains; one of SFT or DPO is one update."""
 
     minibatches: Count = 1
-    """Optimizer steps per pass over the rollouts of one RL step."""
+    """Optimizer steps per pass over the samples of one step (RL and distillation)."""
 
     epochs: Count = 1
-    """Passes over the rollouts of one RL step."""
+    """Passes over the samples of one step (RL and distillation)."""
 
     microbatch_tokens: Count = 16384
     """Tokens per forward and backward; sequences are packed into a micro-batch without padding (sequence packing)."""

@@ -275,6 +275,8 @@ class Policy:
             return self._accumulate(data, loss, progress, backward=False)
 
     def _accumulate(self, data: Sequence[Datum], loss: Loss, progress: Progress, *, backward: bool) -> dict[str, float]:
+        if not data:
+            raise ValueError("there are no data to compute a loss of")
         mine, batches = self._local_share(data)
         members = [*(data[index] for index in mine), idle_datum(data[0])]
         seen: list[dict[str, Tensor | Ratio]] = []

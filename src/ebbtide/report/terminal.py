@@ -26,6 +26,8 @@ COLUMNS = (
     ("", "seconds", "{:.2f} s"),
     ("reward", "reward", "{:.3f}"),
     ("loss", "loss", "{:+.4f}"),
+    ("accuracy", "accuracy", "{:.3f}"),
+    ("margin", "margin", "{:.3f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("kl", "kl", "{:.4f}"),
     ("mismatch", "mismatch", "{:.1e}"),

@@ -81,7 +81,7 @@ def policy_loss(config: LossConfig, inputs: LossInputs, custom: Loss | None = No
         if per_token.shape != logprobs.shape:
             raise UserError(
                 f"`loss.kind: {config.kind}` returned a tensor of shape {tuple(per_token.shape)}: it has to return the"
-                f" loss of each target, {tuple(logprobs.shape)}"
+                f" loss of each target, {tuple(logprobs.shape)}, which is then weighted and summed"
             )
         reported |= more
     else:
