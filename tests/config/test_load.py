@@ -133,7 +133,7 @@ def test_wrong_type_names_key_value_and_meaning() -> None:
     assert "`train.steps`" in text
     assert "'many'" in text
     assert "integer" in text
-    assert "RL steps" in text
+    assert "Steps of the run" in text
 
 
 def test_strict_types_are_not_coerced() -> None:

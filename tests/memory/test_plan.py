@@ -73,7 +73,7 @@ def test_names_that_no_run_has_are_refused_and_those_of_other_runs_ignored() -> 
         with pytest.raises(UserError) as caught:
             plan(offload={"generate": [name]})
         assert f"`memory.offload.generate` names `{name}`" in str(caught.value)
-        assert str(caught.value).endswith(f"these are {', '.join(MOVABLE)}")
+        assert f"these are {', '.join(MOVABLE)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{"place": "streamed"}, {"place": "cpu"}, {"cpu_fraction": 1.0}])

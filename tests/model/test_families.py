@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import conftest
 from blocks import DENSE, SPARSE
 from conftest import TINY, merged
+from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.loss import LossConfig
 from ebbtide.config.model import ModelConfig, ScratchConfig
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
@@ -34,8 +35,10 @@ from ebbtide.policy import activation_costs, block_activations
 from ebbtide.policy.activation_plan import measure_saved_bytes
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.block_activations import ActivationChoice
-from ebbtide.policy.packing import Trajectory
+from ebbtide.policy.datum import trajectory
+from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
 from ebbtide.rollout import paged
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged.fused_model import FusedModel, can_fuse
@@ -262,7 +265,7 @@ def test_an_invented_family_has_a_plan(entry: Family, tmp_path: Any) -> None:
     sizes = {"n_layer": 28, "d_model": 2048, "n_head": 16, "n_group": 8, "d_head": 128, "d_ff": 6144}
     TidalConfig(**sizes, vocab_size=151936, max_position_embeddings=4096).save_pretrained(tmp_path)
     assert from_config(model.config.to_dict(), "it").parameters == sum(one.numel() for one in model.parameters())
-    config = Config.model_validate(
+    config = GrpoConfig.model_validate(
         {**{key: TINY[key] for key in ("task", "rollout")}, "model": {"path": str(tmp_path)}}
     )
     result, shape, _ = plan_offline(config, Hardware("h200", None, None, None, None, 8))
@@ -279,7 +282,7 @@ def test_an_invented_family_has_a_plan(entry: Family, tmp_path: Any) -> None:
 def test_an_invented_family_has_activations(entry: Family) -> None:
     """Gradients are the same whatever is offloaded or recomputed, and what is saved is what was predicted."""
     loaded = tidal_model(torch.bfloat16, n_layer=4)
-    config = Config.model_validate(merged(TINY, {"model.dtype": "bfloat16"}))
+    config = GrpoConfig.model_validate(merged(TINY, {"model.dtype": "bfloat16"}))
     policy, blocks = Policy(loaded, config), blocks_of(loaded.model)
     shape = from_config(loaded.model.config.to_dict(), "it")
     names, local = block_activations.activation_names(blocks[0]), block_activations.locally_recomputable(blocks[0])
@@ -291,10 +294,10 @@ def test_an_invented_family_has_activations(entry: Family) -> None:
         for name in set(names) - {"core_attn", "attn_proj"}:  # a CPU has other kernels for these
             roots = 4 * (shape.heads + shape.kv_heads) + 1
             assert predicted.get(name, 0) == pytest.approx(saved.get(name, 0), abs=roots), (name, recompute)
-    sequences = [Trajectory([1, 2, 3], [4, 5, 6, 7], [-2.0] * 4, (-1.0) ** i, 0.01) for i in range(4)]
+    sequences = [trajectory([1, 2, 3], [4, 5, 6, 7], [-2.0] * 4, (-1.0) ** i, 0.01) for i in range(4)]
 
     def grads() -> dict[str, torch.Tensor]:
-        policy.accumulate(sequences, lambda *_: None)
+        policy.forward_backward(sequences, build_loss(LossConfig()), no_progress)
         found = {name: weight.grad.clone() for name, weight in loaded.model.named_parameters()}  # type: ignore[union-attr]
         loaded.model.zero_grad()
         return found

@@ -151,7 +151,7 @@ def test_parts_and_collectives_are_those_that_ranks_have() -> None:
                 predictor = Predictor(
                     shape, machine_for("h200", None, None, None), sharing=MeshShape(copies * shards, tensor, copies, 1)
                 )
-                assert predictor._shard_parameters == found[mesh, name]
+                assert predictor._rank.parameters == found[mesh, name]
         gathered = {"allgather_base": layers + 1} if shards > 1 else {}
         joined = {"all_reduce": ALLREDUCES_FORWARD * layers} if tensor > 1 else {}
         assert found[mesh, "forward"] == gathered | joined, mesh

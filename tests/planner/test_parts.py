@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.model import ModelConfig
 from ebbtide.config.root import Config, StepSize
 from ebbtide.memory.costs import HoldingBytes
 from ebbtide.memory.plan import HoldingSpec
@@ -43,6 +44,10 @@ class Tuning(Config):
 
 class Distilling(Tuning):
     cycle: ClassVar[tuple[str, ...]] = ("generate", "logprob", "train", "step")
+
+    @property
+    def frozen_models(self) -> Mapping[str, ModelConfig]:
+        return {"teacher": self.model}
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
@@ -84,17 +89,20 @@ def test_a_teacher_of_another_shape_is_needed_where_it_computes() -> None:
     made = plan_holdings(config)
     assert made.place("logprob", "teacher") == "device"
     assert made.place("train", "teacher") == "away"
-    own, other = predict(config), predict(config, frozen={"teacher": teacher})
-    assert own.phases["logprob"].device["teacher"] == 2 * shape.parameters
-    assert other.phases["logprob"].device["teacher"] == 2 * teacher.parameters
-    assert other.phases["logprob"].host == 2 * teacher.parameters + own.phases["logprob"].host - 2 * shape.parameters
+    assert made.place("train", "teacher_head") == "device"
+    own, other = predict(config, frozen={"teacher": shape}), predict(config, frozen={"teacher": teacher})
+    for found, size in ((own, shape), (other, teacher)):
+        assert found.phases["logprob"].device["teacher"] == 2 * (size.parameters - size.embedding)
+        assert found.phases["train"].device["teacher_head"] == 2 * size.embedding
+    larger = 2 * (teacher.parameters - shape.parameters)
+    assert other.phases["logprob"].host == own.phases["logprob"].host + larger
     assert other.phases["logprob"].device["activations"] > own.phases["logprob"].device["activations"]
     assert other.phases["logprob"].seconds > 2 * own.phases["logprob"].seconds
-    assert other.phases["train"].device == own.phases["train"].device
+    head = {"teacher_head": 2 * teacher.embedding}
+    assert other.phases["train"].device == own.phases["train"].device | head
     # It never changes: in a step it crosses the link once, on its way in.
-    assert sum(phase.moved for phase in other.phases.values()) - sum(
-        phase.moved for phase in own.phases.values()
-    ) == 2 * (teacher.parameters - shape.parameters)
+    moved = [sum(phase.moved for phase in found.phases.values()) for found in (own, other)]
+    assert moved[1] - moved[0] == larger
 
 
 class Verifier:
@@ -147,5 +155,6 @@ def test_a_run_and_its_plan_size_the_kv_cache_alike(family) -> None:
 
 def test_frozen_models_are_sharded_like_the_policy() -> None:
     config = Distilling.model_validate({**MODEL, "parallel": {"gpus": 4}})
-    (spec,) = FrozenCosts.holdings(config, 4)
-    assert (spec.name, spec.frozen, spec.needed_in) == ("teacher", True, {"logprob"})
+    body, head = FrozenCosts.holdings(config, 4)
+    assert (body.name, body.frozen, body.needed_in) == ("teacher", True, {"logprob"})
+    assert (head.name, head.frozen, head.needed_in) == ("teacher_head", True, {"logprob", "train"})
