@@ -138,11 +138,13 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._saver is not None:
-            if kind is None:
+        try:
+            if self._saver is not None and kind is None:
                 self._saver.wait()
-            self._saver.close()
-        self._stack.close()
+        finally:
+            if self._saver is not None:
+                self._saver.close()
+            self._stack.close()
 
     def _decide(self, device: torch.device) -> tuple[RunPlan | None, dict[str, int]]:
         """Makes the plan and sets what it decides: (the plan, if there is one; host memory by holding)."""
@@ -231,9 +233,12 @@ class Worker:
             self._frozen[model].compute_logprobs(name, data, progress)
         elif model == POLICY:
             self.policy.compute_logprobs(name, data, progress)
-        else:
+        elif model == "reference" and self._reference:
             self.residency.need(model)
             self.policy.compute_logprobs(name, data, progress, weights=self._reference)
+        else:
+            known = [POLICY, *self._frozen, *(["reference"] if self._reference else [])]
+            raise ValueError(f"`{model}` is no model of this run; its models are: {', '.join(known)}")
 
     def hidden(self, data: Sequence[Datum], name: str, progress: Progress = no_progress, *, model: HoldingName) -> None:
         """Sets the value `name` of each datum to a frozen model's hidden states before its targets [targets, H], from

@@ -173,7 +173,7 @@ def test_the_teacher_is_away_where_it_does_not_compute_and_no_bit_changes(distil
     there = {phase: line.get(f"device_gib/{phase}/teacher") for phase in ("generate", "logprob", "train", "step")}
     assert there.pop("logprob") > 0
     assert not any(there.values())
-    assert line["device_gib/train/teacher_head"] > 0
+    assert (line["device_gib/train/teacher_head"] > 0) == (case != "sampled tokens")
     assert not line["device_gib/step/teacher_head"]
 
 

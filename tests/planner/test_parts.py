@@ -45,6 +45,8 @@ class Tuning(Config):
 class Distilling(Tuning):
     cycle: ClassVar[tuple[str, ...]] = ("generate", "logprob", "train", "step")
 
+    frozen_heads_in: ClassVar[tuple[str, ...]] = ("train",)
+
     @property
     def frozen_models(self) -> Mapping[str, ModelConfig]:
         return {"teacher": self.model}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from ebbtide.algorithms.examples import Examples
 from ebbtide.algorithms.loop import Algorithm
@@ -46,10 +47,10 @@ class Run(Algorithm):
         source = self._examples or self._rollouts
         teacher = self._config.teacher.weights or self._config.teacher.path or "a model from scratch"
         self.about = f"{source.about if source is not None else ''}, distillation of {teacher}"
-        head, chunk = worker.frozen_head("teacher"), self._config.train.head_chunk_tokens
+        chunk = self._config.train.head_chunk_tokens
         self._loss: Loss = sampled_divergence
         if self._config.loss.over == "vocabulary":
-            self._loss = VocabularyDivergence(head, self._config.loss.beta, chunk)
+            self._loss = VocabularyDivergence(partial(worker.frozen_head, "teacher"), self._config.loss.beta, chunk)
 
     def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
         config, worker = self._config, self._worker

@@ -70,8 +70,8 @@ class Run(Algorithm):
         config, worker = self._config, self._worker
         started = time.perf_counter()
         data = _as_update(self._order.draw(config.data.batch_size))
-        with worker.phase("logprob") as progress:
-            if config.has_reference:
+        if config.has_reference:
+            with worker.phase("logprob") as progress:
                 worker.logprobs(data, "reference_logprobs", progress, model="reference")
         with worker.phase("train") as progress:
             metrics = worker.forward_backward(data, self._loss, progress)

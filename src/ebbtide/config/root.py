@@ -227,6 +227,11 @@ class Config(Section):
         return {}
 
     @property
+    def frozen_heads_in(self) -> tuple[str, ...]:
+        """The phases in which the loss computes with the output heads of `frozen_models`."""
+        return ()
+
+    @property
     def generates(self) -> bool:
         """Whether the run samples completions, in its steps or to evaluate."""
         return "generate" in self.cycle or (self.evaluate is not None and self.task is not None)

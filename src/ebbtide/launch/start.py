@@ -38,7 +38,8 @@ def start_run(job: Job, say: Say) -> int:
     sys.path.append(os.getcwd())  # a user's own `task.python.object` is imported from here
     # Errors that need no torch to be found are raised now, not ten seconds later.
     plan_holdings(config)
-    check_paths(config.model)
+    for model in (config.model, *config.frozen_models.values()):
+        check_paths(model)
     if config.task is not None:
         build_task(config.task, config.seed, evaluated=config.evaluate is not None)
     if config.rollout.serve_port is not None:

@@ -39,6 +39,9 @@ class Datum:
                 f"the targets of a datum are positions from 1 to {len(self.tokens) - 1} of its {len(self.tokens)}"
                 f" tokens, at least one of them and in ascending order, but are {list(self.targets[:8])}"
             )
+        first, last = self.targets[0], self.targets[-1]
+        if last - first + 1 == len(self.targets):  # one turn: a range takes less memory, and is packed faster
+            self.targets = range(first, last + 1)
 
     @classmethod
     def completion(cls, prompt: Sequence[int], completion: Sequence[int], **values: Value) -> Datum:

@@ -16,6 +16,7 @@ from ebbtide.model.load import LoadedModel
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import local
 from ebbtide.policy.datum import Datum
+from ebbtide.policy.head import Head
 from ebbtide.policy.model_costs import head_of
 from ebbtide.policy.policy import Policy, output_head
 from ebbtide.progress import Progress
@@ -39,16 +40,24 @@ class FrozenModel:
             (matrix,) = _into_buckets([head], residency.device)
             loaded.model.to(residency.device)  # its buffers
             self._policy.device = residency.device
-            self.head = output_head(loaded.model, config.logprob_temperature)
+            self._head = output_head(loaded.model, config.logprob_temperature)
         else:  # FSDP shards the head's matrix, and every rank needs all of it in training
             matrix = head.detach().to(residency.device, copy=True)
-            self.head = replace(output_head(loaded.model, config.logprob_temperature), weight=matrix)
+            whole = output_head(loaded.model, config.logprob_temperature)
+            bias = None if whole.bias is None else whole.bias.detach().to(residency.device, copy=True)
+            self._head = replace(whole, weight=matrix, bias=bias)
             self._policy.shard(comm.mesh, residency.device)
             buckets = [local(parameter) for parameter in loaded.model.parameters()]
         self._policy.verify()
         residency.register(name, buckets, frozen=True)
         residency.register(head_of(name), [matrix], frozen=True)
         self._residency = residency
+
+    @property
+    def head(self) -> Head:
+        """Its output head, on the device: compute waits for its matrix if that is on its way."""
+        self._residency.need(head_of(self._name))
+        return self._head
 
     def compute_logprobs(self, name: str, data: Sequence[Datum], progress: Progress) -> None:
         """Sets the value `name` of each datum to this model's log-probs of its targets."""

@@ -40,7 +40,9 @@ def frozen_holdings(config: Config) -> list[HoldingSpec]:
                 phases.setdefault(model, set()).add(phase)
     found = [HoldingSpec(name, frozenset(needed), frozen=True) for name, needed in phases.items()]
     for name in config.frozen_models:  # losses over the vocabulary compute with its head
-        found.append(HoldingSpec(head_of(name), frozenset({*phases.get(name, ()), "train"}), frozen=True))
+        found.append(
+            HoldingSpec(head_of(name), frozenset({*phases.get(name, ()), *config.frozen_heads_in}), frozen=True)
+        )
     return found
 
 

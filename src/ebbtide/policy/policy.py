@@ -37,7 +37,7 @@ from ebbtide.policy.head import Head, token_logprobs
 from ebbtide.policy.losses import Loss, LossInputs, Ratio, mismatch
 from ebbtide.policy.packing import MicroBatch, pack, together
 from ebbtide.policy.reference import swap_weights
-from ebbtide.progress import Progress
+from ebbtide.progress import AbandonableProgress, Progress, WorkAbandoned
 from ebbtide.system.units import gib
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Policy:
                 found |= {
                     mine[member]: part for member, part in zip(batch.members, parts, strict=True) if member < len(mine)
                 }
-                progress(done + 1, len(batches))
+                self._show(progress, done + 1, len(batches))
         for index, part in self._ranks.all_gather_dict(found).items():
             data[index].values[name] = part
 
@@ -278,7 +278,7 @@ class Policy:
         if not data:
             raise ValueError("there are no data to compute a loss of")
         mine, batches = self._local_share(data)
-        members = [*(data[index] for index in mine), idle_datum(data[0])]
+        members = [*(data[index] for index in mine), replace(idle_datum(data[0]), group=0)]
         seen: list[dict[str, Tensor | Ratio]] = []
         for done, batch in enumerate(batches):
             inputs = self._loss_inputs(batch, [members[member] for member in batch.members], loss)
@@ -293,12 +293,25 @@ class Policy:
                 trainer = inputs.values.get("old_logprobs", inputs.logprobs)
                 figures |= mismatch(trainer, inputs["rollout_logprobs"])
             seen.append({name: _zero(figure) for name, figure in figures.items()} if idle else figures)
-            progress(done + 1, len(batches))
+            self._show(progress, done + 1, len(batches))
         summary = self._summary(seen, targets=sum(len(datum.targets) for datum in data))
         if self._offloader is not None:
             offloaded, refused = self._offloader.drain()
             summary |= {"activations_offloaded_gib": gib(offloaded), "activations_without_room_gib": gib(refused)}
         return summary
+
+    def _show(self, progress: Progress, done: int, of: int) -> None:
+        """Shows progress. Work that one rank abandons is abandoned by all, in the same round: the others would wait
+        for it in the next collective."""
+        if not isinstance(progress, AbandonableProgress):
+            return progress(done, of)
+        abandoned = False
+        try:
+            progress(done, of)
+        except WorkAbandoned:
+            abandoned = True
+        if self._ranks.any(abandoned):
+            raise WorkAbandoned
 
     def _loss_inputs(self, batch: MicroBatch, members: Sequence[Datum], loss: Loss) -> LossInputs:
         values = per_target(members, batch.sequence, self.device)
@@ -322,8 +335,9 @@ class Policy:
         table = torch.stack(  # [micro-batches, columns]
             [torch.stack([part.float() for figure in figures.values() for part in _parts(figure)]) for figures in seen]
         )
-        sums = dict(zip(columns, self._ranks.all_sum(table.sum(0).tolist()), strict=True))
-        largest = dict(zip(columns, self._ranks.all_max(table.max(0).values.tolist()), strict=True))
+        total, most = torch.stack([table.sum(0), table.max(0).values]).tolist()
+        sums = dict(zip(columns, self._ranks.all_sum(total), strict=True))
+        largest = dict(zip(columns, self._ranks.all_max(most), strict=True))
         summary = {}
         for name, figure in seen[0].items():
             if isinstance(figure, Ratio):

@@ -94,6 +94,10 @@ class DistillConfig(Config):
         return {"logprob": ("teacher",)}
 
     @property
+    def frozen_heads_in(self) -> tuple[str, ...]:
+        return ("train",) if self.loss.over == "vocabulary" else ()
+
+    @property
     def frozen_models(self) -> Mapping[str, ModelConfig]:
         return {"teacher": self.teacher}
 

@@ -71,7 +71,7 @@ class DpoConfig(Config):
 
     @property
     def cycle(self) -> tuple[str, ...]:
-        return ("logprob", "train", "step")
+        return ("logprob", "train", "step") if self.loss.reference == "each_step" else ("train", "step")
 
     @property
     def max_sequence_tokens(self) -> int:

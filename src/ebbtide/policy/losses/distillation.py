@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,14 +16,15 @@ from ebbtide.policy.losses import LossInputs, Metrics
 class VocabularyDivergence:
     """The divergence over the whole vocabulary. The data have the teacher's hidden states (`teacher_hidden`)."""
 
-    teacher_head: Head
+    teacher_head: Callable[[], Head]
+    """Returns the teacher's output head when it is on the device."""
     beta: float
     chunk: int
 
     def head(self, hidden: Tensor, head: Head, targets: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Computes the divergence of each target where the log-probs are computed otherwise."""
         found = token_divergences(
-            hidden, head, targets, values["teacher_hidden"], self.teacher_head, beta=self.beta, chunk=self.chunk
+            hidden, head, targets, values["teacher_hidden"], self.teacher_head(), beta=self.beta, chunk=self.chunk
         )
         return {"logprobs": found.logprobs, "entropies": found.entropies, "divergences": found.divergences}
 

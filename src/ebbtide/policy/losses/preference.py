@@ -16,6 +16,8 @@ def preference_loss(
 ) -> tuple[Tensor, Metrics]:
     """The loss of the pairs of a micro-batch: its sequences are the better and the worse side of each, in turn. The
     value `weights` of a side is the weight of its pair."""
+    if None in inputs.groups or inputs.groups[0::2] != inputs.groups[1::2]:
+        raise ValueError("a preference loss needs pairs: two data of each `group`, the better one first")
     ratios = inputs.sequence_sum(inputs.logprobs - inputs["reference_logprobs"])  # [S]
     lengths = inputs.sequence_sum(torch.ones_like(inputs.logprobs))
     weights = (inputs.sequence_sum(inputs["weights"]) / lengths).view(-1, 2)[:, 0]  # [pairs]
