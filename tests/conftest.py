@@ -46,7 +46,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(place.get(key), dict):
                 place[key] = {}
             place = place[key]
-        place[last] = value
+        place[last] = copy.deepcopy(value)  # a later key may change it
     return tree
 
 

@@ -51,7 +51,7 @@ def test_recipes_and_config(capsys) -> None:
     code, out, _ = ebbtide(capsys, "config", "quickstart", "train.steps=7")
     assert code == 0
     assert "steps: 7" in out
-    assert "# RL steps, each of which generates, scores and trains." in out
+    assert "# Steps of the run." in out
 
 
 def test_settings_are_read_as_other_tools_have_them(capsys) -> None:
