@@ -116,7 +116,11 @@ def _short(value: object) -> str:
 def _nearest(keys: Sequence[str], root: type[BaseModel]) -> str:
     if near := _sibling(keys, root, NEAR):
         return f"Did you mean `{near}`?"
-    return f"Valid keys here: {', '.join((section_at(keys[:-1], root) or root).model_fields)}."
+    section = section_at(keys[:-1], root) or root
+    begins = [name for name in section.model_fields if name.startswith(keys[-1])]
+    if len(begins) == 1:
+        return f"Did you mean `{'.'.join([*keys[:-1], begins[0]])}`?"
+    return f"Valid keys here: {', '.join(section.model_fields)}."
 
 
 def _meaning(keys: Sequence[str], root: type[BaseModel]) -> str:
