@@ -178,9 +178,11 @@ TINY = torch.finfo(torch.float32).tiny
 
 def _mixture(p: Tensor, q: Tensor, beta: float, out: Tensor | None = None) -> Tensor:
     """m, above 0."""
-    return torch.lerp(p, q, beta, out=out).clamp_min_(TINY)
+    mixed: Tensor = torch.lerp(p, q, beta, out=out)
+    return mixed.clamp_min_(TINY)
 
 
 def _times_own_log(ratio: Tensor, m: Tensor) -> Tensor:
     """The sum over the vocabulary of m ratio log(ratio); `ratio` is overwritten."""
-    return -torch.special.entr(ratio, out=ratio).mul_(m).sum(-1)
+    entropies: Tensor = torch.special.entr(ratio, out=ratio)
+    return -entropies.mul_(m).sum(-1)
