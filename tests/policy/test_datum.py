@@ -321,7 +321,7 @@ def test_a_loss_of_ones_own_may_compute_with_the_logits(own) -> None:
 
 
 def test_a_head_that_computes_no_entropies_is_refused(own) -> None:
-    with pytest.raises(ValueError, match="has to return `logprobs` and `entropies`, and lacks {'entropies'}"):
+    with pytest.raises(ValueError, match=r"has to return `logprobs` and `entropies`, and lacks {'entropies'}"):
         own("own_losses:without_entropies")
 
 
