@@ -86,5 +86,9 @@ class DpoConfig(Config):
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
         return {"logprob": ("reference",)} if self.loss.reference == "each_step" else {}
 
+    @property
+    def needs_initial_weights(self) -> bool:
+        return True  # they are the reference
+
 
 Root = DpoConfig
