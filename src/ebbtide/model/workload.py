@@ -87,5 +87,5 @@ class Workload:
 def max_workload(config: Config) -> Workload:
     """The work of a step in which every prompt and every completion has the maximum length."""
     size = config.step_size
-    lengths = [size.new_tokens] * 3
-    return Workload(size.groups, size.samples, size.prompt_tokens, *lengths, together=config.packed_together)
+    work = Workload(size.groups, size.samples, size.prompt_tokens, *[size.new_tokens] * 3)
+    return replace(work, together=config.packed_together)
