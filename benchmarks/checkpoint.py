@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,42 +23,29 @@ import torch.distributed.checkpoint as dcp
 from common import Row, save
 
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.state import SAVED_HOLDINGS, RunState
+from ebbtide.checkpoint.state import SAVED_HOLDINGS
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.loss import LossConfig
-from ebbtide.memory.residency import Residency
-from ebbtide.model.load import load_model, pick_device
-from ebbtide.optim.adamw import AdamW
-from ebbtide.parallel.group import Group
-from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
-from ebbtide.policy.policy import Policy
-from ebbtide.progress import no_progress
 from ebbtide.tasks.sampler import Sampler
-from ebbtide.worker import seed_everything
+from ebbtide.worker import Worker
 
-CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b-sft.yaml")
 MODES = {"device": [], "cpu": ["optimizer.place=cpu"], "streamed": ["optimizer.place=streamed"]}
 GB = 1e9
 
 
 class Run:
-    """A model and its optimizer in a mode, after a step."""
+    """A worker in a mode, after a step."""
 
-    def __init__(self, options: list[str], residency: Residency) -> None:
-        self.config = load(CONFIG, options)
-        seed_everything(0, deterministic=False)
-        loaded = load_model(self.config)
-        self.policy, self.residency = Policy(loaded, self.config), residency
-        residency.register("weights", list(loaded.model.parameters()))
-        self.optimizer = AdamW(loaded.model.named_parameters(), self.config.optimizer, residency)
-        residency.pin(copied=SAVED_HOLDINGS)
-        self.state = RunState(
-            self.config, loaded.model, self.optimizer, Sampler([0], 0), residency, Group(timedelta(minutes=1))
-        )
+    def __init__(self, worker: Worker) -> None:
+        self.policy, self.residency, self._worker = worker.policy, worker.residency, worker
+        worker.track(Sampler([0], 0))
+        assert worker.state is not None
+        self.state = worker.state
         generator = torch.Generator().manual_seed(0)
         self.sequences = [
             trajectory(tokens[:126], tokens[126:], [-5.0] * 256, advantage=float(number % 2 * 2 - 1), weight=1e-4)
@@ -70,9 +56,9 @@ class Run:
     def step(self) -> tuple[float, float]:
         """(seconds of forward and backward, of the optimizer's step)."""
         start = _now()
-        self.policy.forward_backward(self.sequences, build_loss(LossConfig()), no_progress)
+        self._worker.forward_backward(self.sequences, build_loss(LossConfig()))
         middle = _now()
-        self.optimizer.step(1e-6)
+        self._worker.optim_step(1e-6)
         return middle - start, _now() - middle
 
 
@@ -90,9 +76,8 @@ def timed(work: Callable[[], object]) -> float:
 
 @contextmanager
 def run(options: list[str]) -> Iterator[Run]:
-    config = load(CONFIG, options)
-    with Residency(plan_holdings(config), pick_device(config.device)) as residency:
-        yield Run(options, residency)
+    with Worker(load(CONFIG, options)) as worker:
+        yield Run(worker)
 
 
 def ours(name: str, made: Run, folder: Path) -> list[Row]:

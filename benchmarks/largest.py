@@ -21,19 +21,12 @@ from common import Row, kept, save
 from ebbtide.config import load
 from ebbtide.config.loss import LossConfig
 from ebbtide.errors import UserError
-from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.host import free_host_bytes
-from ebbtide.memory.residency import Residency
-from ebbtide.model.load import load_model
-from ebbtide.optim.adamw import AdamW
-from ebbtide.planner.holdings import plan_holdings
-from ebbtide.planner.host_memory import host_bytes
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
-from ebbtide.policy.policy import Policy
-from ebbtide.progress import no_progress
+from ebbtide.worker import Worker
 
-CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b-sft.yaml")
 WIDE = ["model.scratch.hidden=4096", "model.scratch.heads=32", "model.scratch.kv_heads=8", "model.scratch.mlp=12288"]
 GIB = 2**30
 STEP = 2  # blocks more, or fewer, at each try
@@ -54,26 +47,20 @@ def attempt(mode: str, layers: int) -> dict[str, float]:
         f"model.scratch.layers={layers}",
         f"memory.host_budget_gib={free_host_bytes() / GIB - 4:.2f}",
     ]
-    config = load(CONFIG, options)
-    plan = plan_holdings(config)
     try:
-        check_host_budget(host_bytes(config, plan), config.memory.host_budget_gib)
-        loaded = load_model(config)
-        with Residency(plan, torch.device("cuda", 0)) as residency:
-            policy = Policy(loaded, config)
-            optimizer = AdamW(loaded.model.named_parameters(), config.optimizer, residency)
+        with Worker(load(CONFIG, options)) as worker:
             sequences = [trajectory([1] * 126, [2] * 256, [-5.0] * 256, advantage=1.0, weight=1 / 256)]
-            policy.forward_backward(sequences, build_loss(LossConfig()), no_progress)
+            worker.forward_backward(sequences, build_loss(LossConfig()))
             torch.cuda.synchronize()
             start = time.perf_counter()
-            figures = optimizer.step(1e-6)
+            figures = worker.optim_step(1e-6)
             torch.cuda.synchronize()
             assert figures["grad_norm"] > 0
             return {
-                "parameters": sum(weight.numel() for weight in loaded.model.parameters()) / 1e9,
+                "parameters": sum(weight.numel() for weight in worker.policy.model.parameters()) / 1e9,
                 "seconds": time.perf_counter() - start,
                 "device": torch.cuda.max_memory_allocated() / GIB,
-                "host": residency.host_bytes / GIB,
+                "host": worker.residency.host_bytes / GIB,
             }
     except (UserError, torch.OutOfMemoryError) as error:
         print(f"{mode}, {layers} blocks: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)

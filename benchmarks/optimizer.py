@@ -26,18 +26,15 @@ from common import Row, kept, save
 
 from ebbtide.config import load
 from ebbtide.config.loss import LossConfig
-from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
-from ebbtide.optim.adamw import AdamW
 from ebbtide.optim.costs import ring_bytes
-from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
-from ebbtide.worker import seed_everything
+from ebbtide.worker import Worker, seed_everything
 
-CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b-sft.yaml")
 GIB = 2**30
 TOKENS = 16_384
 REPEATS, WARM_UP = 5, 2
@@ -82,26 +79,23 @@ def timed(backward: Callable[[], object], step: Callable[[], object]) -> tuple[f
 
 def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
     """The figures of one mode, and the weights after its steps."""
-    config = load(CONFIG, options)
-    seed_everything(0, deterministic=True)
-    loaded = load_model(config)
-    policy, sequences = Policy(loaded, config), trajectories()
-    weights = sum(weight.nbytes for weight in loaded.model.parameters())
-    outside = torch.cuda.memory_allocated() - weights  # buffers, workspaces
-    with Residency(plan_holdings(config), torch.device("cuda", 0)) as residency:
-        start = time.perf_counter()
-        optimizer = AdamW(loaded.model.named_parameters(), config.optimizer, residency)
+    config, sequences = load(CONFIG, [*options, "deterministic=true"]), trajectories()
+    start = time.perf_counter()
+    with Worker(config) as worker:
         built = time.perf_counter() - start
+        model, residency, optimizer = worker.policy.model, worker.residency, config.optimizer
+        weights = sum(weight.nbytes for weight in model.parameters())
+        held = residency.holdings()
+        outside = torch.cuda.memory_allocated() - sum(held[name].device for name in ("weights", "master", "moments"))
         backward, step, peak = timed(
-            lambda: policy.forward_backward(sequences, build_loss(LossConfig()), no_progress),
-            lambda: optimizer.step(1e-6),
+            lambda: worker.forward_backward(sequences, build_loss(LossConfig())),
+            lambda: worker.optim_step(1e-6),
         )
         exposed = residency.mover.drain().exposed / (REPEATS + WARM_UP)
-        ring = ring_bytes(config.optimizer, weights // 2, 2)
-        grads = weights * (1 - config.optimizer.cpu_share if config.optimizer.overlap else 1)
-        held = residency.holdings()
+        ring = ring_bytes(optimizer, weights // 2, 2)
+        grads = weights * (1 - optimizer.cpu_share if optimizer.overlap else 1)
         promised = weights + grads + ring + held["master"].device + held["moments"].device
-        host = residency.host_bytes
+        host, after = residency.host_bytes, [weight.detach().cpu() for weight in model.parameters()]
     rows = [
         Row(name, "forward and backward, 16k tokens", backward, "s"),
         Row(name, "step after it", step, "s"),
@@ -110,9 +104,9 @@ def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
         Row(name, "promised", promised / GIB, "GiB"),
         Row(name, "peak, of what was promised", (peak - outside) / promised * 100, "%"),
         Row(name, "host memory", host / GIB, "GiB"),
-        Row(name, "building it", built, "s"),
+        Row(name, "building the worker", built, "s"),
     ]
-    return rows, [weight.detach().cpu() for weight in loaded.model.parameters()]
+    return rows, after
 
 
 def megatron(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

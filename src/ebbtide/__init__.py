@@ -1,4 +1,4 @@
-"""Ebbtide: reinforcement-learning post-training in which GPU memory is a planned resource.
+"""Ebbtide: post-training of language models in which GPU memory is a planned resource.
 
 The library is `Worker`, `Datum`, `load`, `LossInputs` and the losses (docs/api.md). They are imported when they are
 first used, so that `import ebbtide` takes no time and needs no torch.
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ebbtide.policy.datum import Datum, weigh_by_token
     from ebbtide.policy.losses import LossInputs, Ratio, build_loss
     from ebbtide.policy.losses.cross_entropy import cross_entropy
+    from ebbtide.policy.losses.distillation import VocabularyDivergence, sampled_divergence
     from ebbtide.policy.losses.preference import preference_loss
     from ebbtide.rollout.engine import Completion, Request, SamplingParams
     from ebbtide.worker import Worker
@@ -27,11 +28,13 @@ _HOMES = {
     "Ratio": "ebbtide.policy.losses",
     "Request": "ebbtide.rollout.engine",
     "SamplingParams": "ebbtide.rollout.engine",
+    "VocabularyDivergence": "ebbtide.policy.losses.distillation",
     "Worker": "ebbtide.worker",
     "build_loss": "ebbtide.policy.losses",
     "cross_entropy": "ebbtide.policy.losses.cross_entropy",
     "load": "ebbtide.config",
     "preference_loss": "ebbtide.policy.losses.preference",
+    "sampled_divergence": "ebbtide.policy.losses.distillation",
     "weigh_by_token": "ebbtide.policy.datum",
 }
 """Name -> the module that has it."""
@@ -43,11 +46,13 @@ __all__ = [
     "Ratio",
     "Request",
     "SamplingParams",
+    "VocabularyDivergence",
     "Worker",
     "build_loss",
     "cross_entropy",
     "load",
     "preference_loss",
+    "sampled_divergence",
     "weigh_by_token",
 ]
 

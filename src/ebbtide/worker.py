@@ -55,6 +55,7 @@ from ebbtide.report.protocol import RankReport
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.rollout.paged.session import Session
 from ebbtide.rollout.weights.build import shard_policy
 from ebbtide.rollout.weights.channel import RolloutChannel
 
@@ -212,12 +213,16 @@ class Worker:
         """The completions of each request, in the generate or the evaluate phase."""
         return self.engine.generate(requests, sampling, progress)
 
-    @property
-    def paged_engine(self) -> PagedEngine:
-        """The sampler, for sessions: samples that are added, stepped and continued one by one."""
+    @contextmanager
+    def session(self, max_tokens: int | None = None) -> Iterator[Session]:
+        """Opens a session of the sampler in the generate or the evaluate phase: samples that are added, stepped and
+        cancelled one by one, as turns of an environment are. `max_tokens`: of a sample with its prompt; None is what
+        `rollout` allows."""
         if not isinstance(self.engine, PagedEngine):
             raise TypeError(f"a session needs `rollout.engine: paged`, and the engine is {type(self.engine).__name__}")
-        return self.engine
+        rollout = self.config.rollout
+        with self.engine.serving_session(max_tokens or rollout.max_prompt_tokens + rollout.max_new_tokens) as session:
+            yield session
 
     def logprobs(
         self,

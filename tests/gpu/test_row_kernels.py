@@ -1,9 +1,11 @@
-"""The Triton row kernels against the same formulas in float64."""
+"""The Triton kernels of the output head, row by row, against the same formulas in float64."""
 
 import pytest
 import torch
 
-from ebbtide.policy.head import token_logprobs
+from ebbtide.policy import divergence_reference
+from ebbtide.policy.divergence import token_divergences
+from ebbtide.policy.head import Head, token_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -55,3 +57,52 @@ def test_head_on_the_gpu_equals_full_logits(dtype, close) -> None:
     (full.gather(-1, targets[:, None]).sum() - 0.3 * (full.exp() * full).sum()).backward()
     for ours, reference in ((hidden.grad, leaf_h.grad), (weight.grad, leaf_w.grad)):
         assert ((ours.double() - reference).norm() / reference.norm()).item() < close
+
+
+@pytest.mark.parametrize("columns", [7, 2048, 2049, 151936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (1.3, 5.0)])
+def test_divergences_equal_the_formulas(columns, dtype, beta, scale, softcap) -> None:
+    from ebbtide.policy import divergence_kernels
+
+    torch.manual_seed(0)
+    head, teacher = Head(torch.empty(0), None, scale, softcap), Head(torch.empty(0), None, 0.8, None)
+    logits, theirs = ((torch.randn(33, columns, device="cuda") * 4).to(dtype) for _ in range(2))
+    targets, weights = torch.randint(columns, (33,), device="cuda"), torch.randn(33, device="cuda")
+    found = divergence_kernels.reduce(logits, theirs, targets, beta, head, teacher)
+    leaf = logits.double().requires_grad_()
+    p = (softcap * (leaf / softcap).tanh() if softcap else leaf).mul(scale).log_softmax(-1)
+    q = theirs.double().mul(0.8).log_softmax(-1)
+    m = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    parts = {0.0: (q, p), 1.0: (p, q)}
+    if beta in parts:
+        a, b = parts[beta]
+        divergences = (a.exp() * (a - b)).sum(-1)
+    else:
+        divergences = beta * (q.exp() * (q - m)).sum(-1) + (1 - beta) * (p.exp() * (p - m)).sum(-1)
+    wanted = divergences, p.gather(-1, targets[:, None])[:, 0], -(p.exp() * p).sum(-1)
+    for ours, reference in zip(found[:3], wanted, strict=True):
+        torch.testing.assert_close(ours.double(), reference.detach(), rtol=1e-5, atol=2e-5)
+    (wanted_grad,) = torch.autograd.grad((divergences * weights).sum(), leaf)
+    rows = found.lse, found.teacher_lse, found.centre, weights
+    grad = divergence_kernels.gradient(logits.clone(), theirs, *rows, beta, head, teacher)
+    loose = 2e-5 if dtype == torch.float32 else 1e-2
+    assert ((grad.double() - wanted_grad).norm() / wanted_grad.norm()).item() < loose
+    plain = divergence_reference.gradient(logits.clone(), theirs.clone(), *rows, beta, head, teacher)
+    torch.testing.assert_close(grad.float(), plain.float(), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_far_apart_distributions_stay_finite(beta) -> None:
+    """Of logits in the hundreds, most probabilities are 0 in float32."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 64, device="cuda", requires_grad=True), torch.randn(3000, 64, device="cuda")
+    weight.requires_grad_()
+    theirs, matrix = torch.randn(9, 32, device="cuda"), torch.randn(3000, 32, device="cuda")
+    heads = Head(weight, scale=60.0), Head(matrix, scale=60.0)
+    targets = torch.zeros(9, dtype=torch.long, device="cuda")
+    found = token_divergences(hidden, heads[0], targets, theirs, heads[1], beta=beta, chunk=4)
+    found.divergences.sum().backward()
+    for tensor in (found.divergences, found.entropies, hidden.grad, weight.grad):
+        assert tensor.isfinite().all()

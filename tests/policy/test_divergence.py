@@ -1,6 +1,8 @@
 """Divergences from a teacher in chunks equal full logits in float64, in values and gradients, and never make a [tokens,
 vocabulary] tensor."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,6 +151,37 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made(beta) -> None:
     with Largest() as chunked:
         token_divergences(hidden, head, targets, theirs, teacher_head, beta=beta, chunk=8).divergences.sum().backward()
     assert chunked.elements <= VOCABULARY * WIDER  # a weight; a chunk of 8 rows of logits is smaller
+
+
+class Alive(TorchDispatchMode):
+    """Counts how many tensors of so many elements are alive at once, of those that operations return."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most, self.made = elements, 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.numel() == self.elements and made.dtype == torch.float32:
+            self.made.append(weakref.ref(made))
+        alive = [tensor for one in self.made if (tensor := one()) is not None]
+        self.most = max(self.most, len({tensor.data_ptr() for tensor in alive}))
+        return made
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_few_tensors_of_a_chunk_by_vocabulary_are_alive(beta, softcap) -> None:
+    """A log-sum-exp has one more inside, while it is computed."""
+    hidden, weight, _, targets, (theirs, matrix, _), _ = inputs()
+    head, teacher_head = Head(weight, softcap=softcap), Head(matrix, softcap=softcap)
+    chunk = TOKENS // 2
+    with Alive(chunk * VOCABULARY) as forward:
+        found = token_divergences(hidden, head, targets, theirs, teacher_head, beta=beta, chunk=chunk)
+    assert forward.most == (2 if beta == 1 else 3)
+    with Alive(chunk * VOCABULARY) as backward:
+        found.divergences.sum().backward()
+    assert backward.most == (2 if softcap is None else 3)
 
 
 def test_sampled_tokens_have_the_gradient_of_a_policy_that_is_rewarded_by_the_teacher() -> None:

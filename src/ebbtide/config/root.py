@@ -36,6 +36,11 @@ class StepSize(NamedTuple):
     new_tokens: int
     """Tokens of a sequence that carry loss."""
 
+    def describe(self) -> str:
+        if self.prompt_tokens == 1:  # examples of a file, any token of which may carry loss
+            return f"{self.groups * self.samples} sequences of at most {self.prompt_tokens + self.new_tokens} tokens"
+        return f"{self.groups} x {self.samples} samples of at most {self.prompt_tokens} + {self.new_tokens} tokens"
+
 
 class Config(Section):
     """All settings of one run."""

@@ -38,15 +38,17 @@ def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str]
         limits = RequestLimits(longest - 1, longest - 1, longest, config.max_queue)
         served = describe_served_model(config.name or _model_name(source), loaded, limits, templated)
         server = run_http_server(queue, served, listening, key=key, max_body=1024 * config.max_body_kib)
-        with Worker(_sampler_config(config, longest), trains=False, loaded=loaded) as worker:
-            engine = worker.paged_engine
-            with _stopped_by_signals(queue), engine.serving_session(longest) as session, server:
-                say(
-                    f"serving {served.name} at {server_url(listening)}: context {longest:,} tokens, up to"
-                    f" {config.batch} samples at a time, KV cache of {session.num_blocks * engine.block_size:,} tokens."
-                    " Ctrl-C stops it"
-                )
-                run_engine_loop(queue, session)
+        with (
+            Worker(_sampler_config(config, longest), trains=False, loaded=loaded) as worker,
+            _stopped_by_signals(queue),
+            worker.session(longest) as session,
+            server,
+        ):
+            say(
+                f"serving {served.name} at {server_url(listening)}: context {longest:,} tokens, up to {config.batch}"
+                f" samples at a time, KV cache of {session.max_tokens:,} tokens. Ctrl-C stops it"
+            )
+            run_engine_loop(queue, session)
         say("stopped")
 
 

@@ -116,7 +116,7 @@ class Residency:
         found = self.holdings()
         for name, size in (at_peak or {}).items():
             found[name] = Bytes(size, found[name].host if name in found else 0)
-        width = max(10, *map(len, found))
+        width = max([10, *map(len, found)])
         lines = [f"{'holding':<{width}} {'device GiB':>10} {'host GiB':>10}"]
         lines += [f"{name:<{width}} {gib(size.device):>10.3f} {gib(size.host):>10.3f}" for name, size in found.items()]
         return "\n".join(lines)

@@ -354,7 +354,7 @@ def render_plan(chosen: PlanResult, requested: Config, shape: Shape, machine: Ma
     header = (
         f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with"
         f" {machine.device_gib:.1f} GiB and {format_number(machine.host_gib)} GiB of host memory;"
-        f" {size.groups} x {size.samples} samples of at most {size.prompt_tokens} + {size.new_tokens} tokens"
+        f" {size.describe()}"
     )
     title = [] if chosen.fits else ["the smallest plan:" if chosen.candidate.changes else "with the current settings:"]
     lines = [

@@ -4,18 +4,21 @@ full [tokens, vocabulary] tensor: the logits of one chunk exist at a time, and t
 With p the policy's and q the teacher's distribution, and m = beta q + (1 - beta) p, the divergence is KL(q || p) for
 beta = 0 (forward KL), KL(p || q) for beta = 1 (reverse KL), and beta KL(q || m) + (1 - beta) KL(p || m) between them
 (the generalised Jensen-Shannon divergence).
+
+On a GPU two kernels read the logits as the matmuls left them. Elsewhere plain torch has at most three fp32 tensors of
+[chunk, vocabulary] in the forward and two in the backward, and one more for a softcap.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from ebbtide.policy import divergence_reference
+from ebbtide.policy.divergence_reference import RowFigures
 from ebbtide.policy.head import Head, add_matmul, chunks
 
 
@@ -59,39 +62,42 @@ class _ChunkedDivergence(torch.autograd.Function):
         beta: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        divergences = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        logprobs, entropies = torch.empty_like(divergences), torch.empty_like(divergences)
+        reduce, _ = _row_functions(hidden)
+        like = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        figures = RowFigures(*(torch.empty_like(like) for _ in RowFigures._fields))
         for part in chunks(hidden.shape[0], chunk):
-            p = _log_softmax(head.logits(hidden[part], rows))
-            q = _log_softmax(teacher_head.logits(teacher_hidden[part], rows))
-            logprobs[part] = p.gather(-1, targets[part][:, None])[:, 0]
-            divergences[part] = _divergence(p, q, beta)
-            entropies[part] = -(p.exp() * p).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
+            raw, teacher_raw = head.raw(hidden[part], rows), teacher_head.raw(teacher_hidden[part], rows)
+            found = reduce(raw, teacher_raw, targets[part], beta, head, teacher_head)
+            for figure, value in zip(figures, found, strict=True):
+                figure[part] = value
+            del raw, teacher_raw  # so that the next chunk's are not made beside them
+        ctx.save_for_backward(hidden, weight, bias, teacher_hidden, figures.lse, figures.teacher_lse, figures.centre)
         ctx.options = head, teacher_head, rows, beta, chunk
-        ctx.mark_non_differentiable(logprobs, entropies)
-        return divergences, logprobs, entropies
+        ctx.mark_non_differentiable(figures.logprobs, figures.entropies)
+        return figures.divergences, figures.logprobs, figures.entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, teacher_hidden = ctx.saved_tensors
+        hidden, weight, bias, teacher_hidden, lse, teacher_lse, centre = ctx.saved_tensors
         head, teacher_head, rows, beta, chunk = ctx.options
+        head = replace(head, weight=weight, bias=bias)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        _, gradient = _row_functions(hidden)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         for part in chunks(hidden.shape[0], chunk):
-            raw = linear(hidden[part], weight[:rows], None if bias is None else bias[:rows])
-            p = _log_softmax(head.shaped(raw))
-            q = _log_softmax(teacher_head.logits(teacher_hidden[part], rows))
-            grad = _gradient(p, q, beta).mul_(grads[0][part][:, None])
-            grad = head.chain(grad, raw).to(hidden.dtype)
+            raw, teacher_raw = head.raw(hidden[part], rows), teacher_head.raw(teacher_hidden[part], rows)
+            figures = lse[part], teacher_lse[part], centre[part], grads[0][part]
+            grad = gradient(raw, teacher_raw, *figures, beta, head, teacher_head)
+            del raw, teacher_raw
             if grad_hidden is not None:
                 torch.mm(grad, weight[:rows], out=grad_hidden[part])
             if grad_weight is not None:
                 add_matmul(grad_weight[:rows], grad, hidden[part])
             if grad_bias is not None:
                 grad_bias[:rows] += grad.sum(0, dtype=torch.float32)
+            del grad
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -100,31 +106,10 @@ class _ChunkedDivergence(torch.autograd.Function):
         )
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits.float(), -1)
+def _row_functions(hidden: Tensor) -> tuple[Any, Any]:
+    """(reduce, gradient) for the rows of a chunk: kernels on a GPU, plain torch elsewhere."""
+    if hidden.is_cuda:
+        from ebbtide.policy import divergence_kernels  # It needs triton, which comes with torch on a GPU.
 
-
-def _mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    """log m, from the log-probs of both."""
-    return torch.logaddexp(q + math.log(beta), p + math.log1p(-beta))
-
-
-def _divergence(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    """[c, V] log-probs of the policy and of the teacher -> [c]."""
-    if beta == 0:
-        return (q.exp() * (q - p)).sum(-1)
-    if beta == 1:
-        return (p.exp() * (p - q)).sum(-1)
-    m = _mixture(p, q, beta)
-    return beta * (q.exp() * (q - m)).sum(-1) + (1 - beta) * (p.exp() * (p - m)).sum(-1)
-
-
-def _gradient(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    """d divergence / d logits of the policy [c, V]. Of the mixture it is (1 - beta) times that of KL(p || m) with m
-    held fixed: the terms by which m depends on p cancel."""
-    if beta == 0:
-        return p.exp() - q.exp()
-    ratio = p - (q if beta == 1 else _mixture(p, q, beta))
-    chances = p.exp()
-    grad = chances * (ratio - (chances * ratio).sum(-1, keepdim=True))
-    return grad if beta == 1 else grad * (1 - beta)
+        return divergence_kernels.reduce, divergence_kernels.gradient
+    return divergence_reference.reduce, divergence_reference.gradient

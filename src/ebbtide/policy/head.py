@@ -28,22 +28,23 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
 
-    def logits(self, hidden: Tensor, rows: int) -> Tensor:
-        """The logits [c, rows] of hidden states [c, H], for the first so many tokens of the vocabulary."""
-        return self.shaped(linear(hidden, self.weight[:rows], None if self.bias is None else self.bias[:rows]))
+    def raw(self, hidden: Tensor, rows: int) -> Tensor:
+        """The product [c, rows] of hidden states [c, H] with the weight, for the first so many tokens of the
+        vocabulary."""
+        return linear(hidden, self.weight[:rows], None if self.bias is None else self.bias[:rows])
 
-    def shaped(self, raw: Tensor) -> Tensor:
-        """The logits from the product with the weight, in fp32."""
-        x = raw.float()
+    def shaped(self, raw: Tensor, *, keep: bool = False) -> Tensor:
+        """The logits in fp32 from the product with the weight, which is overwritten unless it is to be kept."""
+        x = raw.to(torch.float32, copy=keep)
         if self.softcap is not None:
-            x = self.softcap * (x / self.softcap).tanh()
-        return x * self.scale if self.scale != 1.0 else x
+            x.div_(self.softcap).tanh_().mul_(self.softcap)
+        return x.mul_(self.scale) if self.scale != 1.0 else x
 
     def chain(self, grad: Tensor, raw: Tensor) -> Tensor:
-        """The gradient of `raw` from that of the logits."""
+        """The gradient of `raw` from that of the logits; both are overwritten."""
         if self.softcap is not None:
-            grad = grad * (1 - (raw.float() / self.softcap).tanh().square())
-        return grad * self.scale if self.scale != 1.0 else grad
+            grad.mul_(raw.float().div_(self.softcap).tanh_().square_().neg_().add_(1))
+        return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
 def token_logprobs(

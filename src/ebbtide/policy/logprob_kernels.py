@@ -15,7 +15,7 @@ BLOCK = 4096  # Columns that a program processes at a time.
 
 
 @triton.jit
-def _shape(x, scale, softcap, capped: tl.constexpr):
+def shape_logits(x, scale, softcap, capped: tl.constexpr):
     slope = scale
     if capped:
         curve = libdevice.tanh(x / softcap)
@@ -49,7 +49,7 @@ def _reduce(
         column = first + tl.arange(0, block)
         inside = column < columns
         x = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
-        x, _ = _shape(x, scale, softcap, capped)
+        x, _ = shape_logits(x, scale, softcap, capped)
         new = tl.where(inside, tl.maximum(largest, x), largest)
         shrink = tl.where(largest == new, 1.0, tl.exp(largest - new))
         grown = tl.where(inside, tl.exp(x - new), 0.0)
@@ -62,7 +62,7 @@ def _reduce(
     lse = top + tl.log(sum_all)
     mean = tl.sum(weighted * share, 0) / sum_all
     chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
-    chosen, _ = _shape(chosen, scale, softcap, capped)
+    chosen, _ = shape_logits(chosen, scale, softcap, capped)
     tl.store(lses + row, lse)
     tl.store(logprobs + row, chosen - lse)
     tl.store(entropies + row, lse - mean)
@@ -87,7 +87,7 @@ def _gradient(
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
     place = logits + row * stride + column
-    x, slope = _shape(tl.load(place, mask=inside, other=0.0).to(tl.float32), scale, softcap, capped)
+    x, slope = shape_logits(tl.load(place, mask=inside, other=0.0).to(tl.float32), scale, softcap, capped)
     logprob = x - tl.load(lses + row)
     grad_logprob = tl.load(grad_logprobs + row)
     by_p = tl.load(grad_entropies + row) * (logprob + tl.load(entropies + row)) + grad_logprob

@@ -110,7 +110,7 @@ class Scheduler:
     def __init__(self, blocks: BlockAllocator, size: int, *, batch: int, chunk: int) -> None:
         """Blocks hold `size` tokens, at most `batch` samples decode at once, and at most `chunk` tokens are prefilled
         in one pass."""
-        self.allocator, self._size, self._batch, self._chunk = blocks, size, batch, chunk
+        self.allocator, self.block_size, self._batch, self._chunk = blocks, size, batch, chunk
         self.groups: dict[int, PromptGroup] = {}
         """The groups that have not ended."""
         self._waiting: deque[ScheduledSample] = deque()
@@ -132,7 +132,7 @@ class Scheduler:
 
     def blocks_for(self, tokens: int) -> int:
         """Returns the blocks that `tokens` tokens need."""
-        return ceil_div(tokens, self._size)
+        return ceil_div(tokens, self.block_size)
 
     @property
     def num_running(self) -> int:
@@ -254,7 +254,7 @@ class Scheduler:
         run out, the samples admitted last are preempted."""
         ready = []
         for sample in [sample for sample in self._running if sample.num_scheduled < sample.max_tokens]:
-            while sample.is_running and len(sample.block_table.blocks) * self._size < sample.num_scheduled:
+            while sample.is_running and len(sample.block_table.blocks) * self.block_size < sample.num_scheduled:
                 if self.allocator.num_free:
                     sample.block_table.blocks += self.allocator.allocate(1)
                 else:

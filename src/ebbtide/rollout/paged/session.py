@@ -86,6 +86,11 @@ class Session:
         return self._scheduler.allocator.num_blocks
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens that its KV cache has room for."""
+        return self.num_blocks * self._scheduler.block_size
+
+    @property
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
 
