@@ -1,4 +1,4 @@
-"""The prediction is a sum over parts: any cycle of phases, models of other shapes, and parts that only a test knows."""
+"""The prediction is a sum over parts: any cycle of phases, and models of other shapes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any, ClassVar, Literal
 import pytest
 from transformers import AutoConfig
 
-from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.root import Config, StepSize
-from ebbtide.memory.costs import HoldingBytes
-from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.shape import find_shape, from_config
 from ebbtide.model.workload import max_workload
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.render import render_plan
 from ebbtide.planner.search import PlanSearch
-from ebbtide.policy.model_costs import FrozenCosts
+from ebbtide.policy.model_costs import FrozenCosts, FrozenShape
 from ebbtide.rollout.paged.attention import model_cache_costs
 from ebbtide.rollout.paged.cache_costs import cache_costs_of
 from ebbtide.system.machine import machine_for
@@ -92,7 +89,7 @@ def test_a_teacher_of_another_shape_is_needed_where_it_computes() -> None:
     assert made.place("logprob", "teacher") == "device"
     assert made.place("train", "teacher") == "away"
     assert made.place("train", "teacher_head") == "device"
-    own, other = predict(config, frozen={"teacher": shape}), predict(config, frozen={"teacher": teacher})
+    own, other = (predict(config, frozen={"teacher": FrozenShape(one, 2)}) for one in (shape, teacher))
     for found, size in ((own, shape), (other, teacher)):
         assert found.phases["logprob"].device["teacher"] == 2 * (size.parameters - size.embedding)
         assert found.phases["train"].device["teacher_head"] == 2 * size.embedding
@@ -100,43 +97,21 @@ def test_a_teacher_of_another_shape_is_needed_where_it_computes() -> None:
     assert other.phases["logprob"].host == own.phases["logprob"].host + larger
     assert other.phases["logprob"].device["activations"] > own.phases["logprob"].device["activations"]
     assert other.phases["logprob"].seconds > 2 * own.phases["logprob"].seconds
-    head = {"teacher_head": 2 * teacher.embedding}
-    assert other.phases["train"].device == own.phases["train"].device | head
+    targets = 16 * 512
+    for found, size in ((own, shape), (other, teacher)):
+        assert [
+            found.phases[phase].device.get("teacher_hidden") for phase in ("generate", "logprob", "train", "step")
+        ] == [
+            None,
+            *[2 * targets * size.hidden] * 3,
+        ]
+    theirs = ("teacher_head", "teacher_hidden", "activations")
+    assert {name: size for name, size in other.phases["train"].device.items() if name not in theirs} == {
+        name: size for name, size in own.phases["train"].device.items() if name not in theirs
+    }
     # It never changes: in a step it crosses the link once, on its way in.
     moved = [sum(phase.moved for phase in found.phases.values()) for found in (own, other)]
     assert moved[1] - moved[0] == larger
-
-
-class Verifier:
-    """A part that nothing in the source knows."""
-
-    @staticmethod
-    def holdings(config, shards):
-        return [HoldingSpec("verifier", frozenset({"score"}), frozen=True), HoldingSpec("scratchpad", transient=True)]
-
-    def sizes(self, config, rehearsal):
-        return HoldingBytes({"verifier": 3 * GIB})
-
-    def add_costs(self, run, phases):
-        phases["score"].device["scratchpad"] = GIB
-        phases["score"].seconds += 2.5
-
-
-def test_a_part_that_only_this_test_knows_is_in_the_prediction() -> None:
-    sections = {**MODEL, "task": {"builtin": {"name": "copy"}}, "memory": {"preset": "lean"}}
-    config = GrpoConfig.model_validate(sections)
-    without, with_it = predict(config), predict(config, more_parts=[Verifier()])
-    assert plan_holdings(config, more_parts=[Verifier()]).place("train", "verifier") == "away"
-    score = with_it.phases["score"]
-    assert (score.device["verifier"], score.device["scratchpad"]) == (3 * GIB, GIB)
-    assert "verifier" not in with_it.phases["train"].device
-    assert score.host - without.phases["score"].host == 3 * GIB
-    assert score.seconds == pytest.approx(2.5 + 3 * GIB / MACHINE.rates.link_in, rel=1e-3)
-    shape = find_shape(config.model)
-    more = Predictor(shape, MACHINE, more_parts=[Verifier()])
-    shown = render_plan(PlanSearch.for_config(more, config).choose(config), config, shape, MACHINE)
-    assert "verifier" in shown
-    assert "scratchpad" in shown
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ class DataConfig(Section):
     overlong: Literal["error", "drop", "truncate"] = "error"
     """What to do with an example of more than `max_tokens`: stop, leave it out, or cut its end off."""
 
+    @property
+    def held_out_examples(self) -> int:
+        """Held-out examples, for predictions. The rows of a file are not counted beforehand: the usual number stands
+        for them."""
+        usual: int = type(self).model_fields["held_out_rows"].default
+        return self.held_out_rows if self.held_out is None else usual
+
 
 class ExamplesConfig(DataConfig):
     """Examples from JSONL or Parquet files: conversations, prompts with completions, or plain texts. Which it is, the

@@ -74,6 +74,13 @@ class ScratchConfig(Section):
         return self
 
 
+def resolve_dtype(name: str, device_type: str) -> str:
+    """The dtype that `model.dtype` names, on a device of this type."""
+    if name == "auto":
+        return "bfloat16" if device_type == "cuda" else "float32"
+    return name
+
+
 class ModelConfig(Section):
     """The policy: exactly one of `path` and `scratch`."""
 
@@ -102,6 +109,10 @@ class ModelConfig(Section):
     chat_date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
     """Date for chat templates that print one, as Llama 3's does, such as `"2026-11-16"`; `null` is the day on which
     the run started, which is written to its config.yaml so that a resumed run has the same prompts."""
+
+    def itemsize(self, device_type: str) -> int:
+        """Bytes of a weight on a device of this type."""
+        return {"float32": 4, "bfloat16": 2}[resolve_dtype(self.dtype, device_type)]
 
     @model_validator(mode="after")
     def _chat_date_is_a_date(self) -> ModelConfig:

@@ -48,6 +48,9 @@ class Config(Section):
     length_keys: ClassVar[str] = "`rollout.max_prompt_tokens` + `rollout.max_new_tokens`"
     """The settings that limit the length of a sequence, for error messages."""
 
+    packed_together: ClassVar[int] = 1
+    """Sequences that are computed in one micro-batch because the loss compares them, such as those of a pair."""
+
     algorithm: str
     """What is trained and how: `grpo`, `sft`, `dpo` or `distill`."""
 
@@ -102,10 +105,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         rollout, longest = self.rollout, self.max_sequence_tokens
-        if longest > self.train.microbatch_tokens:
+        if (least := self.min_microbatch_tokens) > self.train.microbatch_tokens:
+            several = self.packed_together > 1
+            what = f"{self.packed_together} sequences are computed together, and" if several else "a sequence"
+            times = f"{self.packed_together} x " if several else ""
             raise ValueError(
-                f"a sequence may have {self.length_keys} = {longest} tokens, which does not fit into"
-                f" `train.microbatch_tokens` = {self.train.microbatch_tokens}: raise it to {longest} or more"
+                f"{what} may have {times}{self.length_keys} = {least} tokens, which do not fit into"
+                f" `train.microbatch_tokens` = {self.train.microbatch_tokens}: raise it to {least} or more"
             )
         if self.model.scratch is not None and longest > self.model.scratch.context:
             raise ValueError(
@@ -206,9 +212,19 @@ class Config(Section):
         return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def min_microbatch_tokens(self) -> int:
+        """The least `train.microbatch_tokens` into which all sequences fit that are computed together."""
+        return self.max_sequence_tokens
+
+    @property
     def step_size(self) -> StepSize:
         """The size of the largest step."""
         raise NotImplementedError
+
+    @property
+    def held_out_examples(self) -> int:
+        """Examples of a file on which an evaluation computes the loss."""
+        return 0
 
     @property
     def logprob_temperature(self) -> float:

@@ -26,6 +26,12 @@ class TrainConfig(Section):
     """Tokens per chunk of the output head, whose logits exist at the same time: its largest tensor is
     [head_chunk_tokens, vocabulary]."""
 
+    @property
+    def mixes_shares(self) -> bool:
+        """Whether the updates of a step cut its data anew, so that a rank trains on other data than those of which it
+        computed values before."""
+        return self.minibatches > 1
+
 
 Rehearsal = Literal["built", "none"]
 """Whether a rehearsal (dry run) builds an optimizer."""

@@ -58,6 +58,13 @@ class PhaseCost:
         self.communication += times * spent.communication
         self.exposed_communication += times * spent.exposed_communication
 
+    def then(self, later: PhaseCost) -> None:
+        """Adds a later part of the phase: seconds and moves add up, memory is that of the larger peak."""
+        if later.peak > self.peak:
+            self.device = later.device
+        self.host, self.moved = max(self.host, later.host), self.moved + later.moved
+        self.add_seconds(1, Seconds(later.seconds, later.exposed, later.communication, later.exposed_communication))
+
 
 PhaseCosts = Mapping[Phase, PhaseCost]
 

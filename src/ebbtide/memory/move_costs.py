@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ebbtide.memory.costs import HoldingBytes, PhaseCost
-from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase, Plan
+from ebbtide.memory.plan import AFTER_STEP, HoldingName, HoldingSpec, Phase, Plan
 from ebbtide.system.machine import Rates
 
 
@@ -30,9 +30,10 @@ def device_bytes_by_phase(plan: Plan, sizes: Mapping[HoldingName, int]) -> dict[
     for phase in plan.phases:
         on: dict[str, int] = {}
         for name, size in sizes.items():
+            spec = plan.specs[name]
             after_step = paths[name][plan.cycle[-1]] and plan.place(phase, name) != "away"
-            on_device = paths[name][phase] if phase in plan.cycle else after_step
-            exists_in = plan.specs[name].exists_in
+            on_device = paths[name][phase] if phase in plan.cycle else after_step or phase in spec.needed_in
+            exists_in = spec.exists_in
             if on_device and (exists_in is None or phase in exists_in):
                 on[name] = size
         found[phase] = on
@@ -66,6 +67,11 @@ def add_move_costs(
             late = taken if phase in spec.needed_in else max(0.0, taken - phases[phase].seconds)
             phases[phase].exposed += late
             phases[phase].seconds += late
+    for phase in AFTER_STEP:
+        if phase in phases and phase in spec.needed_in and not on[cycle[-1]]:
+            phases[phase].moved += size
+            phases[phase].exposed += size / rates.link_in
+            phases[phase].seconds += size / rates.link_in
 
 
 def add_offload_wait(

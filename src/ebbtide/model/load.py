@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ebbtide.config.model import ModelConfig
+from ebbtide.config.model import ModelConfig, resolve_dtype
 from ebbtide.config.model_path import check_exists, locate
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
@@ -103,9 +103,7 @@ def pick_device(name: str) -> torch.device:
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype that `model.dtype` names; `auto` depends on the device."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[resolve_dtype(name, device.type)]
 
 
 def load_model(config: Config, device: torch.device | None = None) -> LoadedModel:

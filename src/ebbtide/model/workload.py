@@ -1,4 +1,4 @@
-"""The work of one RL step: how many sequences of how many tokens, and how they are packed into micro-batches."""
+"""The work of one step: how many sequences of how many tokens, and how they are packed into micro-batches."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class Workload:
     """Maximum tokens of a completion, for which the KV cache is sized."""
     trained: int | None = None
     """Sequences that are trained on; None is all."""
+    together: int = 1
+    """Sequences that are packed into the same micro-batch."""
 
     @property
     def sequences(self) -> int:
@@ -71,16 +73,19 @@ class Workload:
     def pack(self, budget: int, minibatches: int = 1, ranks: int = 1) -> Packing:
         """The micro-batches of the largest minibatch, on the rank with the most of it among so many ranks. `budget`:
         tokens per micro-batch."""
-        length = max(1.0, self.prompt_tokens + self.new_tokens - 1)
-        sequences = max(1, ceil_div(self.sequences if self.trained is None else self.trained, minibatches))
-        sequences = ceil_div(sequences, ranks)
-        at_once = max(1, min(sequences, int(budget // length)))
-        left = sequences % at_once
-        last = MicroBatchSize(left * length, left * self.new_tokens) if left else None
-        return Packing(MicroBatchSize(at_once * length, at_once * self.new_tokens), sequences // at_once, last)
+        length = self.together * max(1.0, self.prompt_tokens + self.new_tokens - 1)
+        new_tokens = self.together * self.new_tokens
+        sequences = self.sequences if self.trained is None else self.trained
+        units = max(1, ceil_div(ceil_div(sequences, self.together), minibatches))
+        units = ceil_div(units, ranks)
+        at_once = max(1, min(units, int(budget // length)))
+        left = units % at_once
+        last = MicroBatchSize(left * length, left * new_tokens) if left else None
+        return Packing(MicroBatchSize(at_once * length, at_once * new_tokens), units // at_once, last)
 
 
 def max_workload(config: Config) -> Workload:
     """The work of a step in which every prompt and every completion has the maximum length."""
     size = config.step_size
-    return Workload(size.groups, size.samples, size.prompt_tokens, *[size.new_tokens] * 3)
+    work = Workload(size.groups, size.samples, size.prompt_tokens, *[size.new_tokens] * 3)
+    return replace(work, together=config.packed_together)

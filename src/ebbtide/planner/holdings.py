@@ -9,7 +9,6 @@ from ebbtide.checkpoint.costs import SAVE, SaveCosts
 from ebbtide.config.memory import MemoryConfig, OffloadConfig
 from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.config.root import Config
-from ebbtide.memory.costs import Part
 from ebbtide.memory.plan import AFTER_STEP, HoldingName, HoldingSpec, Phase, Plan, build_plan
 from ebbtide.optim.costs import OptimizerCosts, optimizer_holdings
 from ebbtide.policy.model_costs import KNOWN_FROZEN, FrozenCosts, WeightsCosts
@@ -28,10 +27,9 @@ DESCRIPTIONS: Sequence[Callable[[Config, int], Sequence[HoldingSpec]]] = (
 """The rows of each part, in the order of the table."""
 
 
-def list_holdings(config: Config, shards: int = 1, more_parts: Sequence[Part] = ()) -> list[HoldingSpec]:
+def list_holdings(config: Config, shards: int = 1) -> list[HoldingSpec]:
     """What each part of a run with this config describes. `shards`: of the model, over the ranks."""
-    described = (*DESCRIPTIONS, *(part.holdings for part in more_parts))
-    return [spec for holdings in described for spec in holdings(config, shards)]
+    return [spec for holdings in DESCRIPTIONS for spec in holdings(config, shards)]
 
 
 def known_names() -> list[HoldingName]:
@@ -40,9 +38,9 @@ def known_names() -> list[HoldingName]:
     return [*state, *KNOWN_FROZEN, KV_CACHE.name]
 
 
-def plan_holdings(config: Config, shards: int = 1, more_parts: Sequence[Part] = ()) -> Plan:
+def plan_holdings(config: Config, shards: int = 1) -> Plan:
     """The table of a config, checked."""
-    return build_plan(config.memory, list_holdings(config, shards, more_parts), config.cycle, known_names())
+    return build_plan(config.memory, list_holdings(config, shards), config.cycle, known_names())
 
 
 def phases_without(names: Collection[HoldingName], config: Config) -> list[Phase]:

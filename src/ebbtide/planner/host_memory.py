@@ -35,15 +35,17 @@ def check_weights_fit(config: Config, device: torch.device) -> None:
     once by itself."""
     if device.type != "cpu":
         return
+    models = {"model": config.model, **config.frozen_models}
     try:
-        parameters = find_shape(config.model).parameters
+        counts = {name: find_shape(model).parameters for name, model in models.items()}
     except UserError:  # The shape of this family is not known beforehand.
         return
-    needed, free = parameters * pick_dtype(config.model.dtype, device).itemsize, free_host_bytes()
+    needed, free = sum(counts[name] * model.itemsize(device.type) for name, model in models.items()), free_host_bytes()
     if needed > free:
+        whose = " and the ".join(f"{name}'s {count:,}" for name, count in counts.items())
         raise UserError(
-            f"the model's {parameters:,} parameters need {gib(needed):,.1f} GiB, but this machine has {gib(free):.1f}"
-            " GiB free: choose a smaller `model`, or a machine with more memory"
+            f"the {whose} parameters need {gib(needed):,.1f} GiB, but this machine has {gib(free):.1f}"
+            f" GiB free: choose a smaller {' or '.join(f'`{name}`' for name in models)}, or a machine with more memory"
         )
 
 
@@ -92,7 +94,8 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
     for name, frozen in config.frozen_models.items():
         other = _meta_model(config.model_copy(update={"model": frozen}), dtype)
         count = sum(parameter.numel() for parameter in other.parameters())
-        others[name] = frozen_size(count, head_weight(other)[0].numel(), share)
+        itemsize = frozen.itemsize(pick_device(config.device).type)
+        others[name] = frozen_size(count, head_weight(other)[0].numel(), share, itemsize)
     device |= frozen_bytes(config, parameters, dtype.itemsize, others)
     if config.generates and config.rollout.partial.kv_cache == "keep":
         block = BLOCK_SIZES[pick_device(config.device).type]

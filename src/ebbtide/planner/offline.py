@@ -14,6 +14,7 @@ from ebbtide.planner.fewer_gpus import note_fewer_gpus
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.search import PlanResult, PlanSearch
+from ebbtide.policy.model_costs import frozen_shapes
 from ebbtide.system.machine import Machine, machine_for
 
 
@@ -44,14 +45,13 @@ def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape,
     machine = hardware.machine(config)
     check_device_budget(config.memory.budget_gib, machine.device_gib)
     shape = find_shape(config.model)
-    frozen = {name: find_shape(model) for name, model in config.frozen_models.items()}
+    frozen = frozen_shapes(config, "cuda")
     config.check_context(shape.context)
 
     def search(candidate: Config) -> PlanResult:
         machine = hardware.machine(candidate)
-        bytes_each = 4 if candidate.model.dtype == "float32" else 2
-        sharing = hardware.sharing(candidate.parallel)
-        predictor = Predictor(shape, machine, itemsize=bytes_each, sharing=sharing, frozen=frozen)
+        itemsize, sharing = candidate.model.itemsize("cuda"), hardware.sharing(candidate.parallel)
+        predictor = Predictor(shape, machine, itemsize=itemsize, sharing=sharing, frozen=frozen)
         return PlanSearch.for_config(predictor, candidate).choose(candidate)
 
     result = search(config)

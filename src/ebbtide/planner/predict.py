@@ -3,7 +3,7 @@ a sum over the parts of the system, each of which states its own costs beside it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from ebbtide.parallel.rank_model import RankModel
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.prediction import Prediction
 from ebbtide.policy.activation_costs import ActivationPolicy
-from ebbtide.policy.model_costs import FrozenCosts, WeightsCosts
+from ebbtide.policy.model_costs import FrozenCosts, FrozenShape, WeightsCosts, loading_bytes
 from ebbtide.policy.train_costs import TrainCosts
 from ebbtide.rollout.generation_costs import GenerationCosts
 from ebbtide.system.machine import Machine
@@ -61,11 +61,9 @@ class Predictor:
         itemsize: int = 2,
         on_cpu: bool = False,
         sharing: MeshShape | None = None,
-        frozen: Mapping[HoldingName, Shape] | None = None,
-        more_parts: Sequence[Part] = (),
+        frozen: Mapping[HoldingName, FrozenShape] | None = None,
     ) -> None:
-        """`frozen`: the shapes of frozen models that are not the policy's; `more_parts`: parts of the system in
-        addition to the usual ones."""
+        """`frozen`: the shapes of frozen models that are not the policy's."""
         self.shape, self.machine, self.sharing = shape, machine, sharing or MeshShape()
         self._rank = RankModel(shape, machine, itemsize=itemsize, on_cpu=on_cpu, mesh=self.sharing)
         self._train = TrainCosts(self._rank, frozen)
@@ -75,10 +73,9 @@ class Predictor:
             self._train,
             OptimizerCosts(self._rank),
             FrozenCosts(self._rank, frozen),
-            *more_parts,
             self._saves,
         ]
-        self._more_parts = more_parts
+        self._loading_bytes = loading_bytes(shape.parameters, itemsize, self.sharing, [*(frozen or {}).values()])
         self._bases: dict[tuple[object, ...], _Base] = {}
 
     def resolve_activations(self, config: Config) -> ActivationPolicy:
@@ -94,15 +91,19 @@ class Predictor:
         phases = {phase: PhaseCost(dict(on), base.host) for phase, on in base.where.items() if phase not in absent}
         for part in self._parts:
             part.add_costs(run, phases)
+        held_out = PhaseCost(dict(phases["evaluate"].device)) if config.held_out_examples else None
         generation = self._generation.generation(run, phases)  # Its KV cache takes what the others leave.
+        if held_out is not None:  # Forwards over held-out data come before an evaluation samples anything.
+            self._train.add_evaluation(run, held_out)
+            phases["evaluate"].then(held_out)
+            generation = replace(generation, min_peak=max(generation.min_peak, held_out.peak))
         for phase in phases.values():
             phase.device[WORKSPACE] = phase.device.get(WORKSPACE, 0) + LIBRARIES * (self._rank.device_type == "cuda")
         for name, on in base.paths.items():
             add_move_costs(base.plan.specs[name], on, base.sizes[name], phases, self.machine.rates)
         add_offload_wait(base.plan, base.sizes, base.paths, phases, budget, self.machine.rates)
-        sharing = self.sharing
-        loading = sharing.ranks_per_node * self._rank.itemsize * self.shape.parameters if sharing.shards > 1 else 0
-        prediction = Prediction(config.cycle, phases, generation, self.resolve_activations(config), sharing, loading)
+        activations, sharing = self.resolve_activations(config), self.sharing
+        prediction = Prediction(config.cycle, phases, generation, activations, sharing, self._loading_bytes)
         copies = self._saves.copies(config, phases)
         if sharing.ranks_per_node * copies + prediction.host > host_limit(config, self.machine.host_gib):
             return replace(prediction, missing_save_bytes=copies)
@@ -117,8 +118,8 @@ class Predictor:
         key = (optimizer.place, optimizer.cpu_fraction, optimizer.overlap, optimizer.state_dtype, optimizer.grad_dtype)
         whole = (*key, config.memory.preset, rows, *config.forward_passes.items(), *config.rollout.partial, rehearsal)
         if (found := self._bases.get(whole)) is None:
-            plan = plan_holdings(config, self.sharing.shards, self._more_parts)
-            parts = [part.sizes(config, rehearsal) for part in (*self._parts, self._generation)]
+            plan = plan_holdings(config, self.sharing.shards)
+            parts = [part.sizes(config, rehearsal) for part in self._parts] + [self._generation.sizes(config)]
             # Gradients are a row even where none stay on the device.
             sizes = {
                 name: size

@@ -24,8 +24,8 @@ class Prediction:
     activations: ActivationPolicy
     sharing: MeshShape
     loading_bytes: int
-    """Bytes of a node's host memory while the model is loaded: if the model is sharded, each rank loads all of it to
-    take its shard."""
+    """Bytes of a node's host memory while the models are loaded, one after the other: each rank loads all of a model
+    that is sharded, to take its shard, and all of a frozen model."""
     missing_save_bytes: int = 0
     """If saves cannot be asynchronous: bytes of host memory per rank that their copies would need. Otherwise the copies
     are part of `host`."""

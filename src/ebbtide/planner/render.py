@@ -144,7 +144,7 @@ def _rank_lines(prediction: Prediction, machine: Machine) -> list[str]:
     if sharing.size == 1:
         return []
     loading = (
-        f", and {format_number(gib(prediction.loading_bytes))} GiB at start-up, when each rank loads the whole model"
+        f", and {format_number(gib(prediction.loading_bytes))} GiB at start-up, when each rank loads a whole model"
         if prediction.loading_bytes
         else ""
     )
@@ -205,8 +205,7 @@ def explain_misfit(chosen: PlanResult, requested: Config, machine: Machine) -> s
         ),
         "loading": (
             f"does not fit: {format_number(gib(prediction.loading_bytes))} GiB of host memory needed to load the whole"
-            f" model in each of the {prediction.sharing.ranks_per_node} ranks of a node, more than the"
-            f" {format_number(machine.host_gib)} free"
+            f" model{_in_ranks(prediction)}, more than the {format_number(machine.host_gib)} free"
         ),
         None: "",
     }[chosen.bottleneck]
@@ -275,6 +274,11 @@ def _rounded_up(gib: float) -> str:
 
 def _by_ranks(prediction: Prediction) -> str:
     return f" by the {prediction.sharing.ranks_per_node} ranks of a node" if prediction.sharing.size > 1 else ""
+
+
+def _in_ranks(prediction: Prediction) -> str:
+    ranks = prediction.sharing.ranks_per_node
+    return f" in each of the {ranks} ranks of a node" if ranks > 1 else ""
 
 
 def _host_limit(requested: Config, machine: Machine) -> str:

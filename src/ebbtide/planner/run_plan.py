@@ -16,7 +16,7 @@ from ebbtide.config.train import Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import Phase, check_device_budget
-from ebbtide.model.load import model_config, pick_dtype
+from ebbtide.model.load import model_config
 from ebbtide.model.shape import Shape, find_shape, from_config
 from ebbtide.model.workload import Workload, max_workload
 from ebbtide.parallel.comm import Comm
@@ -24,6 +24,7 @@ from ebbtide.parallel.costs import mesh_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.render import as_json, compare, explain_misfit, summarize, to_arguments
 from ebbtide.planner.search import PlanResult, PlanSearch, settings_diff
+from ebbtide.policy.model_costs import frozen_shapes
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.machine import Machine, cpu_machine, peak_flops, this_machine
 from ebbtide.system.units import GIB, gib
@@ -124,7 +125,7 @@ def plan_run(
         return None
     try:
         shape = _shape(config)
-        frozen = {name: find_shape(model) for name, model in config.frozen_models.items()}
+        frozen = frozen_shapes(config, device.type)
     except UserError as error:
         note(f"no plan: {error}")
         return None
@@ -136,7 +137,7 @@ def plan_run(
     predictor = Predictor(
         shape,
         machine,
-        itemsize=pick_dtype(config.model.dtype, device).itemsize,
+        itemsize=config.model.itemsize(device.type),
         on_cpu=on_cpu,
         sharing=shared,
         frozen=frozen,

@@ -258,7 +258,6 @@ class PlanSearch:
 
     def _options(self, config: Config, group: str) -> list[Change]:
         """The options of a group; the first leaves it as it is."""
-        longest = config.max_sequence_tokens
         if group == "optimizer":
             choices = [("device", None), ("device", 0.5), ("streamed", None), ("cpu", None), ("streamed", 0.5)]
             now = config.optimizer.place, config.optimizer.cpu_fraction
@@ -283,10 +282,11 @@ class PlanSearch:
         if group == "activations":
             return [{}, *({"memory.activations": one} for one in self._activation_options(config))]
         if group == "micro-batch":
+            least = config.min_microbatch_tokens
             sizes = {
                 size
-                for size in (12288, 8192, 4096, 2048, 1024, 512, longest)
-                if longest <= size < config.train.microbatch_tokens
+                for size in (12288, 8192, 4096, 2048, 1024, 512, least)
+                if least <= size < config.train.microbatch_tokens
             }
             return [{}, *({"train.microbatch_tokens": size} for size in sorted(sizes, reverse=True))]
         chunks = [size for size in (1024, 256) if size < config.train.head_chunk_tokens]

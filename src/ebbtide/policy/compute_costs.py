@@ -58,10 +58,6 @@ class Speed:
         matmul = 2 * shape.embedding * predicted / self._rates.matmul
         return matmuls * (1.1 * matmul + 2 * self._itemsize * shape.vocabulary * predicted / self._rates.copy)
 
-    def logprobs(self, part: MicroBatchSize, length: float) -> float:
-        """Seconds of the log-probs of one micro-batch, without gradient."""
-        return self.forward(part.tokens, length) + self.head(part.completion_tokens, 1)
-
     def update(
         self, part: MicroBatchSize, length: float, choice: ActivationPolicy, keep_last: int, leaving: float = 0.0
     ) -> tuple[float, float]:

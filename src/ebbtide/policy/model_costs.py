@@ -3,7 +3,7 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ebbtide.config.parallel import RolloutWeightsMode
@@ -11,7 +11,8 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
-from ebbtide.model.shape import Shape
+from ebbtide.model.shape import Shape, find_shape
+from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.rank_model import RankModel
 from ebbtide.system.units import ceil_div
 
@@ -51,9 +52,27 @@ def head_of(model: HoldingName) -> HoldingName:
     return f"{model}_head"
 
 
+class FrozenShape(NamedTuple):
+    """The shape of a frozen model with an architecture of its own."""
+
+    shape: Shape
+    itemsize: int
+    """Bytes of a weight."""
+
+
+def frozen_shapes(config: Config, device_type: str) -> dict[HoldingName, FrozenShape]:
+    """The shapes of `frozen_models`, from their files."""
+    return {
+        name: FrozenShape(find_shape(model), model.itemsize(device_type))
+        for name, model in config.frozen_models.items()
+    }
+
+
 class FrozenSize(NamedTuple):
     """The parameters of a frozen model of another shape than the policy's, on one rank."""
 
+    itemsize: int
+    """Bytes of a parameter."""
     parameters: int
     """All of this rank's, with the head's matrix only where the model is sharded: every rank has that as a whole."""
     head: int
@@ -64,15 +83,23 @@ def frozen_bytes(
     config: Config, parameters: int, itemsize: int, others: Mapping[HoldingName, FrozenSize] | None = None
 ) -> dict[HoldingName, int]:
     """The bytes of each frozen model: of as many parameters as the policy has here, or of those in `others`."""
-    counts = {spec.name: parameters for spec in frozen_holdings(config)}
+    found = {spec.name: itemsize * parameters for spec in frozen_holdings(config)}
     for name, size in (others or {}).items():
-        counts |= {name: size.parameters, head_of(name): size.head}
-    return {name: itemsize * count for name, count in counts.items()}
+        found |= {name: size.itemsize * size.parameters, head_of(name): size.itemsize * size.head}
+    return found
 
 
-def frozen_size(parameters: int, head: int, shards: int) -> FrozenSize:
+def frozen_size(parameters: int, head: int, shards: int, itemsize: int) -> FrozenSize:
     """The size of a frozen model of so many parameters, with those of its head, among so many shards."""
-    return FrozenSize(ceil_div(parameters, shards) if shards > 1 else parameters - head, head)
+    return FrozenSize(itemsize, ceil_div(parameters, shards) if shards > 1 else parameters - head, head)
+
+
+def loading_bytes(parameters: int, itemsize: int, mesh: MeshShape, frozen: Collection[FrozenShape]) -> int:
+    """The bytes of a node's host memory while the models are loaded one after the other. Each rank loads a frozen model
+    as a whole on the host, and so the policy, where that is sharded."""
+    whole = [itemsize * parameters] if mesh.shards > 1 else []
+    whole += [one.itemsize * one.shape.parameters for one in frozen]
+    return mesh.ranks_per_node * max(whole, default=0)
 
 
 class WeightsCosts:
@@ -95,9 +122,9 @@ class WeightsCosts:
 class FrozenCosts:
     """The frozen models on one rank, sharded like the policy. Their forwards are in `policy/train_costs.py`."""
 
-    def __init__(self, rank: RankModel, shapes: Mapping[HoldingName, Shape] | None = None) -> None:
-        """`shapes`: those of models that have another shape than the policy."""
-        self._rank, self._shapes = rank, shapes or {}
+    def __init__(self, rank: RankModel, frozen: Mapping[HoldingName, FrozenShape] | None = None) -> None:
+        """`frozen`: the shapes of models that have another one than the policy."""
+        self._rank, self._frozen = rank, frozen or {}
 
     @staticmethod
     def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
@@ -106,7 +133,8 @@ class FrozenCosts:
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
         mesh = self._rank.mesh
         others = {
-            name: frozen_size(shape.parameters, shape.embedding, mesh.shards) for name, shape in self._shapes.items()
+            name: frozen_size(shape.parameters, shape.embedding, mesh.shards, itemsize)
+            for name, (shape, itemsize) in self._frozen.items()
         }
         return HoldingBytes(frozen_bytes(config, self._rank.parameters, self._rank.itemsize, others))
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
-from ebbtide.memory.plan import HoldingName, HoldingSpec
-from ebbtide.model.shape import Shape
+from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
 from ebbtide.model.workload import MicroBatchSize, Workload
 from ebbtide.optim.costs import CPU_CHUNK, grad_bytes
 from ebbtide.parallel.costs import GATHERED, CommTime
 from ebbtide.parallel.rank_model import RankModel
-from ebbtide.policy import head_costs
+from ebbtide.policy import divergence_costs, head_costs
 from ebbtide.policy.activation_costs import (
     ACTIVATIONS,
     LINK_SHARE,
@@ -26,15 +27,20 @@ from ebbtide.policy.activation_costs import (
     resolve_policy,
 )
 from ebbtide.policy.compute_costs import Speed
+from ebbtide.policy.model_costs import POLICY, FrozenShape
 
 ROWS = (ACTIVATIONS.name, head_costs.LOGITS.name, GATHERED.name)
 """The rows of a forward."""
+
+Head = Literal["logprobs", "hidden", "divergence"]
+"""What a forward computes of each target: its log-prob, only the hidden state before it, or the divergence of its
+distribution from those of frozen models."""
 
 
 class TrainCosts:
     """The forwards and backwards of one rank."""
 
-    def __init__(self, rank: RankModel, frozen: Mapping[HoldingName, Shape] | None = None) -> None:
+    def __init__(self, rank: RankModel, frozen: Mapping[HoldingName, FrozenShape] | None = None) -> None:
         """`frozen`: the shapes of frozen models that are not the policy's."""
         self._rank = rank
         self._shape, self._sharing, self._gathers, self._itemsize = (
@@ -49,45 +55,72 @@ class TrainCosts:
                 RankModel(
                     shape,
                     rank.machine,
-                    itemsize=rank.itemsize,
+                    itemsize=itemsize,
                     on_cpu=rank.device_type == "cpu",
                     mesh=rank.mesh,
                 )
             )
-            for name, shape in (frozen or {}).items()
+            for name, (shape, itemsize) in (frozen or {}).items()
         }
         self._resolved: tuple[Config, ActivationPolicy] | None = None
         # Caches of what the tried configs have in common.
-        self._forward_cache: dict[tuple[int, Workload], Seconds] = {}
-        self._update_cache: dict[tuple[int, int, Workload, ActivationPolicy, int, float], Seconds] = {}
+        self._forward_cache: dict[tuple[int, Workload, Head], Seconds] = {}
+        self._update_cache: dict[tuple[int, int, Workload, ActivationPolicy, int, float, Head], Seconds] = {}
 
     @staticmethod
     def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
-        return [ACTIVATIONS, head_costs.LOGITS]
+        return [*divergence_costs.hidden_holdings(config), ACTIVATIONS, head_costs.LOGITS]
 
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
         return HoldingBytes({})
 
     def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
-        """Forwards without gradient in the phases that have some; in a rehearsal also in train."""
+        """Forwards without gradient in the phases of a step that have some; in a rehearsal also in train. Those of an
+        evaluation are added by `add_evaluation`."""
         config, work = run.config, run.work
-        for name, models in config.forward_passes.items():
-            for costs in (self._frozen.get(model, self) for model in models):
-                costs.add_forward(config, work, phases[name], times=1)
+        for phase in config.cycle:
+            phases[phase].device |= self._hidden_rows(config, work, phase)
+            self._add_forwards(config, work, phase, phases[phase])
         if run.rehearsal is not None:
-            self.add_forward(config, work, phases["train"], times=config.train.epochs)
+            self._add_forward(config, work, phases["train"], _policy_head(config, "train"), times=config.train.epochs)
         elif "train" in phases:
             self._add_train(run, phases["train"])
 
-    def add_forward(self, config: Config, work: Workload, phase: PhaseCost, times: int) -> None:
+    def add_evaluation(self, run: PlannedRun, phase: PhaseCost) -> None:
+        """Adds the forwards over held-out data. Hidden states of no more sequences than a step has are stored at a
+        time."""
+        held_out = replace(run.work, prompts=run.config.held_out_examples, trained=None)
+        smaller = min(held_out, run.work, key=lambda work: work.sequences)
+        phase.device |= self._hidden_rows(run.config, smaller, "evaluate")
+        self._add_forwards(run.config, held_out, "evaluate", phase)
+
+    def _hidden_rows(self, config: Config, work: Workload, phase: Phase) -> dict[HoldingName, int]:
+        """The bytes of frozen models' hidden states, in the phases in which there are some."""
+        existing = {spec.name for spec in divergence_costs.hidden_holdings(config) if phase in (spec.exists_in or ())}
+        return {
+            row: divergence_costs.hidden_bytes(config, work, costs._shape, costs._itemsize, self._sharing.data)
+            for name, costs in self._frozen.items()
+            if (row := divergence_costs.hidden_of(name)) in existing
+        }
+
+    def _add_forwards(self, config: Config, work: Workload, name: Phase, phase: PhaseCost) -> None:
+        """Adds a forward of each model that computes in this phase, the policy's in evaluation with its loss."""
+        for model in config.forward_passes.get(name, ()):
+            if model == POLICY:
+                self._add_forward(config, work, phase, _policy_head(config, name))
+            else:
+                head: Head = "hidden" if model in config.frozen_models and config.frozen_heads_in else "logprobs"
+                self._frozen.get(model, self)._add_forward(config, work, phase, head)
+
+    def _add_forward(self, config: Config, work: Workload, phase: PhaseCost, head: Head, times: int = 1) -> None:
         """Adds so many forwards over all sequences. Of several models in a phase, the one that needs the most
         counts."""
-        rows = self._forward_rows(config, work)
+        rows = self._forward_rows(config, work, head)
         if sum(rows.values()) > sum(phase.device.get(name, 0) for name in ROWS):
             for name in ROWS:
                 phase.device.pop(name, None)
             phase.device |= rows
-        phase.add_seconds(times, self._forward_seconds(config.train.microbatch_tokens, work))
+        phase.add_seconds(times, self._forward_seconds(config.train.microbatch_tokens, work, head))
 
     def _add_train(self, run: PlannedRun, phase: PhaseCost) -> None:
         config, work, train, keep_last = run.config, run.work, run.config.train, run.config.memory.activations.keep_last
@@ -95,7 +128,13 @@ class TrainCosts:
         self._set_train(config, work, choice, phase)
         grads_leaving = config.optimizer.cpu_share if config.optimizer.overlap else 0.0
         update = self._update_seconds(
-            train.microbatch_tokens, train.minibatches, work, choice, keep_last, grads_leaving
+            train.microbatch_tokens,
+            train.minibatches,
+            work,
+            choice,
+            keep_last,
+            grads_leaving,
+            _policy_head(config, "train"),
         )
         phase.add_seconds(run.updates, update)
         packed = work.pack(train.microbatch_tokens, train.minibatches, self._sharing.data)
@@ -145,7 +184,11 @@ class TrainCosts:
         saved = activation_bytes(shape, itemsize, choice, config.memory.activations.keep_last)
         grad = grad_bytes(config.optimizer, itemsize)
         chunk = config.train.head_chunk_tokens
-        head = head_costs.backward_bytes(part.completion_tokens, shape.vocabulary, shape.embedding, chunk, itemsize)
+        diverges = _policy_head(config, "train") == "divergence"
+        backward_bytes = divergence_costs.backward_bytes if diverges else head_costs.backward_bytes
+        head = backward_bytes(part.completion_tokens, shape.vocabulary, shape.embedding, chunk, itemsize)
+        # A micro-batch has its part of the frozen models' hidden states once more, in one tensor.
+        copied = part.completion_tokens * sum(one._itemsize * one._shape.hidden for one in self._frozen.values())
         # Gradients that leave are sent in chunks: one is being filled while another is copied.
         passing = (
             2 * grad * min(CPU_CHUNK, shape.parameters)
@@ -165,6 +208,8 @@ class TrainCosts:
             ((saved.first_block + saved.in_backward + itemsize * hidden) * tokens, 0),
             (itemsize * hidden * tokens, itemsize * shape.embedding),
         ]
+        if diverges:
+            memory = [(activations + copied, rest) for activations, rest in memory]
         if self._gathers is None:
             grads = (before, early, early, max(early, in_first), late)
             return [(grad, *rest, 0) for grad, rest in zip(grads, memory, strict=True)]
@@ -189,7 +234,7 @@ class TrainCosts:
         found = [(grad, *rest, more) for grad, rest, more in zip(grads, memory, gathered, strict=True)]
         return [*found, (own_grads, 0, 0, itemsize * shape.root_shard() + gathers.reduced_root_bytes)]
 
-    def _forward_rows(self, config: Config, work: Workload) -> dict[HoldingName, int]:
+    def _forward_rows(self, config: Config, work: Workload, kind: Head) -> dict[HoldingName, int]:
         """The bytes of forwards without gradient: the widest point of a block, or the head."""
         shape, itemsize = self._shape, self._itemsize
         part = work.pack(config.train.microbatch_tokens, ranks=self._sharing.data).full
@@ -197,7 +242,11 @@ class TrainCosts:
         gathered = 2 * shape.experts_per_token * shape.hidden
         block = itemsize * (3 * shape.hidden + 3 * wide + gathered) * part.tokens
         chunk = config.train.head_chunk_tokens
-        logits = head_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, itemsize)
+        logits = 0.0
+        if kind == "logprobs":
+            logits = head_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, itemsize)
+        elif kind == "divergence":
+            logits = divergence_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk)
         head = itemsize * shape.hidden * (part.tokens + part.completion_tokens)
         root, inside = (
             (self._gathers.root_bytes + self._gathers.prefetched_bytes, self._gathers.block_bytes)
@@ -213,13 +262,16 @@ class TrainCosts:
 
     # Seconds
 
-    def _forward_seconds(self, tokens: int, work: Workload) -> Seconds:
+    def _forward_seconds(self, tokens: int, work: Workload, head: Head) -> Seconds:
         """Seconds of a forward over all samples without gradient."""
-        key = tokens, work
+        key = tokens, work, head
         if (found := self._forward_cache.get(key)) is None:
             length, packed = work.prompt_tokens + work.new_tokens, work.pack(tokens, ranks=self._sharing.data)
             seconds, communication, exposed = (
-                sum(count * self._speed.logprobs(part, length) for part, count in packed.parts),
+                sum(
+                    count * (self._speed.forward(part.tokens, length) + self._head_seconds(part, head))
+                    for part, count in packed.parts
+                ),
                 0.0,
                 0.0,
             )
@@ -236,6 +288,20 @@ class TrainCosts:
             found = self._forward_cache[key] = Seconds(seconds + exposed, 0.0, communication, exposed)
         return found
 
+    def _head_seconds(self, part: MicroBatchSize, head: Head) -> float:
+        """Seconds of what a forward without gradient computes of the targets of a micro-batch."""
+        if head == "hidden":
+            return 0.0
+        own = self._speed.head(part.completion_tokens, 1)
+        return own if head == "logprobs" else own + self._divergence_seconds(part, backward=False)
+
+    def _divergence_seconds(self, part: MicroBatchSize, *, backward: bool) -> float:
+        """Seconds that a divergence takes in addition to the policy's own head, in a forward with or without its
+        backward: the frozen models' logits, once and again in the backward, and the kernels that compare both."""
+        predicted, copy = part.completion_tokens, self._rank.machine.rates.copy
+        theirs = sum(one._speed.head(predicted, 2 if backward else 1) for one in self._frozen.values())
+        return theirs + divergence_costs.kernel_bytes(predicted, self._shape.vocabulary, backward=backward) / copy
+
     def _update_seconds(
         self,
         tokens: int,
@@ -244,14 +310,16 @@ class TrainCosts:
         choice: ActivationPolicy,
         keep_last: int,
         grads_leaving: float,
+        head: Head,
     ) -> Seconds:
         """Seconds of the forwards and backwards of a minibatch."""
-        key = tokens, minibatches, work, choice, keep_last, grads_leaving
+        key = tokens, minibatches, work, choice, keep_last, grads_leaving, head
         if (found := self._update_cache.get(key)) is None:
             length, packed = work.prompt_tokens + work.new_tokens, work.pack(tokens, minibatches, self._sharing.data)
             seconds, exposed, communication, exposed_communication = 0.0, 0.0, 0.0, 0.0
             for part, count in packed.parts:
                 both, late = self._speed.update(part, length, choice, keep_last, grads_leaving)
+                both += self._divergence_seconds(part, backward=True) if head == "divergence" else 0.0
                 comm = self._update_communication(part, length, choice, both - late)
                 seconds, exposed = seconds + count * (both + comm.exposed), exposed + count * late
                 communication, exposed_communication = (
@@ -276,3 +344,8 @@ class TrainCosts:
         backward = max(0.0, compute - forward - self._speed.head(part.completion_tokens, 4))
         found = self._gathers.update_time(forward + before, backward + whole - before)
         return CommTime(whole + found.seconds, whole + found.exposed)
+
+
+def _policy_head(config: Config, phase: Phase) -> Head:
+    """What the policy's forward computes of each target in a phase."""
+    return "divergence" if phase in config.frozen_heads_in else "logprobs"

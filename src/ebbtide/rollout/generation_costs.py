@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ebbtide.config.rollout import VllmConfig
+from ebbtide.config.rollout import RolloutConfig, VllmConfig
 from ebbtide.config.root import Config
-from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.workload import Workload
@@ -71,14 +70,11 @@ class GenerationCosts:
     def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
         return [*([GATHERED] if shards > 1 else []), *([KV_CACHE] if config.generates else [])]
 
-    def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
+    def sizes(self, config: Config) -> HoldingBytes:
         """The KV cache that is kept between steps."""
         if not config.generates:
             return HoldingBytes({})
         return HoldingBytes(cache_costs_of(self._shape).kept_bytes(config.rollout, self._itemsize, self._block))
-
-    def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
-        self.generation(run, phases)
 
     def generation(self, run: PlannedRun, phases: PhaseCosts) -> Generation:
         """Adds the costs of the phases that sample. Returns what the last of them, training before evaluation, has of a
@@ -92,7 +88,11 @@ class GenerationCosts:
                     # vLLM's share includes its copy of the weights.
                     phase.device[KV_CACHE.name] = int(vllm.memory_share * self._machine.device_gib * GIB)
         if config.evaluate is not None and config.generates and "evaluate" in phases:
-            tests = replace(run.work, prompts=config.evaluate.problems, samples=config.evaluate.samples)
+            tests = replace(
+                run.work if "generate" in config.cycle else _longest_completions(config.rollout),
+                prompts=config.evaluate.problems,
+                samples=config.evaluate.samples,
+            )
             found = self.set_costs(config, tests, phases["evaluate"], run.budget)
         if config.rollout.replay is None and "generate" in phases:  # A replay generates nothing.
             found = self.set_costs(config, run.work, phases["generate"], run.budget)
@@ -196,3 +196,9 @@ class GenerationCosts:
             decode = overlap(decode, self._speed.host("forward"))
         prefill = self._speed.forward(work.prompts * work.prompt_tokens, work.prompt_tokens)
         return passes * decode + prefill
+
+
+def _longest_completions(rollout: RolloutConfig) -> Workload:
+    """Completions of the maximum length, for algorithms that sample only to evaluate: the sequences that they train on
+    have other lengths."""
+    return Workload(1, 1, rollout.max_prompt_tokens, *[rollout.max_new_tokens] * 3)

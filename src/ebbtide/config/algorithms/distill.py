@@ -91,11 +91,17 @@ class DistillConfig(Config):
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
-        return {"logprob": ("teacher",)}
+        return {"logprob": ("teacher",)} | ({"evaluate": ("teacher", "policy")} if self.held_out_examples else {})
+
+    @property
+    def held_out_examples(self) -> int:
+        return self.data.held_out_examples if self.data is not None and self.evaluate is not None else 0
 
     @property
     def frozen_heads_in(self) -> tuple[str, ...]:
-        return ("train",) if self.loss.over == "vocabulary" else ()
+        if self.loss.over == "sampled":
+            return ()
+        return ("train", "evaluate") if self.held_out_examples else ("train",)
 
     @property
     def frozen_models(self) -> Mapping[str, ModelConfig]:

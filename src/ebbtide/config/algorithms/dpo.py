@@ -43,6 +43,7 @@ class DpoConfig(Config):
     """All settings of a run that trains on pairs of completions (direct preference optimization)."""
 
     length_keys: ClassVar[str] = "`data.max_tokens`"
+    packed_together: ClassVar[int] = 2
 
     algorithm: Literal["dpo"] = "dpo"
     """What is trained and how."""
@@ -54,13 +55,7 @@ class DpoConfig(Config):
     """The loss of a pair."""
 
     @model_validator(mode="after")
-    def _pairs_fit(self) -> DpoConfig:
-        if 2 * self.data.max_tokens > self.train.microbatch_tokens:
-            raise ValueError(
-                f"a pair may have 2 x `data.max_tokens` = {2 * self.data.max_tokens} tokens, and is computed in one"
-                f" micro-batch, but `train.microbatch_tokens` is {self.train.microbatch_tokens}: raise it to"
-                f" {2 * self.data.max_tokens} or more"
-            )
+    def _one_update_per_step(self) -> DpoConfig:
         for key in ("minibatches", "epochs"):
             if getattr(self.train, key) != 1:
                 raise ValueError(
@@ -79,12 +74,21 @@ class DpoConfig(Config):
         return max(self.data.max_tokens, sampled)
 
     @property
+    def min_microbatch_tokens(self) -> int:
+        return max(self.packed_together * self.data.max_tokens, self.max_sequence_tokens)
+
+    @property
     def step_size(self) -> StepSize:
-        return StepSize(self.data.batch_size, 2, 1, self.data.max_tokens - 1)
+        return StepSize(self.data.batch_size, self.packed_together, 1, self.data.max_tokens - 1)
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
-        return {"logprob": ("reference",)} if self.loss.reference == "each_step" else {}
+        found = {"logprob": ("reference",)} if self.loss.reference == "each_step" else {}
+        return found | ({"evaluate": ("policy",)} if self.held_out_examples else {})
+
+    @property
+    def held_out_examples(self) -> int:
+        return self.data.held_out_examples if self.evaluate is not None else 0
 
     @property
     def needs_initial_weights(self) -> bool:

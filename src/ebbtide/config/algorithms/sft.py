@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
@@ -43,6 +44,14 @@ class SftConfig(Config):
     @property
     def step_size(self) -> StepSize:
         return StepSize(self.data.batch_size, 1, 1, self.data.max_tokens - 1)
+
+    @property
+    def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
+        return {"evaluate": ("policy",)} if self.held_out_examples else {}
+
+    @property
+    def held_out_examples(self) -> int:
+        return self.data.held_out_examples if self.evaluate is not None else 0
 
 
 Root = SftConfig

@@ -1,0 +1,61 @@
+"""What a divergence over the vocabulary costs (policy/divergence.py): the logits of two models in chunks, and the
+frozen model's hidden states, which are stored from its forward to the update. This file imports no torch."""
+
+from __future__ import annotations
+
+from ebbtide.config.root import Config
+from ebbtide.memory.plan import HoldingName, HoldingSpec
+from ebbtide.model.shape import Shape
+from ebbtide.model.workload import Workload
+
+NUMBER = 4  # bytes: both distributions are computed in float32
+# Tensors of [chunk, vocabulary] in float32 that exist at the same time.
+FORWARD_TENSORS, BACKWARD_TENSORS = 3, 4
+# Numbers in float32 that the kernels of a chunk read and write for each of its logits, without the matmuls.
+FORWARD_ACCESSES, BACKWARD_ACCESSES = 23, 26
+
+
+def forward_bytes(predicted: float, vocabulary: int, chunk: int) -> float:
+    """The bytes of a forward over `predicted` tokens."""
+    return FORWARD_TENSORS * NUMBER * min(chunk, predicted) * vocabulary
+
+
+def backward_bytes(predicted: float, vocabulary: int, embedding: int, chunk: int, itemsize: int) -> float:
+    """The bytes of a backward: the gradient of the head's weight in float32, and the tensors of a chunk or, at the end,
+    the gradient rounded to `itemsize` bytes."""
+    tensors = BACKWARD_TENSORS * NUMBER * min(chunk, predicted) * vocabulary
+    return NUMBER * embedding + max(tensors, itemsize * embedding)
+
+
+def kernel_bytes(predicted: float, vocabulary: int, *, backward: bool) -> float:
+    """The bytes that the kernels of a forward, with or without its backward, read and write around the matmuls."""
+    accesses = FORWARD_ACCESSES + (BACKWARD_ACCESSES if backward else 0)
+    return accesses * NUMBER * predicted * vocabulary
+
+
+def hidden_of(model: HoldingName) -> HoldingName:
+    """The holding that is the hidden states of a frozen model, from which its head computes logits."""
+    return f"{model}_hidden"
+
+
+def hidden_holdings(config: Config) -> list[HoldingSpec]:
+    """The hidden states of frozen models whose heads the loss computes with. They exist from the phase in which the
+    model computes them to the end of the step, and never move: they are new in every step."""
+    if not config.frozen_heads_in:
+        return []
+    found = []
+    for name in config.frozen_models:
+        first = next(at for at, phase in enumerate(config.cycle) if name in config.forward_passes.get(phase, ()))
+        exists_in = frozenset({*config.cycle[first:], *config.frozen_heads_in})
+        found.append(
+            HoldingSpec(hidden_of(name), frozenset(config.frozen_heads_in), movable=False, exists_in=exists_in)
+        )
+    return found
+
+
+def hidden_bytes(config: Config, work: Workload, shape: Shape, itemsize: int, ranks: int) -> int:
+    """The bytes of a frozen model's hidden states on one of so many data-parallel ranks: of its share, or of all
+    sequences where its updates train on others than it computed them of."""
+    holders = 1 if config.train.mixes_shares else ranks
+    packed = work.pack(config.train.microbatch_tokens, ranks=holders)
+    return round(itemsize * shape.hidden * sum(count * part.completion_tokens for part, count in packed.parts))
