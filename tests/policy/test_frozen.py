@@ -40,7 +40,7 @@ def test_a_rank_holds_what_the_plan_says(comm, tied) -> None:
     with Residency(plan_holdings(config), CPU) as residency:
         FrozenModel("teacher", teacher, config, load_model(config), residency, comm)
         held = residency.holdings()
-    planned = frozen_size(parameters, teacher.model.get_output_embeddings().weight.numel(), comm.shards)
+    planned = frozen_size(parameters, teacher.model.get_output_embeddings().weight.numel(), comm.shards, 4)
     assert held["teacher_head"].device == 4 * planned.head
     assert held["teacher"].device == 4 * planned.parameters  # of these shapes no bucket has gaps
 
