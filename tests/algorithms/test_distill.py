@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from conftest import TINY, merged
-from ebbtide.algorithms.distill import Run, read_data
+from ebbtide.algorithms.data import read_data
+from ebbtide.algorithms.distill import Run
 from ebbtide.config.roots import validate_config
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
@@ -122,9 +123,11 @@ def test_sampled_tokens_give_the_written_out_policy_gradient(distill, temperatur
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_student_learns_its_teacher_from_a_file(distill, beta) -> None:
+def test_a_student_learns_its_teacher_from_a_file(distill, tmp_path, beta) -> None:
     steps = {"train.steps": 80, "evaluate": {"every": 80, "problems": 4}, "train.microbatch_tokens": 256}
-    lines, _ = run(distill("a", {**steps, "optimizer.lr": 1e-2, "loss.beta": beta, "data.batch_size": 12}))
+    more = write_rows(tmp_path / "more.jsonl", digits(300))  # held-out rows have nothing new in them
+    changes = {"optimizer.lr": 1e-2, "loss.beta": beta, "data.batch_size": 12, "data.train": more}
+    lines, _ = run(distill("a", {**steps, **changes}))
     assert lines[-1]["evaluate/kl"] < lines[0]["evaluate/kl"] / 10
     assert lines[0]["evaluate/kl"] > 0.1  # there was something to learn
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import NamedTuple, Self
 
 from ebbtide.algorithms.evaluate import evaluate
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import Sample
@@ -16,17 +15,11 @@ from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, prompts_digest
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.sources import build_source
-from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.score_message import ScoreResult
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, Problems
 from ebbtide.worker import Worker
-
-
-def read_problems(config: Config) -> Problems:
-    assert config.task is not None  # the config checks that
-    return build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
 
 
 class HeldOutTask:
