@@ -226,6 +226,38 @@ def test_a_teacher_with_more_rows_than_tokens_is_none_of_another_vocabulary(dist
     assert run(distill("a", {**SHORT, "teacher.path": path, "train.steps": 1}))[0][-1]["evaluate/kl"] > 0
 
 
+def test_prompts_without_answers_are_sampled_and_not_scored(distill, tmp_path, capsys) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in digits()])
+    task = {"file": {"train": prompts, "answer_field": None}, "scoring": {"workers": 1}}
+    changes = {"task": task, "rollout": TINY["rollout"], "train.steps": 2, "report.samples_every": 1}
+    config = distill("a", changes)
+    assert config.cycle == ("generate", "logprob", "train", "step")
+    lines, _ = run(config)
+    assert lines[-1]["kl"] < lines[0]["kl"]
+    assert {"completion_tokens", "finished", "samples", "mismatch"} <= lines[0].keys()
+    assert not any("reward" in key or "passed" in key for key in lines[0])
+    shown = capsys.readouterr().out
+    assert "completion" in shown
+    assert "reward" not in shown
+    rollouts = [json.loads(line) for line in (tmp_path / "a" / "rollouts.jsonl").read_text().splitlines()]
+    assert {(one["answer"], one["reward"]) for one in rollouts} == {(None, None)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "evaluate", "wanted"),
+    [
+        ("distill", {"every": 1}, r"`task.file.answer_field: null` leaves no .*`evaluate: null`"),
+        ("grpo", None, r"`task.file.answer_field: null` leaves no answers .*which GRPO trains on"),
+    ],
+)
+def test_what_needs_scores_needs_answers(algorithm, evaluate, wanted) -> None:
+    task = {"file": {"train": "x.jsonl", "answer_field": None}}
+    tree = {**BASE, "algorithm": algorithm, "task": task, "rollout": TINY["rollout"], "evaluate": evaluate}
+    tree |= {"teacher": {"path": "x"}} if algorithm == "distill" else {}
+    with pytest.raises(ValueError, match=wanted):
+        validate_config(tree)
+
+
 REFUSED = {
     "nothing to train on": ({"data": None, "rollout": TINY["rollout"]}, "set `task`.*or `data`"),
     "sampled tokens of a file": ({"loss.over": "sampled"}, "`loss.over: sampled` needs completions that the policy"),

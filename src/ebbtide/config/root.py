@@ -145,6 +145,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _scores_have_answers(self) -> Config:
+        if self.task is None or self.task.is_scored:
+            return self
+        missing = "`task.file.answer_field: null` leaves no answers to score completions by"
+        if "score" in self.cycle:
+            raise ValueError(f"{missing}, which {self.algorithm.upper()} trains on: name the field of the answers")
+        if self.evaluate is not None:
+            raise ValueError(
+                f"{missing}, which `evaluate` does: name the field of the answers, or set `evaluate: null`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_problems(self) -> Config:
         if self.evaluate is None or self.task is None or self.task.has_own_held_out:
             return self

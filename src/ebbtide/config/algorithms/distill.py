@@ -70,8 +70,9 @@ class DistillConfig(Config):
 
     @property
     def cycle(self) -> tuple[str, ...]:
-        sampled = ("generate", "score") if self.data is None else ()
-        return (*sampled, "logprob", "train", "step")
+        generate = ("generate",) if self.data is None else ()
+        score = ("score",) if generate and self.task is not None and self.task.is_scored else ()
+        return (*generate, *score, "logprob", "train", "step")
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:
