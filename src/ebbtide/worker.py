@@ -26,6 +26,7 @@ from ebbtide.checkpoint.initial import load_weights, with_runs_as_models
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import SAVED_HOLDINGS, DataOrder, RunState, UnfinishedRollouts, UntrackedOrder
+from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.root import Config
@@ -184,7 +185,7 @@ class Worker:
         config, residency, comm = self.config, self.residency, self.comm
         device = comm.load_device(residency.device)
         # A checkpoint that is loaded later replaces the weights that the run started from.
-        replaced = self.report.resumed is not None and self.rehearsal is None and not config.needs_initial_weights
+        replaced = self.resumed is not None and not config.needs_initial_weights
         load = load_model if replaced else load_with_weights
         self.loaded = loaded = self._given or load(config, device)
         if not self._trains:
@@ -210,6 +211,11 @@ class Worker:
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes
+
+    @property
+    def resumed(self) -> Checkpoint | None:
+        """The checkpoint that the run goes on from. A rehearsal starts over."""
+        return self.report.resumed if self.rehearsal is None else None
 
     # The verbs
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from conftest import TINY, merged
-from ebbtide.algorithms.distill import Run, read_data
+from ebbtide.algorithms.data import read_data
+from ebbtide.algorithms.distill import Run
 from ebbtide.config.roots import validate_config
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
@@ -122,9 +123,11 @@ def test_sampled_tokens_give_the_written_out_policy_gradient(distill, temperatur
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_student_learns_its_teacher_from_a_file(distill, beta) -> None:
+def test_a_student_learns_its_teacher_from_a_file(distill, tmp_path, beta) -> None:
     steps = {"train.steps": 80, "evaluate": {"every": 80, "problems": 4}, "train.microbatch_tokens": 256}
-    lines, _ = run(distill("a", {**steps, "optimizer.lr": 5e-3, "loss.beta": beta, "data.batch_size": 12}))
+    more = write_rows(tmp_path / "more.jsonl", digits(300))  # held-out rows have nothing new in them
+    changes = {"optimizer.lr": 5e-3, "loss.beta": beta, "data.batch_size": 12, "data.train": more}
+    lines, _ = run(distill("a", {**steps, **changes}))
     assert lines[-1]["evaluate/kl"] < lines[0]["evaluate/kl"] / 10
     assert lines[0]["evaluate/kl"] > 0.1  # there was something to learn
 
@@ -221,6 +224,38 @@ def test_a_teacher_with_more_rows_than_tokens_is_none_of_another_vocabulary(dist
     model.resize_token_embeddings(20)
     model.save_pretrained(path)
     assert run(distill("a", {**SHORT, "teacher.path": path, "train.steps": 1}))[0][-1]["evaluate/kl"] > 0
+
+
+def test_prompts_without_answers_are_sampled_and_not_scored(distill, tmp_path, capsys) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in digits()])
+    task = {"file": {"train": prompts, "answer_field": None}, "scoring": {"workers": 1}}
+    changes = {"task": task, "rollout": TINY["rollout"], "train.steps": 2, "report.samples_every": 1}
+    config = distill("a", changes)
+    assert config.cycle == ("generate", "logprob", "train", "step")
+    lines, _ = run(config)
+    assert lines[-1]["kl"] < lines[0]["kl"]
+    assert {"completion_tokens", "finished", "samples", "mismatch"} <= lines[0].keys()
+    assert not any("reward" in key or "passed" in key for key in lines[0])
+    shown = capsys.readouterr().out
+    assert "completion" in shown
+    assert "reward" not in shown
+    rollouts = [json.loads(line) for line in (tmp_path / "a" / "rollouts.jsonl").read_text().splitlines()]
+    assert {(one["answer"], one["reward"]) for one in rollouts} == {(None, None)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "evaluate", "wanted"),
+    [
+        ("distill", {"every": 1}, r"`task.file.answer_field: null` leaves no .*`evaluate: null`"),
+        ("grpo", None, r"`task.file.answer_field: null` leaves no answers .*which GRPO trains on"),
+    ],
+)
+def test_what_needs_scores_needs_answers(algorithm, evaluate, wanted) -> None:
+    task = {"file": {"train": "x.jsonl", "answer_field": None}}
+    tree = {**BASE, "algorithm": algorithm, "task": task, "rollout": TINY["rollout"], "evaluate": evaluate}
+    tree |= {"teacher": {"path": "x"}} if algorithm == "distill" else {}
+    with pytest.raises(ValueError, match=wanted):
+        validate_config(tree)
 
 
 REFUSED = {

@@ -1,19 +1,25 @@
 """DPO: TRL's losses written out, gradients through the whole model, and the same run however it is moved or resumed."""
 
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
 from conftest import TINY
-from ebbtide.algorithms.dpo import _as_update
+from ebbtide.algorithms.examples import pairs_as_update
+from ebbtide.checkpoint.resume import find_checkpoint
+from ebbtide.checkpoint.store import list_checkpoints
+from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
 from ebbtide.parallel.comm import Comm
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.losses.preference import preference_loss
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
+from ebbtide.worker import Worker
 from example_runs import DATA, config_of, preferences, resumes_to_the_bit, run, same, write_rows
 
 LOSSES = {
@@ -107,7 +113,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_formula(loaded, name, budge
     def loss(inputs):
         return preference_loss(inputs, **LOSSES[name])
 
-    found = Policy(one, config, comm).forward_backward(_as_update(pairs), loss, no_progress)
+    found = Policy(one, config, comm).forward_backward(pairs_as_update(pairs), loss, no_progress)
     assert found["loss"] == pytest.approx(wanted.item(), rel=1e-5)
     for key, weight in model.named_parameters():
         torch.testing.assert_close(
@@ -161,8 +167,8 @@ def test_a_pair_twice_weighs_twice(loaded) -> None:
     def loss(inputs):
         return preference_loss(inputs, kind="sigmoid", beta=0.3)
 
-    values = [policy.forward_only(_as_update(pairs), loss, no_progress)["loss"] for pairs in ([first], [second])]
-    thrice = policy.forward_only(_as_update([first, second, first]), loss, no_progress)["loss"]
+    values = [policy.forward_only(pairs_as_update(pairs), loss, no_progress)["loss"] for pairs in ([first], [second])]
+    thrice = policy.forward_only(pairs_as_update([first, second, first]), loss, no_progress)["loss"]
     assert thrice == pytest.approx((2 * values[0] + values[1]) / 3, rel=1e-5)
     assert not any(weight.grad is not None and weight.grad.any() for weight in model.parameters())
 
@@ -171,6 +177,36 @@ def test_a_pair_twice_weighs_twice(loaded) -> None:
 def test_a_resumed_run_is_the_run_that_never_stopped(dpo, tmp_path, reference) -> None:
     changes = {**SETTINGS, "data": dpo("x").data.model_dump(), "loss.reference": reference}
     resumes_to_the_bit("dpo", tmp_path, changes)
+
+
+@pytest.mark.parametrize(("steps", "after_resume"), [(5, 1), (12, 6)], ids=["within an epoch", "two epochs"])
+def test_the_reference_is_computed_in_slices_for_the_pairs_that_are_still_drawn(
+    dpo, monkeypatch, steps, after_resume
+) -> None:
+    """24 pairs in batches of 4: an epoch has 6 steps."""
+    seen: list[int] = []
+    entered: list[str] = []
+    compute, enter = Worker.logprobs, Residency.enter
+
+    def logprobs(worker, data, name, *more, **options) -> None:
+        assert entered[-1] == "evaluate"  # which the plan knows: in it the optimizer's state may be away
+        compute(worker, data, name, *more, **options)
+        seen.append(len(data))
+
+    monkeypatch.setattr(Worker, "logprobs", logprobs)
+    monkeypatch.setattr(Residency, "enter", lambda residency, phase: (entered.append(phase), enter(residency, phase)))
+    saves = {"every": 4, "keep": 9, "async_save": False}
+    whole = {"data.batch_size": 4, "train.steps": steps, "checkpoint": saves, "evaluate": {"every": 4, "problems": 4}}
+    lines, _ = run(dpo("a", whole))
+    assert seen == [8] * min(steps, 6) + [8, 4]  # and 6 held-out pairs
+    assert "seconds/evaluate" not in lines[1]  # it is no part of the first step
+    for saved in list_checkpoints(Path(dpo("a").run.folder) / "checkpoints"):
+        if saved.step > 4:
+            shutil.rmtree(saved.path)
+    seen.clear()
+    again = dpo("a", {**whole, "resume": "auto"})
+    run(again, find_checkpoint(again, print))
+    assert seen == [8] * after_resume + [8, 4]
 
 
 @pytest.mark.parametrize("reference", ["once", "each_step"])

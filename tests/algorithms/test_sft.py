@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from ebbtide.algorithms.data import read_data
 from ebbtide.algorithms.examples import Examples
 from ebbtide.model.load import load_model
 from ebbtide.report.null_report import NullReport
 from ebbtide.rollout.examples import ExampleEncoder, encode_examples, read_example_rows
 from ebbtide.tasks.sampler import Sampler
+from ebbtide.tasks.task import Problems
 from example_runs import DATA, config_of, digits, resumes_to_the_bit, run, same, write_rows
 
 SETTINGS = {
@@ -150,10 +152,11 @@ def test_an_evaluation_does_not_pass_over_a_task_that_has_nothing_held_out(sft, 
     from ebbtide.errors import UserError
 
     class Nothing:
-        train, held_out = (), ()
+        def problems(self) -> Problems:
+            return Problems([], [])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ebbtide.algorithms.sft.read_problems", lambda config: Nothing)
+        patch.setattr("ebbtide.algorithms.data.build_task", lambda config, seed, evaluated: Nothing())
         with pytest.raises(UserError, match="held-out problems"):
             run(sft("a", {**SETTINGS, **SAMPLED}))
 
@@ -174,7 +177,7 @@ def test_an_epoch_draws_every_example_once(sft) -> None:
 
     config = sft("a", {"data.batch_size": 10})
     with Worker(config, NullReport(Path(config.run.folder))) as worker:
-        examples = Examples(worker, read_example_rows(config.data, evaluated=False), config.data)
+        examples = Examples(worker, read_data(config))
         drawn = [datum for _ in range(3) for datum in examples.next()]
         again = examples.next()
     assert len({tuple(datum.tokens) for datum in drawn}) == 30

@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerFast
 from ebbtide.config.data import ExamplesConfig, PairsConfig
 from ebbtide.errors import UserError
 from ebbtide.model.load import LoadedModel, load_model
+from ebbtide.policy.datum import Datum
 from ebbtide.progress import no_progress
-from ebbtide.rollout.examples import ExampleEncoder, encode_examples, encode_pairs, read_example_rows
+from ebbtide.rollout.examples import ExampleEncoder, data_digest, encode_examples, encode_pairs, read_example_rows
 from example_runs import config_of, write_rows
 
 START, END, STOP = "<|start|>", "<|end|>", "<|stop|>"
@@ -321,3 +322,32 @@ def test_bad_pairs_are_named(encoded) -> None:
         encoded({"chosen": "a", "rejected": chat("a", "b")})
     with pytest.raises(UserError, match=r"all 1 pairs have more than"):
         encoded({"prompt": "a", "chosen": "b", "rejected": "c" * 99}, limit=20, overlong="drop")
+
+
+def test_the_texts_of_many_rows_are_tokenized_at_once(bytewise, encoded, monkeypatch) -> None:
+    tokenizer = tokenizer_of(CHATML)
+    config, loaded = bytewise
+    encoded({"text": "x"})
+    calls: list[int] = []
+    call = type(tokenizer).__call__
+
+    def counted(self, texts, **options):
+        calls.append(len(texts))
+        assert isinstance(texts, list)
+        return call(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    encoder = ExampleEncoder(LoadedModel(loaded.model, tokenizer, ""), config, 1000, "error")
+    rows = [({"messages": chat("a", f"b{n}", "c", f"d{n}")}, "x,") for n in range(20)]
+    rows += [({"prompt": f"a{n}", "completion": f"b{n}"}, "x,") for n in range(20)]
+    together = encode_examples(rows, encoder, ExamplesConfig(train="x"), no_progress)
+    assert sorted(calls) == [20, 100]  # prompts, which have what a text begins with; completions and chats
+    alone = [encode_examples([row], encoder, ExamplesConfig(train="x"), no_progress)[0] for row in rows]
+    assert together == alone
+
+
+def test_a_digest_tells_tokens_from_targets_and_examples() -> None:
+    data = [[Datum([1, 2, 3], [1, 2])], [Datum([1, 2, 3], [2])], [Datum([1, 2], [1]), Datum([3, 4], [1])]]
+    data += [[Datum([1, 2, 3, 4], [1])], [Datum([1, 2, 3], [1])]]
+    assert len({data_digest([one]) for one in data}) == len(data)
+    assert data_digest([data[0]]) == data_digest([[Datum([1, 2, 3], range(1, 3))]])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
+from ebbtide.algorithms.data import read_data
 from ebbtide.algorithms.evaluate import is_eval_missing
 from ebbtide.algorithms.task import HeldOutTask
 from ebbtide.checkpoint.checkpointer import Checkpointer
@@ -25,23 +27,22 @@ from ebbtide.worker import Worker, seed_everything
 
 
 class Algorithm(ABC):
-    """An algorithm on a worker, for the length of a run. Its module in algorithms/ has a
-    function `read_data`, which reads the training data before the model is loaded, and a class `Run`, an `Algorithm`
-    that is built from the worker and the data."""
+    """An algorithm on a worker, for the length of a run. Its module in algorithms/ has a class `Run`, an `Algorithm`
+    that is built from the worker and the data (`RunData`)."""
 
     about: str
     """What is trained on, for the lines that introduce the run."""
 
     parts: Sequence[HeldOutTask] = ()
-    """What the steps use beside the worker: contexts around them."""
+    """The problems that the run samples completions of or evaluates on: contexts around the steps."""
 
     @abstractmethod
     def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
         """Does one step; returns its metrics, and the samples that were made in it."""
 
-    @abstractmethod
-    def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
-        """The metrics of an evaluation after a step. It uses no random state of the run."""
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        """The metrics of an evaluation, in addition to those of the parts. It uses no random state of the run."""
+        return {}
 
     def after_step(self, samples: Sequence[Sample]) -> None:  # noqa: B027 (most do nothing then)
         """Called when a step has been reported."""
@@ -59,7 +60,7 @@ def train(
     module: Any = import_module(f"ebbtide.algorithms.{config.algorithm}")
     seed_everything(config.seed, config.deterministic)
     with report.working("reading the data"):
-        data = module.read_data(config)
+        data = read_data(config)
     with Worker(config, report, rehearsal=rehearsal, comm=comm, channel=channel) as worker:
         algorithm: Algorithm = module.Run(worker, data)
         report.begin(worker.policy.model, worker.policy.tokenizer, worker.residency, algorithm.about)
@@ -76,9 +77,9 @@ class _Loop:
         """Does all steps that are left. Raises LoopStopped if the run has to stop before the last one."""
         worker, config, report = self._worker, self._config, self._report
         start_step = 0
-        if worker.state is not None and report.resumed is not None:
+        if worker.resumed is not None:
             with report.working("reading the checkpoint"):
-                start_step = worker.load(report.resumed.path)
+                start_step = worker.load(worker.resumed.path)
         saver = worker.saver if config.checkpoint is not None else None
         self._checkpointer = Checkpointer(config, saver, report.note, comm=worker.comm)
         with ExitStack() as stack:
@@ -97,7 +98,9 @@ class _Loop:
             report.note_evaluation(start_step, evaluation | worker.residency.meter.drain())
 
         for step in range(start_step + 1, config.train.steps + 1):
+            started = time.perf_counter()
             metrics, samples = self._algorithm.step(step)
+            metrics["seconds"] = time.perf_counter() - started
             evaluation = self._evaluate(step) if config.is_eval_due(step) else {}
             metrics |= evaluation
             report.step(step, metrics | worker.residency.meter.drain(), samples)
@@ -116,7 +119,11 @@ class _Loop:
         if self._worker.comm.any(checkpointer.must_stop):
             return {}
         try:
-            with self._worker.phase("evaluate") as progress:
-                return self._algorithm.evaluate(step, AbandonableProgress(progress, lambda: checkpointer.must_stop))
+            with self._worker.phase("evaluate") as shown:
+                progress = AbandonableProgress(shown, lambda: checkpointer.must_stop)
+                found = self._algorithm.evaluate(progress)
+                for part in self._algorithm.parts:
+                    found |= part.evaluate(step, progress)
+                return found
         except WorkAbandoned:
             return {}

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from ebbtide.algorithms.data import RunData
 from ebbtide.algorithms.examples import Examples
 from ebbtide.algorithms.loop import Algorithm
-from ebbtide.algorithms.task import HeldOutTask, read_problems
-from ebbtide.config.algorithms.sft import SftConfig
-from ebbtide.optim.schedule import learning_rate
+from ebbtide.algorithms.updates import train_on
 from ebbtide.policy.losses.cross_entropy import cross_entropy
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import Sample
-from ebbtide.rollout.examples import ExampleRows, read_example_rows
-from ebbtide.tasks.task import Problem
 from ebbtide.worker import Worker
-
-Data = tuple[ExampleRows, Sequence[Problem] | None]
-
-
-def read_data(config: SftConfig) -> Data:
-    """(the examples, the problems on which the policy is evaluated if there is a task)."""
-    rows = read_example_rows(config.data, evaluated=config.evaluate is not None)
-    return rows, read_problems(config).held_out if config.generates else None
 
 
 class Run(Algorithm):
     """One run of SFT on a worker."""
 
-    def __init__(self, worker: Worker, data: Data) -> None:
-        assert isinstance(worker.config, SftConfig)
-        self._worker, self._config = worker, worker.config
-        rows, problems = data
-        self._examples = Examples(worker, rows, self._config.data)
+    def __init__(self, worker: Worker, data: RunData) -> None:
+        self._worker, self._examples = worker, Examples(worker, data)
         self.about = f"{self._examples.about}, sft"
-        self.parts = [HeldOutTask(worker, problems)] if problems is not None else []
+        self.parts = self._examples.evaluated_task
 
     def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
-        config, worker = self._config, self._worker
-        started = time.perf_counter()
-        data = self._examples.next()
-        with worker.phase("train") as progress:
-            metrics = worker.forward_backward(data, cross_entropy, progress)
-        with worker.phase("step"):
-            metrics |= worker.optim_step(learning_rate(config.optimizer, step - 1, config.train.steps))
-        return metrics | {"tokens": sum(datum.length for datum in data), "seconds": time.perf_counter() - started}, []
+        return train_on(self._worker, self._examples.next(), cross_entropy, step), []
 
-    def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
-        loss = self._worker.forward(self._examples.held_out, cross_entropy, progress)["loss"]
-        return {"evaluate/loss": loss} | {k: v for part in self.parts for k, v in part.evaluate(step, progress).items()}
+    def evaluate(self, progress: Progress) -> dict[str, float]:
+        return {"evaluate/loss": self._worker.forward(self._examples.held_out, cross_entropy, progress)["loss"]}

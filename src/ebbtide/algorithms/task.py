@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import NamedTuple, Self
 
 from ebbtide.algorithms.evaluate import evaluate
-from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import Sample
@@ -16,17 +15,11 @@ from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, prompts_digest
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.sources import build_source
-from ebbtide.tasks.build import build_task
 from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.score_message import ScoreResult
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, Problems
 from ebbtide.worker import Worker
-
-
-def read_problems(config: Config) -> Problems:
-    assert config.task is not None  # the config checks that
-    return build_task(config.task, config.seed, evaluated=config.evaluate is not None).problems()
 
 
 class HeldOutTask:
@@ -48,9 +41,11 @@ class HeldOutTask:
             return encode_prompts(problems, policy.tokenizer, policy.vocabulary_rows, self._config, progress)
 
     def __enter__(self) -> Self:
-        assert self._config.task is not None
-        pool = self._stack.enter_context(ScoringPool(self._config.task, self._config.seed))
-        self._scoring = PartitionedScoring(pool, self._worker.comm)
+        task = self._config.task
+        assert task is not None
+        if task.is_scored:
+            pool = self._stack.enter_context(ScoringPool(task, self._config.seed))
+            self._scoring = PartitionedScoring(pool, self._worker.comm)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -102,8 +97,7 @@ class TaskRollouts(HeldOutTask):
 
     def next(self, step: int) -> Rollouts:
         """The completions of a step, in the phases generate and score."""
-        with self._worker.phase("generate") as progress:
-            prompts, groups = self._source.next(step, progress)
+        prompts, groups = self._generate(step)
         with self._worker.phase("score") as progress:
             completions = [
                 (prompt.problem, completion.text)
@@ -112,9 +106,19 @@ class TaskRollouts(HeldOutTask):
             ]
             return Rollouts(prompts, groups, self._scoring.score(completions, progress))
 
+    def _generate(self, step: int) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
+        with self._worker.phase("generate") as progress:
+            return self._source.next(step, progress)
+
     def samples(self, step: int) -> list[Sample]:
-        """The completions of a step, for algorithms that have no use for rewards but to show them."""
-        prompts, groups, scored = self.next(step)
+        """The completions of a step, for algorithms that have no use for rewards but to show them: where the task has
+        no answers, there are none."""
+        scored: Sequence[ScoreResult | None]
+        if "score" in self._config.cycle:
+            prompts, groups, scored = self.next(step)
+        else:
+            prompts, groups = self._generate(step)
+            scored = [None for group in groups for _ in group]
         owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
         completions = [completion for group in groups for completion in group]
         return [Sample(*parts, 0.0, True) for parts in zip(owners, completions, scored, strict=True)]

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from ebbtide.config.base import Section
 from ebbtide.config.checkpoint import CheckpointConfig
+from ebbtide.config.data import DataConfig
 from ebbtide.config.evaluate import EvaluateConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.config.model import ModelConfig
@@ -50,6 +51,9 @@ class Config(Section):
 
     packed_together: ClassVar[int] = 1
     """Sequences that are computed in one micro-batch because the loss compares them, such as those of a pair."""
+
+    single_update: ClassVar[bool] = False
+    """Whether a step is always one update."""
 
     algorithm: str
     """What is trained and how: `grpo`, `sft`, `dpo` or `distill`."""
@@ -134,6 +138,29 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_update_per_step(self) -> Config:
+        for key in ("minibatches", "epochs") if self.single_update else ():
+            if (value := getattr(self.train, key)) != 1:
+                raise ValueError(
+                    f"`train.{key}: {value}` cuts a step of RL into updates, and a step of {self.algorithm.upper()} is"
+                    " one: remove it. `data.batch_size` is the size of an update, and `train.steps` their number"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _scores_have_answers(self) -> Config:
+        if self.task is None or self.task.is_scored:
+            return self
+        missing = "`task.file.answer_field: null` leaves no answers to score completions by"
+        if "score" in self.cycle:
+            raise ValueError(f"{missing}, which {self.algorithm.upper()} trains on: name the field of the answers")
+        if self.evaluate is not None:
+            raise ValueError(
+                f"{missing}, which `evaluate` does: name the field of the answers, or set `evaluate: null`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_problems(self) -> Config:
         if self.evaluate is None or self.task is None or self.task.has_own_held_out:
             return self
@@ -207,9 +234,19 @@ class Config(Section):
         raise NotImplementedError
 
     @property
+    def trained_file(self) -> DataConfig | None:
+        """The examples that are trained on, where the algorithm has a section `data`; None: what is trained on is
+        sampled."""
+        found: DataConfig | None = getattr(self, "data", None)
+        return found
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Tokens of the longest sequence that is trained on or sampled."""
-        return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        sampled = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        if self.trained_file is None:
+            return sampled
+        return max(self.trained_file.max_tokens, sampled if self.generates else 0)
 
     @property
     def min_microbatch_tokens(self) -> int:
@@ -219,7 +256,10 @@ class Config(Section):
     @property
     def step_size(self) -> StepSize:
         """The size of the largest step."""
-        raise NotImplementedError
+        file, rollout = self.trained_file, self.rollout
+        if file is not None:
+            return StepSize(file.batch_size, self.packed_together, 1, file.max_tokens - 1)
+        return StepSize(rollout.prompts_per_step, rollout.group_size, rollout.max_prompt_tokens, rollout.max_new_tokens)
 
     @property
     def held_out_examples(self) -> int:
@@ -228,8 +268,8 @@ class Config(Section):
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature of the log-probs that are trained on."""
-        return 1.0
+        """The temperature of the log-probs that are trained on: that of the samples."""
+        return self.rollout.temperature if self.trained_file is None else 1.0
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:

@@ -41,8 +41,9 @@ class FileTaskConfig(Section):
     prompt_field: str = "prompt"
     """Field with the prompt: a text, or a list of messages with `role` and `content`."""
 
-    answer_field: str = "answer"
-    """Field with the expected answer."""
+    answer_field: str | None = "answer"
+    """Field with the expected answer; `null`: there are none, and completions are not scored, which distillation does
+    not need."""
 
     scorer: Literal["exact", "numeric", "gsm8k", "regex", "math_verify"] = "exact"
     """How a completion is compared with the answer: `exact`, the same text; `numeric`, the same number; `gsm8k`, the
@@ -124,6 +125,11 @@ class TaskConfig(Section):
                 f" on; set now: {found}{off}"
             )
         return self
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether completions can be scored."""
+        return self.file is None or self.file.answer_field is not None
 
     @property
     def has_own_held_out(self) -> bool:

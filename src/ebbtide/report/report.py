@@ -228,7 +228,8 @@ class Report:
 
     def _say_failures(self, samples: Sequence[Sample]) -> None:
         """Shows why samples could not be scored, each reason once per run."""
-        for message in dict.fromkeys(sample.scored.message for sample in samples if sample.scored.failure):
+        failed = [sample.scored for sample in samples if sample.scored is not None and sample.scored.failure]
+        for message in dict.fromkeys(one.message for one in failed):
             if message not in self._shown_failures and len(self._shown_failures) < MOST_REASONS:
                 self._shown_failures.add(message)
                 self.terminal.say(f"  not scored: {printable(message, 300)}", "red")
@@ -319,6 +320,7 @@ class Report:
 
 
 def _line(step: int, group: int, number: int, sample: Sample) -> dict[str, object]:
+    scored = sample.scored
     return {
         "step": step,
         "group": group,
@@ -326,17 +328,17 @@ def _line(step: int, group: int, number: int, sample: Sample) -> dict[str, objec
         "prompt": sample.prompt.text,
         "answer": sample.prompt.problem.answer,
         "completion": sample.completion.text,
-        "reward": sample.scored.value,
-        "parts": sample.scored.parts,
+        "reward": scored.value if scored is not None else None,
+        "parts": scored.parts if scored is not None else {},
         "advantage": sample.advantage,
         "finish": sample.completion.finish,
         "tokens": len(sample.completion.tokens),
-        "failure": sample.scored.failure,
-        "failure_message": sample.scored.message,
+        "failure": scored.failure if scored is not None else None,
+        "failure_message": scored.message if scored is not None else "",
     }
 
 
 def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Picks a few samples, from the worst reward to the best."""
-    ordered = sorted(samples, key=lambda sample: sample.scored.value)
+    ordered = sorted(samples, key=lambda sample: sample.scored.value if sample.scored is not None else 0.0)
     return [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(min(count, len(ordered)))]

@@ -20,6 +20,7 @@ from ebbtide.progress import Progress, format_duration
 from ebbtide.report.heartbeat import Heartbeat
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.printable import printable, printable_lines
+from ebbtide.tasks.score_message import ScoreResult
 
 # (label, key, format): the step line, left to right.
 COLUMNS = (
@@ -188,7 +189,8 @@ class Terminal:
 
     def samples(self, samples: Sequence[Sample]) -> None:
         table = Table(box=None, padding=(0, 2), header_style="dim")
-        for name in ("prompt", "completion", "reward", "advantage"):
+        scored = any(sample.scored is not None for sample in samples)
+        for name in ("prompt", "completion", *(("reward", "advantage") if scored else ())):
             table.add_column(name, overflow="fold", justify="left" if name in ("prompt", "completion") else "right")
         for sample in samples:
             table.add_row(
@@ -198,7 +200,10 @@ class Terminal:
                     if sample.completion.text
                     else Text("(empty)", style="dim")
                 ),
-                f"{sample.scored.value:.2f}" + (f" ({sample.scored.failure})" if sample.scored.failure else ""),
-                f"{sample.advantage:+.2f}",
+                *(_reward_cells(sample.scored, sample.advantage) if sample.scored is not None else ()),
             )
         self._print(table)
+
+
+def _reward_cells(scored: ScoreResult, advantage: float) -> tuple[str, str]:
+    return f"{scored.value:.2f}" + (f" ({scored.failure})" if scored.failure else ""), f"{advantage:+.2f}"

@@ -28,7 +28,8 @@ class Sample:
 
     prompt: Prompt
     completion: Completion
-    scored: ScoreResult
+    scored: ScoreResult | None
+    """None: the task has no answers to score by."""
     advantage: float
     trained: bool
     """Whether it is part of the loss: groups whose advantages are all 0, and what `loss.mask_overlong` masks, may be
@@ -55,20 +56,23 @@ class Batch:
 
 def sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, float]:
     """Returns the metrics of sampled and scored completions."""
-    rewards = [sample.scored.value for sample in samples]
     lengths = [len(sample.completion.tokens) for sample in samples]
     by_outcome: dict[str, list[int]] = {"passed": [], "failed": []}
-    for length, reward in zip(lengths, rewards, strict=True):
-        by_outcome["passed" if reward >= pass_reward else "failed"].append(length)
+    rewards: list[float] = []
     count = len(samples)
     parts: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    for sample in samples:
-        parts.update(sample.scored.parts)
-        failures.update([sample.scored.failure] if sample.scored.failure else [])
+    for length, scored in zip(lengths, (sample.scored for sample in samples), strict=True):
+        if scored is not None:
+            rewards.append(scored.value)
+            by_outcome["passed" if scored.value >= pass_reward else "failed"].append(length)
+            parts.update(scored.parts)
+            failures.update([scored.failure] if scored.failure else [])
+    reward = {}
+    if rewards:
+        reward = {"reward": sum(rewards) / count, "reward_std": torch.tensor(rewards).std(correction=0).item()}
     return {
-        "reward": sum(rewards) / count,
-        "reward_std": torch.tensor(rewards).std(correction=0).item(),
+        **reward,
         **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
         **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
         "completion_tokens": sum(lengths) / count,

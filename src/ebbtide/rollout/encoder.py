@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
@@ -35,6 +35,17 @@ class Encoded:
     tokens: list[int]
     has_control_text: bool
     """Whether its data contain the text of a control token."""
+
+
+class Prepared(NamedTuple):
+    """A text that is ready for the tokenizer."""
+
+    text: str
+    """As it reads."""
+    renamed: str | None
+    """What the copy of the tokenizer encodes, if the data contain the text of a control token."""
+    special: bool
+    """Whether the tokenizer adds what it begins and ends a text with."""
 
 
 class Encoder:
@@ -66,37 +77,56 @@ class Encoder:
             f"{before}(?P<quoted>{names}){after}|{before}|{after}|(?P<added>{_any_of(t.content for t in added)})"
         )
 
-    def text(self, text: str) -> Encoded:
-        """Encodes a text that is all data."""
-        if self._quotes(text):
-            return Encoded(text, self._plain_tokenizer.encode(text).ids, has_control_text=True)
-        return Encoded(text, self._tokenizer(text)["input_ids"], has_control_text=False)
-
     @property
     def is_templated(self) -> bool:
         """Whether chats are rendered by a chat template."""
         return self._templated
 
-    def continuation(self, text: str) -> list[int]:
-        """The tokens of a text that follows other tokens."""
-        if self._quotes(text):
-            return list(self._plain_tokenizer.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def text(self, text: str) -> Encoded:
+        """Encodes a text that is all data."""
+        return self._encoded(self.prepare_text(text))
 
-    def chat(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> Encoded:
+    def chat(self, messages: Sequence[Message]) -> Encoded:
         """Encodes messages, with the generation prompt after them. Roles and contents are data."""
+        return self._encoded(self.prepare_chat(messages))
+
+    def _encoded(self, prepared: Prepared) -> Encoded:
+        (tokens,) = self.tokenize([prepared])
+        return Encoded(prepared.text, tokens, has_control_text=prepared.renamed is not None)
+
+    def tokenize(self, texts: Sequence[Prepared]) -> list[list[int]]:
+        """The tokens of each text. The tokenizer gets all of them at once, and so uses all cores."""
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for place, one in enumerate(texts):
+            kinds.setdefault((one.renamed is not None, one.special), []).append(place)
+        found: dict[int, list[int]] = {}
+        for (renamed, special), places in kinds.items():
+            if renamed:
+                secret = [texts[place].renamed or "" for place in places]
+                encodings = self._plain_tokenizer.encode_batch(secret, add_special_tokens=special)
+                tokens = [list(one.ids) for one in encodings]
+            else:
+                plain = [texts[place].text for place in places]
+                tokens = self._tokenizer(plain, add_special_tokens=special)["input_ids"]
+            found |= zip(places, tokens, strict=True)
+        return [found[place] for place in range(len(texts))]
+
+    def prepare_text(self, text: str, *, continues: bool = False) -> Prepared:
+        """A text that is all data; `continues`: it follows other tokens."""
+        return Prepared(text, text if self._quotes(text) else None, special=not continues)
+
+    def prepare_chat(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> Prepared:
+        """A chat, with the generation prompt after it."""
         if not self._templated:
-            return self.text("".join(message["content"] for message in messages))
+            return self.prepare_text("".join(message["content"] for message in messages))
         if not any(self._quotes(message["role"]) or self._quotes(message["content"]) for message in messages):
-            text = self._rendered(messages, generation_prompt)
-            return Encoded(text, self._tokenizer(text, add_special_tokens=False)["input_ids"], has_control_text=False)
+            return Prepared(self._rendered(messages, generation_prompt), None, special=False)
         marked: list[Message] = [
             {"role": self._marked(one["role"]), "content": self._marked(one["content"])} for one in messages
         ]
         rendered = self._rendered(marked, generation_prompt)
         text = self._written.sub(lambda found: found["quoted"] or found["added"] or "", rendered)
-        secret = self._written.sub(self._renamed, rendered)
-        return Encoded(text, self._plain_tokenizer.encode(secret, add_special_tokens=False).ids, has_control_text=True)
+        return Prepared(text, self._written.sub(self._renamed, rendered), special=False)
 
     def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         try:

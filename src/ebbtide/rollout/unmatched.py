@@ -30,8 +30,9 @@ class UnmatchedGuard:
         """Returns a note after the first step without a match, and raises after enough of them. A sample that could not
         be scored might have matched: its step does not count."""
         self._check_scoring(samples)
-        self._matched = self._matched or any(sample.scored.parts.get(EXTRACTED) for sample in samples)
-        if self._matched or any(sample.scored.failure for sample in samples):
+        scored = [sample.scored for sample in samples if sample.scored is not None]
+        self._matched = self._matched or any(one.parts.get(EXTRACTED) for one in scored)
+        if self._matched or any(one.failure for one in scored):
             return None
         self._steps, self._completions = self._steps + 1, self._completions + len(samples)
         most = self._config.task.unmatched_steps
@@ -41,12 +42,13 @@ class UnmatchedGuard:
 
     def _check_scoring(self, samples: Sequence[Sample]) -> None:
         """Ends a run whose scorer has failed on every sample so far."""
-        self._scored = self._scored or any(sample.scored.failure is None for sample in samples)
+        scored = [sample.scored for sample in samples if sample.scored is not None]
+        self._scored = self._scored or any(one.failure is None for one in scored)
         if self._scored:
             return
         self._failed_steps, self._failed = self._failed_steps + 1, self._failed + len(samples)
         if self._failed_steps >= UNSCORED_STEPS and self._failed >= MIN_COMPLETIONS:
-            why = f"{samples[0].scored.failure}: {printable(samples[0].scored.message, 300)}"
+            why = f"{scored[0].failure}: {printable(scored[0].message, 300)}"
             raise UserError(
                 f"none of {self._failed:,} completions so far could be scored ({why}): fix the task's scorer"
             )

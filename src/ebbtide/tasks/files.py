@@ -48,23 +48,24 @@ class FileTask:
     def _problem(self, row: dict[str, Any], where: str) -> Problem:
         if is_too_deep(row):
             raise UserError(f"{where} has lists or objects nested more than {DEEPEST} deep: flatten them")
-        for key, name in (("prompt_field", self.config.prompt_field), ("answer_field", self.config.answer_field)):
-            if name not in row:
+        fields = {"prompt_field": self.config.prompt_field, "answer_field": self.config.answer_field}
+        for key, name in fields.items():
+            if name is not None and name not in row:
                 raise UserError(
                     f"{where} has no field `{name}` (`task.file.{key}`); its fields are:"
                     f" {', '.join(map(str, row)) or 'none'}"
                 )
-        answer = row[self.config.answer_field]
-        try:
-            check_answer(self.config.scorer, answer)
-        except ValueError as error:
-            raise UserError(
-                f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot use,"
-                f" {str(answer)[:60]!r}: {error}. Fix the row, or choose another scorer"
-            ) from None
-        rest = {
-            key: value for key, value in row.items() if key not in (self.config.prompt_field, self.config.answer_field)
-        }
+        answer = None
+        if self.config.answer_field is not None:
+            answer = row[self.config.answer_field]
+            try:
+                check_answer(self.config.scorer, answer)
+            except ValueError as error:
+                raise UserError(
+                    f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot use,"
+                    f" {str(answer)[:60]!r}: {error}. Fix the row, or choose another scorer"
+                ) from None
+        rest = {key: value for key, value in row.items() if key not in fields.values()}
         return Problem(
             read_messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest
         )

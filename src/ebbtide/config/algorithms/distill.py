@@ -10,7 +10,7 @@ from pydantic import model_validator
 from ebbtide.config.base import Fraction, Section
 from ebbtide.config.data import ExamplesConfig
 from ebbtide.config.model import ModelConfig
-from ebbtide.config.root import Config, StepSize
+from ebbtide.config.root import Config
 
 
 class DistillationLossConfig(Section):
@@ -70,24 +70,9 @@ class DistillConfig(Config):
 
     @property
     def cycle(self) -> tuple[str, ...]:
-        sampled = ("generate", "score") if self.data is None else ()
-        return (*sampled, "logprob", "train", "step")
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        sampled = super().max_sequence_tokens if self.generates else 0
-        return max(self.data.max_tokens if self.data is not None else 0, sampled)
-
-    @property
-    def step_size(self) -> StepSize:
-        rollout = self.rollout
-        if self.data is not None:
-            return StepSize(self.data.batch_size, 1, 1, self.data.max_tokens - 1)
-        return StepSize(rollout.prompts_per_step, rollout.group_size, rollout.max_prompt_tokens, rollout.max_new_tokens)
-
-    @property
-    def logprob_temperature(self) -> float:
-        return self.rollout.temperature if self.data is None else 1.0
+        generate = ("generate",) if self.data is None else ()
+        score = ("score",) if generate and self.task is not None and self.task.is_scored else ()
+        return (*generate, *score, "logprob", "train", "step")
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from ebbtide.config.base import Positive, Section
 from ebbtide.config.data import PairsConfig
-from ebbtide.config.root import Config, StepSize
+from ebbtide.config.root import Config
 
 
 class PreferenceLossConfig(Section):
@@ -27,8 +27,8 @@ class PreferenceLossConfig(Section):
 
     reference: Literal["once", "each_step"] = "once"
     """When the reference's log-probs are computed: `once`, before the first step, for every pair that the run will
-    draw, with the initial weights, so that no reference is held; `each_step`, in the logprob phase, under a frozen
-    copy of the initial weights."""
+    still draw, with the initial weights, so that no reference is held; `each_step`, in the logprob phase, under a
+    frozen copy of the initial weights."""
 
     @model_validator(mode="after")
     def _smoothing_needs_sigmoid(self) -> PreferenceLossConfig:
@@ -44,6 +44,7 @@ class DpoConfig(Config):
 
     length_keys: ClassVar[str] = "`data.max_tokens`"
     packed_together: ClassVar[int] = 2
+    single_update: ClassVar[bool] = True
 
     algorithm: Literal["dpo"] = "dpo"
     """What is trained and how."""
@@ -54,32 +55,13 @@ class DpoConfig(Config):
     loss: PreferenceLossConfig = PreferenceLossConfig()
     """The loss of a pair."""
 
-    @model_validator(mode="after")
-    def _one_update_per_step(self) -> DpoConfig:
-        for key in ("minibatches", "epochs"):
-            if getattr(self.train, key) != 1:
-                raise ValueError(
-                    f"`train.{key}: {getattr(self.train, key)}` cuts a step of RL into updates, and a step of DPO is"
-                    " one: remove it. `data.batch_size` is the size of an update, and `train.steps` their number"
-                )
-        return self
-
     @property
     def cycle(self) -> tuple[str, ...]:
         return ("logprob", "train", "step") if self.loss.reference == "each_step" else ("train", "step")
 
     @property
-    def max_sequence_tokens(self) -> int:
-        sampled = super().max_sequence_tokens if self.generates else 0
-        return max(self.data.max_tokens, sampled)
-
-    @property
     def min_microbatch_tokens(self) -> int:
         return max(self.packed_together * self.data.max_tokens, self.max_sequence_tokens)
-
-    @property
-    def step_size(self) -> StepSize:
-        return StepSize(self.data.batch_size, self.packed_together, 1, self.data.max_tokens - 1)
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:

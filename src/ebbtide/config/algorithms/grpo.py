@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from ebbtide.config.loss import AdvantageConfig, LossConfig
-from ebbtide.config.root import Config, StepSize
+from ebbtide.config.root import Config
 from ebbtide.config.task import TaskConfig
 
 
@@ -45,15 +45,6 @@ class GrpoConfig(Config):
     @property
     def cycle(self) -> tuple[str, ...]:
         return ("generate", "score", "logprob", "train", "step")
-
-    @property
-    def step_size(self) -> StepSize:
-        rollout = self.rollout
-        return StepSize(rollout.prompts_per_step, rollout.group_size, rollout.max_prompt_tokens, rollout.max_new_tokens)
-
-    @property
-    def logprob_temperature(self) -> float:
-        return self.rollout.temperature
 
     @property
     def needs_old_logprobs(self) -> bool:

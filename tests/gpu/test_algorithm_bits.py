@@ -10,7 +10,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 GPU = {"device": "cuda", "deterministic": True, "model.dtype": "bfloat16", "optimizer.lr": 1e-3, "train.steps": 3}
 LEAN = {"memory": {"plan": "manual", "preset": "lean"}}
-TEACHER = {"scratch": {**BASE["model"]["scratch"], "hidden": 48, "mlp": 64, "layers": 3, "tied": False}}
+TEACHER = {
+    "scratch": {
+        **BASE["model"]["scratch"],
+        "hidden": 64,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 32,
+        "mlp": 64,
+        "layers": 3,
+    }
+}
 SAMPLED = {"task": TINY["task"], "rollout": TINY["rollout"]}
 CASES = {
     "sft": ("sft", {}),

@@ -1,0 +1,24 @@
+"""The updates of a step, whatever its algorithm: the optimizer steps on minibatches of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbtide.optim.schedule import learning_rate
+from ebbtide.policy.datum import Datum
+from ebbtide.policy.losses import Loss
+from ebbtide.rollout.batch import average_metrics, minibatches
+from ebbtide.worker import Worker
+
+
+def train_on(worker: Worker, data: Sequence[Datum], loss: Loss, step: int) -> dict[str, float]:
+    """Trains on the data of a step in the phases train and step, and returns metrics."""
+    config, found = worker.config, list[dict[str, float]]()
+    per_step = config.train.epochs * config.train.minibatches
+    for number, minibatch in enumerate(minibatches(config, data, step), start=(step - 1) * per_step):
+        with worker.phase("train") as progress:
+            figures = worker.forward_backward(minibatch, loss, progress)
+        with worker.phase("step"):
+            figures |= worker.optim_step(learning_rate(config.optimizer, number, config.train.steps * per_step))
+        found.append(figures)
+    return average_metrics(found) | {"tokens": sum(datum.length for datum in data)}
