@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ebbtide.algorithms.examples import Examples
-from ebbtide.algorithms.loop import Algorithm
+from ebbtide.algorithms.loop import Algorithm, StepResult
 from ebbtide.algorithms.task import HeldOutTask, TaskRollouts, read_problems
 from ebbtide.config.algorithms.distill import DistillConfig
 from ebbtide.optim.schedule import learning_rate
@@ -52,7 +52,7 @@ class Run(Algorithm):
         if self._config.loss.over == "vocabulary":
             self._loss = VocabularyDivergence(partial(worker.frozen_head, "teacher"), self._config.loss.beta, chunk)
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+    def step(self, step: int) -> StepResult:
         config, worker = self._config, self._worker
         started = time.perf_counter()
         samples: list[Sample] = []
@@ -80,7 +80,8 @@ class Run(Algorithm):
         found: dict[str, float] = {"tokens": tokens}
         if self._rollouts is not None:
             found = sample_metrics(samples, config.pass_reward) | self._rollouts.metrics()
-        return found | average_metrics(updates) | {"seconds": seconds}, samples
+        metrics = found | average_metrics(updates) | {"seconds": seconds}
+        return StepResult(metrics, [datum.sizes for datum in data], samples)
 
     def _ask_teacher(self, data: Sequence[Datum], progress: Progress) -> None:
         if self._config.loss.over == "vocabulary":
@@ -89,12 +90,20 @@ class Run(Algorithm):
             self._worker.logprobs(data, "teacher_logprobs", progress, model="teacher")
 
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
-        found: dict[str, float] = {}
-        if self._examples is not None:
-            self._ask_teacher(self._examples.held_out, progress)
-            found["evaluate/kl"] = self._worker.forward(self._examples.held_out, self._loss, progress)["kl"]
-            for datum in self._examples.held_out:
-                datum.values.pop("teacher_hidden", None)
+        found = {} if self._examples is None else {"evaluate/kl": self._held_out_divergence(progress)}
         for part in self.parts:
             found |= part.evaluate(step, progress)
         return found
+
+    def _held_out_divergence(self, progress: Progress) -> float:
+        """The mean over the targets of all held-out data. Hidden states of no more data than a step has are stored at a
+        time: the teacher computes them anew in each evaluation, as those of all would take the memory of a model."""
+        assert self._examples is not None
+        assert self._config.data is not None
+        data, size, total = self._examples.held_out, self._config.data.batch_size, 0.0
+        for part in (data[start : start + size] for start in range(0, len(data), size)):
+            self._ask_teacher(part, progress)
+            total += self._worker.forward(part, self._loss, progress)["kl"] * sum(len(one.targets) for one in part)
+            for datum in part:
+                del datum.values["teacher_hidden"]
+        return total / sum(len(datum.targets) for datum in data)

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ebbtide.algorithms.loop import Algorithm
+from ebbtide.algorithms.loop import Algorithm, StepResult
 from ebbtide.algorithms.task import HeldOutTask, read_problems
 from ebbtide.config.algorithms.dpo import DpoConfig
 from ebbtide.optim.schedule import learning_rate
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.losses.preference import preference_loss
 from ebbtide.progress import Progress
-from ebbtide.rollout.batch import Sample
 from ebbtide.rollout.examples import ExampleEncoder, ExampleRows, data_digest, encode_pairs, read_example_rows
 from ebbtide.system.units import ceil_div
 from ebbtide.tasks.sampler import Sampler
@@ -66,7 +65,7 @@ class Run(Algorithm):
         self._held_out = _as_update(held_out)
         worker.logprobs(self._held_out, "reference_logprobs")
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+    def step(self, step: int) -> StepResult:
         config, worker = self._config, self._worker
         started = time.perf_counter()
         data = _as_update(self._order.draw(config.data.batch_size))
@@ -77,7 +76,8 @@ class Run(Algorithm):
             metrics = worker.forward_backward(data, self._loss, progress)
         with worker.phase("step"):
             metrics |= worker.optim_step(learning_rate(config.optimizer, step - 1, config.train.steps))
-        return metrics | {"tokens": sum(datum.length for datum in data), "seconds": time.perf_counter() - started}, []
+        metrics |= {"tokens": sum(datum.length for datum in data), "seconds": time.perf_counter() - started}
+        return StepResult(metrics, [datum.sizes for datum in data])
 
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
         found = self._worker.forward(self._held_out, self._loss, progress)

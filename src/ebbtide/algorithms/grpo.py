@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ebbtide.algorithms.loop import Algorithm
+from ebbtide.algorithms.loop import Algorithm, StepResult
 from ebbtide.algorithms.task import TaskRollouts, read_problems
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.optim.schedule import learning_rate
@@ -31,7 +31,7 @@ class Run(Algorithm):
         self.about = f"{rollouts.about}, {self._config.loss.kind}"
         self._loss, self._unmatched = build_loss(self._config.loss), UnmatchedGuard(self._config)
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+    def step(self, step: int) -> StepResult:
         config, worker = self._config, self._worker
         started = time.perf_counter()
         batch = assemble(config, *self._rollouts.next(step))
@@ -54,7 +54,7 @@ class Run(Algorithm):
 
         seconds = time.perf_counter() - started
         metrics = batch.metrics(config.pass_reward) | self._rollouts.metrics() | average_metrics(updates)
-        return metrics | {"seconds": seconds}, batch.samples
+        return StepResult(metrics | {"seconds": seconds}, [datum.sizes for datum in batch.data], batch.samples)
 
     def after_step(self, samples: Sequence[Sample]) -> None:
         if warning := self._unmatched.after_step(samples):

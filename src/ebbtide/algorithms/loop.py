@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbtide.algorithms.evaluate import is_eval_missing
 from ebbtide.algorithms.task import HeldOutTask
@@ -24,6 +24,16 @@ from ebbtide.rollout.weights.channel import RolloutChannel
 from ebbtide.worker import Worker, seed_everything
 
 
+class StepResult(NamedTuple):
+    """What a step of an algorithm has done."""
+
+    metrics: dict[str, float]
+    lengths: Sequence[tuple[int, int]]
+    """(tokens without loss, tokens with loss) of each sequence that was trained on."""
+    samples: Sequence[Sample] = ()
+    """The completions that were sampled in it."""
+
+
 class Algorithm(ABC):
     """An algorithm on a worker, for the length of a run. Its module in algorithms/ has a
     function `read_data`, which reads the training data before the model is loaded, and a class `Run`, an `Algorithm`
@@ -36,8 +46,8 @@ class Algorithm(ABC):
     """What the steps use beside the worker: contexts around them."""
 
     @abstractmethod
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
-        """Does one step; returns its metrics, and the samples that were made in it."""
+    def step(self, step: int) -> StepResult:
+        """Does one step."""
 
     @abstractmethod
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
@@ -96,10 +106,10 @@ class _Loop:
             report.note_evaluation(start_step, evaluation | worker.residency.meter.drain())
 
         for step in range(start_step + 1, config.train.steps + 1):
-            metrics, samples = self._algorithm.step(step)
+            metrics, lengths, samples = self._algorithm.step(step)
             evaluation = self._evaluate(step) if config.is_eval_due(step) else {}
             metrics |= evaluation
-            report.step(step, metrics | worker.residency.meter.drain(), samples)
+            report.step(step, metrics | worker.residency.meter.drain(), samples, lengths)
             self._algorithm.after_step(samples)
             if self._checkpointer.step_done(step):
                 with worker.phase("save"):

@@ -6,13 +6,12 @@ import time
 from collections.abc import Sequence
 
 from ebbtide.algorithms.examples import Examples
-from ebbtide.algorithms.loop import Algorithm
+from ebbtide.algorithms.loop import Algorithm, StepResult
 from ebbtide.algorithms.task import HeldOutTask, read_problems
 from ebbtide.config.algorithms.sft import SftConfig
 from ebbtide.optim.schedule import learning_rate
 from ebbtide.policy.losses.cross_entropy import cross_entropy
 from ebbtide.progress import Progress
-from ebbtide.rollout.batch import Sample
 from ebbtide.rollout.examples import ExampleRows, read_example_rows
 from ebbtide.tasks.task import Problem
 from ebbtide.worker import Worker
@@ -37,7 +36,7 @@ class Run(Algorithm):
         self.about = f"{self._examples.about}, sft"
         self.parts = [HeldOutTask(worker, problems)] if problems is not None else []
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+    def step(self, step: int) -> StepResult:
         config, worker = self._config, self._worker
         started = time.perf_counter()
         data = self._examples.next()
@@ -45,7 +44,8 @@ class Run(Algorithm):
             metrics = worker.forward_backward(data, cross_entropy, progress)
         with worker.phase("step"):
             metrics |= worker.optim_step(learning_rate(config.optimizer, step - 1, config.train.steps))
-        return metrics | {"tokens": sum(datum.length for datum in data), "seconds": time.perf_counter() - started}, []
+        metrics |= {"tokens": sum(datum.length for datum in data), "seconds": time.perf_counter() - started}
+        return StepResult(metrics, [datum.sizes for datum in data])
 
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
         loss = self._worker.forward(self._examples.held_out, cross_entropy, progress)["loss"]
