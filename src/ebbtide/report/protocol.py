@@ -72,8 +72,8 @@ class RankReport(Protocol):
     def step(
         self, step: int, metrics: dict[str, float], samples: Sequence[Sample], lengths: Sequence[tuple[int, int]] = ()
     ) -> None:
-        """Writes and shows a step that is done. `lengths`: (tokens without loss, tokens with loss) of each sequence that
-        was trained on."""
+        """Writes and shows a step that is done. `lengths`: (tokens without loss, tokens with loss) of each sequence
+        that was trained on."""
         ...
 
     def note_evaluation(self, step: int, figures: dict[str, float]) -> None:

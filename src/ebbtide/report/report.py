@@ -164,8 +164,8 @@ class Report:
     def step(
         self, step: int, metrics: dict[str, float], samples: Sequence[Sample], lengths: Sequence[tuple[int, int]] = ()
     ) -> None:
-        """Writes and shows a step that is done. `lengths`: (tokens without loss, tokens with loss) of each sequence that
-        was trained on."""
+        """Writes and shows a step that is done. `lengths`: (tokens without loss, tokens with loss) of each sequence
+        that was trained on."""
         if samples:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
             metrics = {**metrics, "tokens": tokens}
