@@ -27,6 +27,7 @@ from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import SAVED_HOLDINGS, DataOrder, RunState, UnfinishedRollouts, UntrackedOrder
 from ebbtide.config.checkpoint import CheckpointConfig
+from ebbtide.config.model import ModelConfig
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.device_budget import enforce_budget
@@ -79,6 +80,15 @@ def load_with_weights(config: Config, device: torch.device) -> LoadedModel:
     return loaded
 
 
+def load_frozen(config: Config, model: ModelConfig, device: torch.device) -> LoadedModel:
+    """A frozen model on the host. A new one is initialised on `device`: a GPU takes seconds for what takes a CPU
+    minutes, and no other model has to have the same bits."""
+    start = device if model.scratch is not None else torch.device("cpu")
+    loaded = load_with_weights(config.model_copy(update={"model": model}), start)
+    loaded.model.to("cpu")
+    return loaded
+
+
 class Worker:
     """One rank of a run. It is a context manager: it plans and loads when it is entered, and frees everything at the
     end."""
@@ -106,7 +116,10 @@ class Worker:
         self._has_report = report is not None
         self.report = report or NullReport(Path(config.run.folder or f"runs/{config.run.name}"))
         self.comm, self._channel = comm or Comm(), channel
-        self.config = with_runs_as_models(config, self.report.note)
+        # Rank 0 finds checkpoints, as a run that still writes some may have a newer one a moment later.
+        self.config = self.comm.broadcast(
+            with_runs_as_models(config, self.report.note) if self.comm.is_main else config
+        )
         self.optimizer: AdamW | None = None
         self._reference: Mapping[str, Tensor] = {}
         self._frozen: dict[HoldingName, FrozenModel] = {}
@@ -169,7 +182,11 @@ class Worker:
 
     def _load(self, host_needs: dict[str, int]) -> None:
         config, residency, comm = self.config, self.residency, self.comm
-        self.loaded = loaded = self._given or load_with_weights(config, comm.load_device(residency.device))
+        device = comm.load_device(residency.device)
+        # A checkpoint that is loaded later replaces the weights that the run started from.
+        replaced = self.report.resumed is not None and self.rehearsal is None and not config.needs_initial_weights
+        load = load_model if replaced else load_with_weights
+        self.loaded = loaded = self._given or load(config, device)
         if not self._trains:
             self.engine = build_engine(loaded, config, residency.make_room)
             return
@@ -179,18 +196,17 @@ class Worker:
         with rollout_weights.materialized() as model:
             policy.verify(model)
         if config.generates:
-            self.engine = rollout_weights.engine(  # built and verified before the optimizer takes its memory
+            self.engine = rollout_weights.engine(
                 lambda model: build_engine(replace(loaded, model=model), config, residency.make_room),
                 lambda: self.optimizer.steps if self.optimizer is not None else {},
             )
         residency.register("weights", [local(parameter) for parameter in policy.model.parameters()])
-        if self.rehearsal != "none":
-            self.optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, comm, self.report.note)
         if config.has_reference:
             self._reference = freeze_reference(policy.model, residency)
         for name, model in config.frozen_models.items():
-            found = load_with_weights(config.model_copy(update={"model": model}), torch.device("cpu"))
-            self._frozen[name] = FrozenModel(name, found, config, loaded, residency, comm)
+            self._frozen[name] = FrozenModel(name, load_frozen(config, model, device), config, loaded, residency, comm)
+        if self.rehearsal != "none":  # last: what is verified above needs memory of its own
+            self.optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, comm, self.report.note)
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes
@@ -289,11 +305,16 @@ class Worker:
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Writes a checkpoint to `checkpoints/` in the run's folder, in the save phase. With asynchronous saves it is
         complete when the next one begins, or when the worker ends."""
+        self.saver.save(step, dict(metrics or {}))
+
+    @property
+    def saver(self) -> Saver:
+        """Writes the checkpoints of this run."""
         if self._saver is None:
             settings = self.config.checkpoint or CheckpointConfig()
             self.report.path.mkdir(parents=True, exist_ok=True)  # a report of a run has made it
             self._saver = Saver(settings, self.report.path / FOLDER, self._saved_state, self.report.note)
-        self._saver.save(step, dict(metrics or {}))
+        return self._saver
 
     def load(self, checkpoint: Path) -> int:
         """Loads a checkpoint, bit for bit, and returns its step."""

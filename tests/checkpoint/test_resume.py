@@ -444,7 +444,7 @@ def keeper(tiny, tmp_path, **options):
     """(a keeper whose state writes nothing, its clock)."""
     clock = Clock()
     config = tiny({"checkpoint": {"every": None, "async_save": False, **options}, "train.steps": 100})
-    return Checkpointer(config, tmp_path, Numbers(), print, clock), clock
+    return Checkpointer(config, Saver(config.checkpoint, tmp_path, Numbers(), print), print, clock), clock
 
 
 def test_a_checkpoint_is_due_after_so_many_minutes(tiny, tmp_path) -> None:
@@ -498,7 +498,7 @@ def test_the_first_signal_waits_for_the_step_and_the_second_does_not(tiny, tmp_p
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two, monkeypatch) -> None:
+def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two) -> None:
     given_up = threading.Event()
     filled: list[str] = []
 
@@ -511,13 +511,11 @@ def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two, monkeypat
     class Given(Saver):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if name == "_given_up" and value:
+            if name == "_abandoned" and value:
                 given_up.set()
 
-    monkeypatch.setattr("ebbtide.checkpoint.checkpointer.Saver", Given)
     config = tiny({"checkpoint": {"every": None, "keep": 9, "async_save": False}, "train.steps": 100})
-    made = Checkpointer(config, two.parent, Numbers(before), print)
-    made._saver._folder = two
+    made = Checkpointer(config, Given(config.checkpoint, two, Numbers(before), print), print)
     with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         made.save(3, {})
@@ -535,8 +533,7 @@ def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -
     kill = Writer.kill
     monkeypatch.setattr(Writer, "kill", lambda writer: (kill(writer), ended.set()))
     config = tiny({"checkpoint": {"every": None, "keep": 9}, "train.steps": 100})
-    made = Checkpointer(config, two.parent, Numbers(before), print)
-    made._saver._folder = two
+    made = Checkpointer(config, Saver(config.checkpoint, two, Numbers(before), print), print)
     with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
         made.save(3, {})
         going.wait()

@@ -51,3 +51,17 @@ def test_what_is_away_stays_so() -> None:
 def test_other_errors_are_left_alone() -> None:
     with pytest.raises(KeyError), residency_of().phase("train"):
         raise KeyError("x")
+
+
+def test_where_a_phase_cannot_be_entered_the_one_before_it_does_not_count(monkeypatch) -> None:
+    residency = residency_of(preset="lean")
+    with residency.phase("step"):
+        pass
+
+    def run_out_of_memory(holding) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(residency, "_fetch", run_out_of_memory)
+    with pytest.raises(UserError) as found, residency.phase("generate"):
+        pass
+    assert "moments         0.000      1.000" in str(found.value)  # the step phase had them on the device

@@ -114,7 +114,7 @@ def test_a_rank_without_work_computes_a_pair_where_the_data_are_pairs(loaded) ->
     assert [batch.members for batch in batches] == [[0, 0], [0, 0]]
     assert batches[0].lengths == [1, 1]
     idle = idle_datum(pair[0])
-    values = per_target([idle, idle], batches[0].sequence, CPU)
+    values = per_target([idle, idle], ["hidden", "weights"], batches[0].sequence, CPU)
     assert values["hidden"].tolist() == [[0.0] * 7] * 2
     assert values["weights"].tolist() == [0.0, 0.0]
 
@@ -200,8 +200,26 @@ def test_masks_and_values_of_another_length_are_refused(loaded) -> None:
 
 
 def test_a_value_that_a_loss_lacks_is_named(loaded) -> None:
-    with pytest.raises(KeyError, match="no datum has the value `scores`; they have: other"):
+    with pytest.raises(KeyError, match="not all data have the value `scores`; all have: other"):
         policy_of(loaded, 16).forward_only([Datum([1, 2], [1], {"other": 1.0})], weighted, no_progress)
+
+
+@pytest.mark.parametrize("budget", [16, 512])
+@pytest.mark.parametrize("lacks", [0, 3])
+def test_a_value_that_one_datum_lacks_is_left_out_of_all_micro_batches(loaded, budget, lacks) -> None:
+    data = masked()
+    for datum in data:
+        datum.values |= {"rollout_logprobs": [-1.0] * len(datum.targets), "weights": 1.0}
+    del data[lacks].values["rollout_logprobs"]
+    seen = []
+
+    def loss(inputs):
+        seen.append(set(inputs.values))
+        return inputs.logprobs.sum()
+
+    found = policy_of(loaded, budget).forward_only(data, loss, no_progress)
+    assert seen == [{"weights"}] * len(seen)
+    assert found.keys() == {"loss", "entropy"}  # and no mismatch of some of them
 
 
 @pytest.mark.parametrize("budget", [16, 512])
@@ -241,6 +259,24 @@ def plain(inputs):
 def scalar(inputs):
     return inputs.logprobs.sum()
 
+class WithHead:
+    # Twice the log-probs, which it computes from the logits itself.
+
+    def head(self, hidden, head, targets, values):
+        assert "advantages" in values
+        logprobs = head.shaped(head.raw(hidden, len(head.weight))).log_softmax(-1)
+        chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return {"logprobs": chosen, "entropies": entropies, "twice": 2 * chosen}
+
+    def __call__(self, inputs):
+        return -inputs["advantages"] * inputs["twice"] / 2
+
+with_head = WithHead()
+
+def without_entropies(inputs): ...
+without_entropies.head = lambda hidden, head, targets, values: {"logprobs": targets}
+
 number = 5
 """
 
@@ -275,6 +311,18 @@ def test_a_loss_of_ones_own_trains_and_reports(own) -> None:
 
 def test_a_loss_may_report_nothing(own) -> None:
     assert own("own_losses:plain")[-1]["grad_norm"] > 0
+
+
+def test_a_loss_of_ones_own_may_compute_with_the_logits(own) -> None:
+    changes = {"loss.kl": {"coefficient": 0.1}, "run.overwrite": True}
+    plain, computed = own("own_losses:plain", **changes)[-1], own("own_losses:with_head", **changes)[-1]
+    for name in ("loss", "entropy", "grad_norm", "kl", "mismatch"):
+        assert computed[name] == pytest.approx(plain[name], rel=1e-3, abs=1e-6), name
+
+
+def test_a_head_that_computes_no_entropies_is_refused(own) -> None:
+    with pytest.raises(ValueError, match=r"has to return `logprobs` and `entropies`, and lacks {'entropies'}"):
+        own("own_losses:without_entropies")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ class _Loop:
         if worker.state is not None and report.resumed is not None:
             with report.working("reading the checkpoint"):
                 start_step = worker.load(report.resumed.path)
-        self._checkpointer = Checkpointer(config, report.path, worker.state, report.note, comm=worker.comm)
+        saver = worker.saver if config.checkpoint is not None else None
+        self._checkpointer = Checkpointer(config, saver, report.note, comm=worker.comm)
         with ExitStack() as stack:
             for part in self._algorithm.parts:
                 stack.enter_context(part)

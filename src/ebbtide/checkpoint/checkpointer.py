@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
-from ebbtide.checkpoint.state import RunState
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
@@ -27,17 +24,14 @@ class Checkpointer:
     def __init__(
         self,
         config: Config,
-        run: Path,
-        state: RunState | None,
+        saver: Saver | None,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         comm: Comm | None = None,
     ) -> None:
-        self._config, self._say, self._clock, self._comm = config, say, clock, comm or Comm()
-        self._saver = None
-        if config.checkpoint is not None:
-            assert state is not None  # there is something to save
-            self._saver = Saver(config.checkpoint, run / FOLDER, state, say)
+        """`saver` writes the checkpoints; None: there are none."""
+        self._config, self._saver, self._say = config, saver, say
+        self._clock, self._comm = clock, comm or Comm()
         self._began = self._stepped = self._saved = clock()
         self._step_seconds = self._blocked_seconds = 0.0
         self._stop_requested = self._stop_now = False

@@ -243,6 +243,11 @@ class Config(Section):
         return any("reference" in models for models in self.forward_passes.values())
 
     @property
+    def needs_initial_weights(self) -> bool:
+        """Whether a run that resumes still computes with the weights that it started from."""
+        return self.has_reference
+
+    @property
     def frozen_models(self) -> Mapping[str, ModelConfig]:
         """Holding -> a frozen model with an architecture of its own, such as a teacher."""
         return {}

@@ -33,22 +33,13 @@ def use_expandable_segments() -> None:
 
 def start_run(job: Job, say: Say) -> int:
     """Runs a job to its end and returns the exit code."""
-    config = with_runs_as_models(job.config, say)
-    job = replace(job, config=config)
     sys.path.append(os.getcwd())  # a user's own `task.python.object` is imported from here
-    # Errors that need no torch to be found are raised now, not ten seconds later.
-    plan_holdings(config)
-    for model in (config.model, *config.frozen_models.values()):
-        check_paths(model)
-    if config.task is not None:
-        build_task(config.task, config.seed, evaluated=config.evaluate is not None)
-    if config.rollout.serve_port is not None:
-        check_installed()
+    if os.environ.get("RANK", "0") == "0":  # the other ranks of `torchrun` get what is found from the first
+        job = _checked(job, say)
+        say("starting (torch and transformers take a few seconds to load)", "dim")
+    config = job.config
     if config.rollout.engine != "vllm":  # vLLM's own allocator does not work with expandable segments
         use_expandable_segments()
-    if os.environ.get("RANK", "0") == "0":  # the other ranks of `torchrun` get the checkpoint from the first
-        job = replace(job, resumed=find_checkpoint(config, say))
-        say("starting (torch and transformers take a few seconds to load)", "dim")
     if (count := ranks_to_start(config)) > 0:
         launch_ranks = launch_on_ray if config.parallel and config.parallel.ray else launch_locally
         return launch_ranks(job, count, say)
@@ -64,3 +55,17 @@ def start_run(job: Job, say: Say) -> int:
         traceback.print_exc()
         exit_now()
     return 0
+
+
+def _checked(job: Job, say: Say) -> Job:
+    """The job with the checkpoints that it starts from. Errors that need no torch to be found are raised now, not ten
+    seconds later."""
+    config = with_runs_as_models(job.config, say)
+    plan_holdings(config)
+    for model in (config.model, *config.frozen_models.values()):
+        check_paths(model)
+    if config.task is not None:
+        build_task(config.task, config.seed, evaluated=config.evaluate is not None)
+    if config.rollout.serve_port is not None:
+        check_installed()
+    return replace(job, config=config, resumed=find_checkpoint(config, say))

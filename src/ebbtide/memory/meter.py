@@ -66,7 +66,7 @@ class Meter:
         self._device, self._mover, self._plan = device, mover, plan
         self._rows: dict[Phase, PhaseRow] = {}
         self.last = PhaseRow()
-        """The phase that was measured last."""
+        """The phase that was measured last, or that is being entered."""
         self.run_rows: dict[Phase, PhaseRow] = {}
         """The rows of the whole run so far, for the table at its end."""
 
@@ -80,6 +80,7 @@ class Meter:
         issued."""
         on_gpu = self.on_gpu
         start = time.perf_counter()
+        self.last = PhaseRow()  # where entering fails, what the phase before it had does not count
         owner.enter(phase)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -86,11 +86,13 @@ class Residency:
     def pin(self, copied: Sequence[HoldingName] = ()) -> None:
         """Pins host memory for all that the plan ever offloads, and for host copies of the holdings `copied` that are
         on the device when they are saved. Called once, when everything is registered and before the first phase."""
-        leaving = [holding for holding in self._holdings.values() if self.plan.is_ever_offloaded(holding.name)]
-        sizes = [[storage.nbytes() for storage in holding.storages()] for holding in leaving]
-        self.arena.reserve([size for group in sizes for size in group])
-        for holding, group in zip(leaving, sizes, strict=True):
-            holding.blocks = [self.arena.allocate(size) for size in group]
+        self._pin_blocks(
+            [
+                holding
+                for holding in self._holdings.values()
+                if self.plan.is_ever_offloaded(holding.name) and not holding.blocks
+            ]
+        )
         staying = [
             self._holdings[name]
             for name in copied
@@ -99,6 +101,24 @@ class Residency:
         self.arena.reserve([storage.nbytes() for holding in staying for storage in holding.storages()])
         for holding in staying:
             self._blocks_for_copy(holding)
+
+    def _pin_blocks(self, leaving: Sequence[Holding]) -> None:
+        """Pins host memory for these holdings, in as few slabs as they need together."""
+        sizes = [[storage.nbytes() for storage in holding.storages()] for holding in leaving]
+        self.arena.reserve([size for group in sizes for size in group])
+        for holding, group in zip(leaving, sizes, strict=True):
+            holding.blocks = [self.arena.allocate(size) for size in group]
+
+    def offload_at_start(self, name: HoldingName) -> None:
+        """Offloads a holding that the first phase of a step has away, so that what is loaded after it finds its memory
+        free. The move is part of no phase."""
+        if self.plan.place(self.plan.cycle[0], name) != "away":
+            return
+        holding = self._holdings[name]
+        self._pin_blocks([holding])
+        self._offload(holding)
+        self.mover.host_waits(holding.last)
+        self.mover.drain()
 
     def has(self, name: HoldingName) -> bool:
         return name in self._holdings

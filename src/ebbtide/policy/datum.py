@@ -100,10 +100,16 @@ def idle_datum(like: Datum) -> Datum:
     return Datum([1, 1], [1], {name: zero(value) for name, value in like.values.items()})
 
 
-def per_target(data: Sequence[Datum], sequence: Tensor, device: torch.device) -> Mapping[str, Tensor]:
-    """Name -> the values of all targets of these data [P, ...], for each name that all of them have. `sequence`: [P],
-    the datum of each target."""
-    names = [name for name in data[0].values if all(name in datum.values for datum in data)]
+def shared_names(data: Sequence[Datum]) -> list[str]:
+    """The values that all of these data have. A loss reads no others: it is called on some of the data at a time, and
+    has to find the same values in all of them."""
+    return [name for name in data[0].values if all(name in datum.values for datum in data)]
+
+
+def per_target(
+    data: Sequence[Datum], names: Sequence[str], sequence: Tensor, device: torch.device
+) -> Mapping[str, Tensor]:
+    """Name -> the values of all targets of these data [P, ...]. `sequence`: [P], the datum of each target."""
     return {name: _gather(name, data, sequence, device) for name in names}
 
 

@@ -36,7 +36,7 @@ class FrozenModel:
         loaded.model.requires_grad_(False)
         self._name, self._policy = name, Policy(loaded, config, comm)
         head = output_head(loaded.model, config.logprob_temperature).weight
-        if comm.mesh is None:
+        if comm.shards == 1:  # replicas compute on their own: nothing of a frozen model is ever reduced
             rest = [parameter for parameter in loaded.model.parameters() if parameter is not head]
             buckets = [*_into_buckets(rest, residency.device)]
             (matrix,) = _into_buckets([head], residency.device)
@@ -44,6 +44,7 @@ class FrozenModel:
             self._policy.device = residency.device
             self._head = output_head(loaded.model, config.logprob_temperature)
         else:  # FSDP shards the head's matrix, and every rank needs all of it in training
+            assert comm.mesh is not None
             matrix = head.detach().to(residency.device, copy=True)
             whole = output_head(loaded.model, config.logprob_temperature)
             bias = None if whole.bias is None else whole.bias.detach().to(residency.device, copy=True)
@@ -51,8 +52,9 @@ class FrozenModel:
             self._policy.shard(comm.mesh, residency.device)
             buckets = [local(parameter) for parameter in loaded.model.parameters()]
         self._policy.verify()
-        residency.register(name, buckets, frozen=True)
-        residency.register(head_of(name), [matrix], frozen=True)
+        for holding, tensors in ((name, buckets), (head_of(name), [matrix])):
+            residency.register(holding, tensors, frozen=True)
+            residency.offload_at_start(holding)
         self._residency, self._hidden = residency, list[ref[Tensor]]()
         if hidden_of(name) in residency.plan.specs:
             hidden = self._hidden

@@ -34,10 +34,10 @@ from ebbtide.policy.activation_plan import (
 )
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
-from ebbtide.policy.datum import Datum, idle_datum, per_target
+from ebbtide.policy.datum import Datum, idle_datum, per_target, shared_names
 from ebbtide.policy.figures import Figures, summarize, zeros
 from ebbtide.policy.head import Head, token_logprobs
-from ebbtide.policy.losses import Loss, LossInputs, mismatch
+from ebbtide.policy.losses import Loss, LossInputs, loss_head, mismatch
 from ebbtide.policy.packing import MicroBatch, pack, together
 from ebbtide.policy.reference import swap_weights
 from ebbtide.progress import AbandonableProgress, Progress, WorkAbandoned
@@ -59,12 +59,6 @@ def _token_logprobs(hidden: Tensor, head: Head, targets: Tensor, *, chunk: int) 
         hidden, head.weight, head.bias, targets, scale=head.scale, softcap=head.softcap, chunk=chunk
     )
     return {"logprobs": logprobs, "entropies": entropies}
-
-
-def _with_values(
-    head: Callable[..., Outputs], values: Mapping[str, Tensor], hidden: Tensor, own: Head, targets: Tensor
-) -> Outputs:
-    return head(hidden, own, targets, values)
 
 
 class _PackedModel(nn.Module):
@@ -298,9 +292,9 @@ class Policy:
             raise ValueError("there are no data to compute a loss of")
         mine, batches = self._local_share(data)
         members = [*(data[index] for index in mine), replace(idle_datum(data[0]), group=0)]
-        seen: list[Figures] = []
+        names, seen = shared_names(data), list[Figures]()
         for done, batch in enumerate(batches):
-            inputs = self._loss_inputs(batch, [members[member] for member in batch.members], loss)
+            inputs = self._loss_inputs(batch, [members[member] for member in batch.members], names, loss)
             found = loss(inputs)
             value, reported = found if isinstance(found, tuple) else (found, {})
             idle = len(mine) in batch.members
@@ -333,12 +327,18 @@ class Policy:
         if self._ranks.any(abandoned):
             raise WorkAbandoned
 
-    def _loss_inputs(self, batch: MicroBatch, members: Sequence[Datum], loss: Loss) -> LossInputs:
-        values = per_target(members, batch.sequence, self.device)
-        compute: HeadFunction = partial(_token_logprobs, chunk=self.config.train.head_chunk_tokens)
-        if (head := getattr(loss, "head", None)) is not None:  # A loss may compute with the logits themselves.
-            compute = partial(_with_values, head, values)
+    def _loss_inputs(self, batch: MicroBatch, members: Sequence[Datum], names: Sequence[str], loss: Loss) -> LossInputs:
+        values = per_target(members, names, batch.sequence, self.device)
+        own, chunk = loss_head(loss), self.config.train.head_chunk_tokens
+
+        def compute(hidden: Tensor, head: Head, targets: Tensor) -> Outputs:
+            if own is None:
+                return _token_logprobs(hidden, head, targets, chunk=chunk)
+            return own(hidden, head, targets, values)
+
         outputs = self._outputs(batch, self.config.logprob_temperature, compute)
+        if missing := {"logprobs", "entropies"} - outputs.keys():
+            raise ValueError(f"the `head` of a loss has to return `logprobs` and `entropies`, and lacks {missing}")
         return LossInputs(
             logprobs=outputs.pop("logprobs"),
             entropies=outputs.pop("entropies"),

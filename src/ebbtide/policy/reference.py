@@ -28,6 +28,7 @@ def freeze_reference(model: nn.Module, residency: Residency) -> dict[str, Tensor
         flats += made
         copies |= {name: view.copy_(named[name]) for name, view in zip(names, views, strict=True)}
     residency.register("reference", flats, frozen=True)
+    residency.offload_at_start("reference")
     return copies
 
 

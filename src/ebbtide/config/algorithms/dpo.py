@@ -90,5 +90,9 @@ class DpoConfig(Config):
     def held_out_examples(self) -> int:
         return self.data.held_out_examples if self.evaluate is not None else 0
 
+    @property
+    def needs_initial_weights(self) -> bool:
+        return True  # they are the reference
+
 
 Root = DpoConfig

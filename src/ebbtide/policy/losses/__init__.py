@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ebbtide.config.loss import LossConfig
 from ebbtide.errors import UserError
+from ebbtide.policy.head import Head
 from ebbtide.policy.losses.cispo import cispo
 from ebbtide.policy.losses.grpo import grpo
 from ebbtide.policy.losses.gspo import gspo
@@ -47,7 +48,7 @@ class LossInputs:
     def __getitem__(self, name: str) -> Tensor:
         """The values [P, ...] of this name."""
         if name not in self.values:
-            raise KeyError(f"no datum has the value `{name}`; they have: {', '.join(self.values) or 'none'}")
+            raise KeyError(f"not all data have the value `{name}`; all have: {', '.join(self.values) or 'none'}")
         return self.values[name]
 
     def sequence_sum(self, per_target: Tensor) -> Tensor:
@@ -60,10 +61,44 @@ Loss = Callable[[LossInputs], "Tensor | tuple[Tensor, Metrics]"]
 """A loss: the micro-batch's part of it, a scalar, and what to report. Both are summed over micro-batches."""
 
 
-def build_loss(config: LossConfig) -> Loss:
+class LossHead(Protocol):
+    """What a loss that needs more of the logits than log-probs has as its attribute `head`."""
+
+    def __call__(self, hidden: Tensor, head: Head, targets: Tensor, values: Mapping[str, Tensor], /) -> LossValues:
+        """Computes what the loss needs of each target, from the hidden states before the targets [P, H], the policy's
+        output head, the targets [P] and the values of the data: by name, `logprobs` and `entropies` [P] at least."""
+        ...
+
+
+LossValues = dict[str, Tensor]
+"""Name -> [P, ...]."""
+
+
+def loss_head(loss: Loss | None) -> LossHead | None:
+    """The attribute `head` of a loss; None where it has none, and the policy computes the log-probs."""
+    found: LossHead | None = getattr(loss, "head", None)
+    return found
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss that a config describes."""
+
+    config: LossConfig
+    custom: Loss | None = None
+    """Computes the loss of each target, instead of the clipped ratio."""
+
+    @property
+    def head(self) -> LossHead | None:
+        return loss_head(self.custom)
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        return policy_loss(self.config, inputs, self.custom)
+
+
+def build_loss(config: LossConfig) -> PolicyLoss:
     """The policy loss that the config describes."""
-    custom = _import_loss(config.kind) if ":" in config.kind else None
-    return partial(policy_loss, config, custom=custom)
+    return PolicyLoss(config, _import_loss(config.kind) if ":" in config.kind else None)
 
 
 def policy_loss(config: LossConfig, inputs: LossInputs, custom: Loss | None = None) -> tuple[Tensor, Metrics]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ebbtide.policy.divergence import token_divergences
 from ebbtide.policy.head import Head
-from ebbtide.policy.losses import LossInputs, Metrics
+from ebbtide.policy.losses import LossInputs, LossValues, Metrics
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class VocabularyDivergence:
     beta: float
     chunk: int
 
-    def head(self, hidden: Tensor, head: Head, targets: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def head(self, hidden: Tensor, head: Head, targets: Tensor, values: Mapping[str, Tensor]) -> LossValues:
         """Computes the divergence of each target where the log-probs are computed otherwise."""
         found = token_divergences(
             hidden, head, targets, values["teacher_hidden"], self.teacher_head(), beta=self.beta, chunk=self.chunk
