@@ -12,6 +12,7 @@ from ebbtide.algorithms.distill import Run
 from ebbtide.config.roots import validate_config
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
+from ebbtide.model.shape import find_shape
 from ebbtide.policy.datum import trajectory, weigh_by_token
 from ebbtide.policy.losses.distillation import sampled_divergence
 from ebbtide.worker import Worker
@@ -275,3 +276,28 @@ def test_settings_that_contradict_each_other_are_refused(case) -> None:
     tree = {**BASE, "algorithm": "distill", "teacher": {"path": "x"}, "data": {"train": "x", **DATA}}
     with pytest.raises(ValueError, match=wanted):
         validate_config(merged(tree, changes))
+
+
+def test_hidden_states_and_the_divergence_have_rows_of_their_own(distill, tmp_path) -> None:
+    evaluated = {"train.steps": 1, "evaluate": {"every": 1, "problems": 4}, "data.held_out_rows": 20}
+    config = distill(
+        "rows", {**evaluated, "memory.budget_gib": 1.0, "data.batch_size": 4, "train.head_chunk_tokens": 16}
+    )
+    run(config)
+    first, last = map(json.loads, (tmp_path / "rows" / "metrics.jsonl").read_text().splitlines())
+    planned = json.loads((tmp_path / "rows" / "plan.json").read_text())["phases"]
+    shape = find_shape(config.model)
+    logits, gradient = (4 + 4) * 16 * shape.vocabulary, 4 * shape.embedding
+    assert last["device_gib/train/logits"] * 2**30 == gradient + max(logits, gradient)
+    for phase in ("logprob", "train", "step"):
+        # Examples are shorter than the longest that a plan is made for.
+        assert 0 < last[f"device_gib/{phase}/teacher_hidden"] < planned[phase]["device_gib"]["teacher_hidden"]
+    # Held-out data are scored in slices of a step's size: 20 examples have more than the plan has room for.
+    stored = first["device_gib/evaluate/teacher_hidden"]
+    assert stored <= planned["evaluate"]["device_gib"]["teacher_hidden"] < 20 * 4 * 48 * 8 / 2**30
+
+
+def test_slices_of_held_out_data_have_the_mean_of_all(distill) -> None:
+    changes = {"train.steps": 1, "evaluate": {"every": 1, "problems": 4}, "data.held_out_rows": 11}
+    whole, sliced = (run(distill(f"{size}", {**changes, "data.batch_size": size}))[0][0] for size in (16, 3))
+    assert sliced["evaluate/kl"] == pytest.approx(whole["evaluate/kl"], rel=1e-5)

@@ -73,6 +73,18 @@ def test_gradients_count_where_they_are_part_of_the_peak(memory) -> None:
     assert gauge.rows == {"weights": 100, "grads": 80, "activations": 53}
 
 
+def test_what_was_freed_before_the_last_mark_is_no_part_of_a_later_peak(memory) -> None:
+    memory.allocate(hidden=60)
+    gauge = gauge_of(memory, "weights", "hidden")
+    with measuring(gauge):
+        memory.free("hidden")
+        mark()  # no new peak
+        memory.allocate(saved=90)
+        memory.free("saved")
+    gauge.close("activations")
+    assert gauge.rows == {"weights": 100, "hidden": 0, "activations": 90}
+
+
 def test_what_a_phase_without_forwards_allocates_is_workspace(memory) -> None:
     gauge = gauge_of(memory, "weights", "grads")
     memory.allocate(grads=40, norms=9)

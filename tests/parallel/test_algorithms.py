@@ -23,6 +23,7 @@ CASES = {
     "dpo": ("dpo", {}),
     "dpo, one pair each step": ("dpo", {"data.batch_size": 1, "loss.reference": "each_step", "loss.kind": "ipo"}),
     "distill, a file": ("distill", {"loss.beta": 0.3}),
+    "distill, minibatches": ("distill", {"train.minibatches": 2, "train.epochs": 2, "train.steps": 2}),
     "distill, one example": ("distill", {"data.batch_size": 1, "memory.preset": "lean"}),
     "distill, samples": ("distill", {"data": None, **SAMPLED, "train.steps": 2}),
 }
@@ -83,6 +84,42 @@ def test_two_ranks_sample_and_idle_as_one_does_not(tmp_path) -> None:
 @pytest.mark.parametrize("parallel", [{"data": 2, "replicate": 2}, {"tensor": 2, "gpus": 2}], ids=str)
 def test_other_arrangements_of_two_ranks_do_as_well(tmp_path, parallel) -> None:
     ranks_agree(tmp_path, PLAIN, parallel)
+
+
+def hidden_states(rank, configs):
+    """What this rank has of the teacher's hidden states, and the rows of a step."""
+    from ranks import next_port
+
+    from ebbtide.algorithms.distill import Run, read_data
+    from ebbtide.launch.join import join
+    from ebbtide.worker import Worker
+
+    found = []
+    for config in configs:
+        next_port()
+        with join(config) as (comm, _), Worker(config, comm=comm) as worker:
+            algorithm = Run(worker, read_data(config))
+            data = algorithm._examples.held_out
+            worker.hidden(data, "teacher_hidden", model="teacher")
+            shapes = [(len(datum.targets), *datum.values["teacher_hidden"].shape) for datum in data]
+            algorithm.step(1)
+            found.append((shapes, worker.residency.meter.drain()))
+    return found
+
+
+def test_a_rank_has_its_own_share_of_hidden_states_alone(tmp_path) -> None:
+    configs = [
+        config_for(tmp_path / f"{count}", "distill, a file", {"gpus": 2}, {"train.minibatches": count})
+        for count in (1, 2)
+    ]
+    ranks = together(2, hidden_states, configs)
+    for mixed, ((mine, figures), (theirs, _)) in enumerate(zip(*ranks, strict=True)):
+        for (targets, one, width), (_, other, _) in zip(mine, theirs, strict=True):
+            assert width == TEACHER["hidden"]
+            assert sorted({one, other}) == ([targets] if mixed else [0, targets])
+        # What FSDP gathers is a row: the weights outside the blocks and two blocks, which are here most of the model.
+        assert figures["device_gib/train/gathered"] > figures["device_gib/train/weights"]
+        assert figures["device_gib/logprob/gathered"] > figures["device_gib/logprob/teacher"]
 
 
 def stop_and_go_on(rank, config, again, folder):

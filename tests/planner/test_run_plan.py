@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,11 +143,9 @@ def test_mfu_is_of_what_was_trained_on_and_of_all_gpus() -> None:
     predictor = Predictor(shape, machine)
     chosen = PlanSearch(predictor, max_workload(config), 60, 128).choose(config)
     plan = RunPlan(config, chosen.candidate.config, chosen, shape, machine, predictor, None, ranks=2)
-    lengths = SimpleNamespace(tokens=[0] * 30), SimpleNamespace(tokens=[0] * 50)
-    samples = [SimpleNamespace(prompt=lengths[0], completion=lengths[1], trained=trained) for trained in (True, False)]
-    assert plan.mfu(samples, 0.5) == 2 * shape.train_flops([(30, 50)]) / (0.5 * 989e12 * 2)
-    assert plan.mfu(samples[1:], 0.5) is None
-    assert replace(plan, machine=replace(machine, name="Some Other GPU")).mfu(samples, 0.5) is None
+    assert plan.mfu([(30, 50)], 0.5) == 2 * shape.train_flops([(30, 50)]) / (0.5 * 989e12 * 2)
+    assert plan.mfu([], 0.5) is None
+    assert replace(plan, machine=replace(machine, name="Some Other GPU")).mfu([(30, 50)], 0.5) is None
 
 
 def test_what_is_left_to_the_cache_is_named_as_less_for_it() -> None:

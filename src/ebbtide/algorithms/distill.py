@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from ebbtide.algorithms.data import RunData
-from ebbtide.algorithms.examples import Examples
+from ebbtide.algorithms.examples import Examples, in_slices
 from ebbtide.algorithms.loop import Algorithm
 from ebbtide.algorithms.task import TaskRollouts
-from ebbtide.algorithms.updates import train_on
+from ebbtide.algorithms.updates import StepResult, train_on
 from ebbtide.config.algorithms.distill import DistillConfig
 from ebbtide.policy.datum import Datum, trajectory, weigh_by_token
 from ebbtide.policy.losses import Loss
@@ -39,7 +39,7 @@ class Run(Algorithm):
         if self._config.loss.over == "vocabulary":
             self._loss = VocabularyDivergence(partial(worker.frozen_head, "teacher"), self._config.loss.beta, chunk)
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+    def step(self, step: int) -> StepResult:
         samples: list[Sample] = []
         metrics: dict[str, float] = {}
         if self._rollouts is not None:
@@ -52,7 +52,8 @@ class Run(Algorithm):
         weigh_by_token(data, self._config.train.minibatches)
         with self._worker.phase("logprob") as progress:
             self._ask_teacher(data, progress)
-        return metrics | train_on(self._worker, data, self._loss, step), samples
+        done = train_on(self._worker, data, self._loss, step)
+        return done._replace(metrics=metrics | done.metrics, samples=samples)
 
     def _ask_teacher(self, data: Sequence[Datum], progress: Progress) -> None:
         if self._config.loss.over == "vocabulary":
@@ -61,10 +62,16 @@ class Run(Algorithm):
             self._worker.logprobs(data, "teacher_logprobs", progress, model="teacher")
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
-        if self._examples is None:
+        """The mean over the targets of all held-out data. Hidden states of no more data than a step has are stored at a
+        time: the teacher computes them anew in each evaluation, as those of all would take the memory of a model."""
+        if self._examples is None or self._config.data is None:
             return {}
-        self._ask_teacher(self._examples.held_out, progress)
-        found = self._worker.forward(self._examples.held_out, self._loss, progress)["kl"]
-        for datum in self._examples.held_out:
-            datum.values.pop("teacher_hidden", None)
-        return {"evaluate/kl": found}
+        total, targets = 0.0, 0
+        for data in in_slices(self._examples.held_out, self._config.data.batch_size):
+            self._ask_teacher(data, progress)
+            count = sum(len(datum.targets) for datum in data)
+            total += self._worker.forward(data, self._loss, progress)["kl"] * count
+            targets += count
+            for datum in data:
+                del datum.values["teacher_hidden"]
+        return {"evaluate/kl": total / targets}

@@ -12,12 +12,11 @@ from torch import Tensor
 from ebbtide.algorithms.data import RunData
 from ebbtide.algorithms.examples import Examples, in_slices
 from ebbtide.algorithms.loop import Algorithm
-from ebbtide.algorithms.updates import train_on
+from ebbtide.algorithms.updates import StepResult, train_on
 from ebbtide.config.algorithms.dpo import DpoConfig
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.losses.preference import preference_loss
 from ebbtide.progress import Progress
-from ebbtide.rollout.batch import Sample
 from ebbtide.worker import Worker
 
 REFERENCE = "reference_logprobs"
@@ -51,12 +50,12 @@ class Run(Algorithm):
                 show(number + 1, len(slices))
         worker.residency.meter.drain()  # the first step's figures do not include it
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+    def step(self, step: int) -> StepResult:
         data = self._examples.next()
         if self._config.has_reference:
             with self._worker.phase("logprob") as progress:
                 self._worker.logprobs(data, REFERENCE, progress, model="reference")
-        return train_on(self._worker, data, self._loss, step), []
+        return train_on(self._worker, data, self._loss, step)
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
         found = self._worker.forward(self._examples.held_out, self._loss, progress)

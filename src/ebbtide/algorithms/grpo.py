@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ebbtide.algorithms.data import RunData
 from ebbtide.algorithms.loop import Algorithm
 from ebbtide.algorithms.task import TaskRollouts
-from ebbtide.algorithms.updates import train_on
+from ebbtide.algorithms.updates import StepResult, train_on
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.policy.losses import build_loss
 from ebbtide.rollout.batch import Sample, assemble
@@ -28,7 +28,7 @@ class Run(Algorithm):
         self.about = f"{rollouts.about}, {self._config.loss.kind}"
         self._loss, self._unmatched = build_loss(self._config.loss), UnmatchedGuard(self._config)
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
+    def step(self, step: int) -> StepResult:
         config, worker = self._config, self._worker
         batch = assemble(config, *self._rollouts.next(step))
 
@@ -38,8 +38,9 @@ class Run(Algorithm):
             if config.has_reference:
                 worker.logprobs(batch.data, "reference_logprobs", progress, model="reference")
 
-        figures = train_on(worker, batch.data, self._loss, step)
-        return batch.metrics(config.pass_reward) | self._rollouts.metrics() | figures, batch.samples
+        done = train_on(worker, batch.data, self._loss, step)
+        metrics = batch.metrics(config.pass_reward) | self._rollouts.metrics() | done.metrics
+        return done._replace(metrics=metrics, samples=batch.samples)
 
     def after_step(self, samples: Sequence[Sample]) -> None:
         if warning := self._unmatched.after_step(samples):

@@ -12,6 +12,7 @@ from typing import Any
 from ebbtide.algorithms.data import read_data
 from ebbtide.algorithms.evaluate import is_eval_missing
 from ebbtide.algorithms.task import HeldOutTask
+from ebbtide.algorithms.updates import StepResult
 from ebbtide.checkpoint.checkpointer import Checkpointer
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
@@ -37,8 +38,8 @@ class Algorithm(ABC):
     """The problems that the run samples completions of or evaluates on: contexts around the steps."""
 
     @abstractmethod
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
-        """Does one step; returns its metrics, and the samples that were made in it."""
+    def step(self, step: int) -> StepResult:
+        """Does one step."""
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
         """The metrics of an evaluation, in addition to those of the parts. It uses no random state of the run."""
@@ -99,11 +100,11 @@ class _Loop:
 
         for step in range(start_step + 1, config.train.steps + 1):
             started = time.perf_counter()
-            metrics, samples = self._algorithm.step(step)
+            metrics, lengths, samples = self._algorithm.step(step)
             metrics["seconds"] = time.perf_counter() - started
             evaluation = self._evaluate(step) if config.is_eval_due(step) else {}
             metrics |= evaluation
-            report.step(step, metrics | worker.residency.meter.drain(), samples)
+            report.step(step, metrics | worker.residency.meter.drain(), samples, lengths)
             self._algorithm.after_step(samples)
             if self._checkpointer.step_done(step):
                 with worker.phase("save"):

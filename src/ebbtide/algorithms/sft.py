@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ebbtide.algorithms.data import RunData
 from ebbtide.algorithms.examples import Examples
 from ebbtide.algorithms.loop import Algorithm
-from ebbtide.algorithms.updates import train_on
+from ebbtide.algorithms.updates import StepResult, train_on
 from ebbtide.policy.losses.cross_entropy import cross_entropy
 from ebbtide.progress import Progress
-from ebbtide.rollout.batch import Sample
 from ebbtide.worker import Worker
 
 
@@ -22,8 +19,8 @@ class Run(Algorithm):
         self.about = f"{self._examples.about}, sft"
         self.parts = self._examples.evaluated_task
 
-    def step(self, step: int) -> tuple[dict[str, float], Sequence[Sample]]:
-        return train_on(self._worker, self._examples.next(), cross_entropy, step), []
+    def step(self, step: int) -> StepResult:
+        return train_on(self._worker, self._examples.next(), cross_entropy, step)
 
     def evaluate(self, progress: Progress) -> dict[str, float]:
         return {"evaluate/loss": self._worker.forward(self._examples.held_out, cross_entropy, progress)["loss"]}

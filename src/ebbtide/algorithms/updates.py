@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ebbtide.optim.schedule import learning_rate
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.losses import Loss
-from ebbtide.rollout.batch import average_metrics, minibatches
+from ebbtide.rollout.batch import Sample, average_metrics, minibatches
 from ebbtide.worker import Worker
 
 
-def train_on(worker: Worker, data: Sequence[Datum], loss: Loss, step: int) -> dict[str, float]:
-    """Trains on the data of a step in the phases train and step, and returns metrics."""
+class StepResult(NamedTuple):
+    """What a step of an algorithm has done."""
+
+    metrics: dict[str, float]
+    lengths: Sequence[tuple[int, int]]
+    """(tokens without loss, tokens with loss) of each sequence that was trained on."""
+    samples: Sequence[Sample] = ()
+    """The completions that were sampled in it."""
+
+
+def train_on(worker: Worker, data: Sequence[Datum], loss: Loss, step: int) -> StepResult:
+    """Trains on the data of a step in the phases train and step."""
     config, found = worker.config, list[dict[str, float]]()
     per_step = config.train.epochs * config.train.minibatches
     for number, minibatch in enumerate(minibatches(config, data, step), start=(step - 1) * per_step):
@@ -21,4 +32,5 @@ def train_on(worker: Worker, data: Sequence[Datum], loss: Loss, step: int) -> di
         with worker.phase("step"):
             figures |= worker.optim_step(learning_rate(config.optimizer, number, config.train.steps * per_step))
         found.append(figures)
-    return average_metrics(found) | {"tokens": sum(datum.length for datum in data)}
+    metrics = average_metrics(found) | {"tokens": sum(datum.length for datum in data)}
+    return StepResult(metrics, [datum.sizes for datum in data])

@@ -52,11 +52,11 @@ class Gauge:
             for name, size in self._transient.items():
                 self.rows[name] = max(self.rows.get(name, 0), size)
             return
-        peak = self._peak()
+        peak, before = self._peak(), self._last
+        self._last = now = dict(self._held())
         if peak > self.peak:
-            now = self._held()
-            held = {name: max(now.get(name, 0), self._last.get(name, 0)) for name in {**self._last, **now}}
-            self.peak, self._last = peak, dict(now)
+            held = {name: max(now.get(name, 0), before.get(name, 0)) for name in {**before, **now}}
+            self.peak = peak
             self.rows = held | {name: held.get(name, 0) + size for name, size in self._transient.items() if size}
 
     @contextmanager
@@ -74,8 +74,6 @@ class Gauge:
     def _add(self, name: HoldingName, size: int) -> None:
         with self._lock:
             self._mark()
-            if name in self._last:  # a kept cache has become part of a new one
-                self._last = dict(self._held())
             self._transient[name] += size
 
     def close(self, rest: HoldingName | None) -> None:

@@ -29,6 +29,8 @@ class Holding:
 
     name: HoldingName
     tensors: Callable[[], Sequence[Tensor]] = lambda: []
+    fixed_bytes: int | None = None
+    """The bytes of tensors that neither come nor go, counted once: they are asked for many times in a phase."""
     frozen: bool = False
     """Its tensors never change."""
     resident_blocks: list[HostBlock] = field(default_factory=list)
@@ -57,6 +59,8 @@ class Holding:
         resident = sum(block.size for block in self.resident_blocks)
         if self.away:
             return Bytes(0, resident + sum(block.size for block in self.blocks))
+        if self.fixed_bytes is not None:
+            return Bytes(self.fixed_bytes, resident)
         return Bytes(sum(storage.nbytes() for storage in self.storages()), resident)
 
 

@@ -72,6 +72,7 @@ class Residency:
             raise ValueError(f"the holding {name} has its tensors already")
         fixed = tensors if callable(tensors) else list(tensors)
         holding.tensors, holding.frozen = fixed if callable(fixed) else lambda: fixed, frozen
+        holding.fixed_bytes = None if callable(tensors) else sum(storage.nbytes() for storage in holding.storages())
 
     def allocate_host(self, name: HoldingName, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
         """Allocates host memory of these sizes in bytes, in which a holding, or a part of it, lives in every phase.

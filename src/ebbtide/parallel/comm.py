@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ebbtide.config.parallel import ParallelConfig
 from ebbtide.parallel.costs import describe_ranks
 from ebbtide.parallel.dtensor import is_sharded
-from ebbtide.parallel.group import Group
+from ebbtide.parallel.group import Group, all_gather_single
 from ebbtide.parallel.partition import balance
 from ebbtide.progress import WorkAbandoned
 
@@ -84,8 +84,9 @@ class Comm:
         """Every rank's value, on all ranks."""
         return [mine]
 
-    def all_gather_dict(self, found: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The union of all ranks' results, by piece of work."""
+    def all_gather_dict(self, found: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
+        """The union of all ranks' results [rows, ...], by piece of work. They differ from `like`, which a rank without
+        results has as well, in the number of rows alone."""
         return found
 
     def all_sum(self, values: list[float]) -> list[float]:
@@ -171,10 +172,17 @@ class DistributedComm(Comm):
     def all_gather(self, mine: T) -> list[T]:
         return self._group.all_gather(mine)
 
-    def all_gather_dict(self, found: dict[int, Tensor]) -> dict[int, Tensor]:
+    def all_gather_dict(self, found: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
+        rows = self.all_gather({index: len(tensor) for index, tensor in found.items()})
+        most = max(sum(counts.values()) for counts in rows)
+        sent = like.new_zeros((most, *like.shape[1:]))
+        if found:
+            torch.cat([*found.values()], out=sent[: sum(map(len, found.values()))])
+        received = like.new_empty((self.size, *sent.shape))
+        all_gather_single(received.flatten().view(torch.uint8), sent.flatten().view(torch.uint8))
         union: dict[int, Tensor] = {}
-        for results in self.all_gather({index: tensor.cpu() for index, tensor in found.items()}):
-            union |= results
+        for part, counts in zip(received, rows, strict=True):
+            union |= zip(counts, torch.split(part[: sum(counts.values())], [*counts.values()]), strict=True)
         return union
 
     def all_sum(self, values: list[float]) -> list[float]:

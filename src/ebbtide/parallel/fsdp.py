@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from ebbtide.model.load import layers_of
+from ebbtide.parallel.dtensor import local
 from ebbtide.parallel.tensor_parallel import parallelize
 from ebbtide.system.torch_internals import fsdp_on_one_stream
 
@@ -36,3 +37,16 @@ def shard_model(model: PreTrainedModel, root: nn.Module, mesh: DeviceMesh, devic
         assert isinstance(root, FSDPModule)
         fsdp_on_one_stream(root)
     root.to(device)
+
+
+def gathered_bytes(model: PreTrainedModel, mesh: DeviceMesh) -> int:
+    """The bytes of weights that FSDP gathers in a forward or backward of a sharded model: those outside the blocks, the
+    block in use and, unless a rank has all of it, the next one. Gradients are whole as well until they are reduced."""
+    shards = mesh["shard"].size()
+
+    def whole(module: nn.Module) -> int:
+        return shards * sum(local(parameter).nbytes for parameter in module.parameters())
+
+    blocks = [whole(block) for block in layers_of(model) or ()]
+    at_once = max(blocks, default=0) * (2 if shards > 1 else 1)
+    return whole(model) - sum(blocks) + at_once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -10,6 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+# Versions after torch 2.11 have it under another name, and warn about the old one.
+all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers a tensor of each rank into one."""
 
 
 class Group:

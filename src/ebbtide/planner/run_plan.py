@@ -62,20 +62,24 @@ class RunPlan:
         """The contents of plan.json."""
         return as_json(self.result, self.requested, self.shape, self.machine)
 
-    def compare(self, samples: Sequence[Sample], metrics: Mapping[str, float]) -> tuple[list[list[str]], list[str]]:
-        """(a table, sentences on what is far off): a step predicted for the lengths that were sampled, compared with
-        what was measured."""
-        if not samples:
+    def compare(
+        self, samples: Sequence[Sample], lengths: Sequence[tuple[int, int]], metrics: Mapping[str, float]
+    ) -> tuple[list[list[str]], list[str]]:
+        """(a table, sentences on what is far off): a step predicted for the sequences that it had, compared with what
+        was measured. `lengths`: (tokens without loss, tokens with loss) of each sequence that was trained on."""
+        if not samples and not lengths:
             return [], []
-        rollout = self.config.rollout
+        group_size, longest = self.config.step_size.samples, self.config.step_size.new_tokens
+        found = [(len(sample.prompt.tokens), len(sample.completion.tokens)) for sample in samples] or lengths
         work = Workload(
-            prompts=max(1, len(samples) // rollout.group_size),
-            samples=rollout.group_size,
-            prompt_tokens=sum(len(sample.prompt.tokens) for sample in samples) / len(samples),
-            new_tokens=sum(len(sample.completion.tokens) for sample in samples) / len(samples),
-            longest=max(len(sample.completion.tokens) for sample in samples),
-            max_new_tokens=rollout.max_new_tokens,
-            trained=int(metrics.get("samples_trained", len(samples))),
+            prompts=max(1, len(found) // group_size),
+            samples=group_size,
+            prompt_tokens=sum(before for before, _ in found) / len(found),
+            new_tokens=sum(new for _, new in found) / len(found),
+            longest=max(new for _, new in found),
+            max_new_tokens=longest,
+            trained=len(lengths),
+            together=self.config.packed_together,
         )
         predicted = self.predictor.predict(self.config, work, int(self.budget_gib * GIB), self.rehearsal).phases
         measured = [phase for phase in predicted if f"peak_gib/{phase}" in metrics]
@@ -88,11 +92,10 @@ class RunPlan:
         seconds = {phase: metrics[f"seconds/{phase}"] for phase in measured}
         return compare(predicted, seconds, {phase: int(metrics[f"peak_gib/{phase}"] * GIB) for phase in measured}, held)
 
-    def mfu(self, samples: Sequence[Sample], seconds: float) -> float | None:
-        """Model FLOPs utilization: the fraction of the GPUs' peak that training on these samples reached in so many
-        seconds; None if the peak is not known."""
+    def mfu(self, lengths: Sequence[tuple[int, int]], seconds: float) -> float | None:
+        """Model FLOPs utilization: the fraction of the GPUs' peak that training on sequences of (tokens without loss,
+        tokens with loss) reached in so many seconds; None if the peak is not known."""
         peak = peak_flops(self.machine.name)
-        lengths = [(len(sample.prompt.tokens), len(sample.completion.tokens)) for sample in samples if sample.trained]
         if peak is None or not lengths or seconds <= 0:
             return None
         return self.config.train.epochs * self.shape.train_flops(lengths) / (seconds * peak * self.ranks)

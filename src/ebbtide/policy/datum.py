@@ -61,6 +61,11 @@ class Datum:
         """Tokens that go through the model: those before the last target."""
         return self.targets[-1]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(tokens without loss, tokens with loss), up to the last target."""
+        return self.length + 1 - len(self.targets), len(self.targets)
+
 
 def trajectory(
     prompt: Sequence[int],

@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.memory.gauge import transient
 from ebbtide.policy import divergence_reference
+from ebbtide.policy.divergence_costs import backward_bytes, forward_bytes
 from ebbtide.policy.divergence_reference import RowFigures
 from ebbtide.policy.head import Head, add_matmul, chunks
+from ebbtide.policy.head_costs import LOGITS
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,13 @@ class _ChunkedDivergence(torch.autograd.Function):
         reduce, _ = _row_functions(hidden)
         like = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         figures = RowFigures(*(torch.empty_like(like) for _ in RowFigures._fields))
-        for part in chunks(hidden.shape[0], chunk):
-            raw, teacher_raw = head.raw(hidden[part], rows), teacher_head.raw(teacher_hidden[part], rows)
-            found = reduce(raw, teacher_raw, targets[part], beta, head, teacher_head)
-            for figure, value in zip(figures, found, strict=True):
-                figure[part] = value
-            del raw, teacher_raw  # so that the next chunk's are not made beside them
+        with transient(LOGITS.name, int(forward_bytes(hidden.shape[0], rows, chunk, _itemsizes(head, teacher_head)))):
+            for part in chunks(hidden.shape[0], chunk):
+                raw, teacher_raw = head.raw(hidden[part], rows), teacher_head.raw(teacher_hidden[part], rows)
+                found = reduce(raw, teacher_raw, targets[part], beta, head, teacher_head)
+                for figure, value in zip(figures, found, strict=True):
+                    figure[part] = value
+                del raw, teacher_raw  # so that the next chunk's are not made beside them
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden, figures.lse, figures.teacher_lse, figures.centre)
         ctx.options = head, teacher_head, rows, beta, chunk
         ctx.mark_non_differentiable(figures.logprobs, figures.entropies)
@@ -78,6 +82,17 @@ class _ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, *_ = ctx.saved_tensors
+        head, teacher_head, rows, _, chunk = ctx.options
+        size = weight.numel() if ctx.needs_input_grad[1] else 0
+        itemsizes = _itemsizes(head, teacher_head)
+        with transient(
+            LOGITS.name, int(backward_bytes(hidden.shape[0], rows, size, chunk, itemsizes, weight.itemsize))
+        ):
+            return _ChunkedDivergence._gradients(ctx, *grads)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, teacher_hidden, lse, teacher_lse, centre = ctx.saved_tensors
         head, teacher_head, rows, beta, chunk = ctx.options
         head = replace(head, weight=weight, bias=bias)
@@ -104,6 +119,10 @@ class _ChunkedDivergence(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 7,
         )
+
+
+def _itemsizes(*heads: Head) -> int:
+    return sum(head.weight.itemsize for head in heads)
 
 
 def _row_functions(hidden: Tensor) -> tuple[Any, Any]:

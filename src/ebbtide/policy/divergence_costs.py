@@ -8,29 +8,27 @@ from ebbtide.memory.plan import HoldingName, HoldingSpec
 from ebbtide.model.shape import Shape
 from ebbtide.model.workload import Workload
 
-NUMBER = 4  # bytes: both distributions are computed in float32
-# Tensors of [chunk, vocabulary] in float32 that exist at the same time.
-FORWARD_TENSORS, BACKWARD_TENSORS = 3, 4
-# Numbers in float32 that the kernels of a chunk read and write for each of its logits, without the matmuls.
-FORWARD_ACCESSES, BACKWARD_ACCESSES = 23, 26
+# How often the kernels of a chunk read the logits of both models.
+FORWARD_READS, BACKWARD_READS = 2, 1
 
 
-def forward_bytes(predicted: float, vocabulary: int, chunk: int) -> float:
-    """The bytes of a forward over `predicted` tokens."""
-    return FORWARD_TENSORS * NUMBER * min(chunk, predicted) * vocabulary
+def forward_bytes(predicted: float, vocabulary: int, chunk: int, itemsizes: int) -> float:
+    """The bytes of a forward over `predicted` tokens: a chunk's logits of both models, whose weights have so many bytes
+    together. Plain torch, on a CPU, has one more tensor of that size."""
+    return itemsizes * min(chunk, predicted) * vocabulary
 
 
-def backward_bytes(predicted: float, vocabulary: int, embedding: int, chunk: int, itemsize: int) -> float:
-    """The bytes of a backward: the gradient of the head's weight in float32, and the tensors of a chunk or, at the end,
-    the gradient rounded to `itemsize` bytes."""
-    tensors = BACKWARD_TENSORS * NUMBER * min(chunk, predicted) * vocabulary
-    return NUMBER * embedding + max(tensors, itemsize * embedding)
+def backward_bytes(
+    predicted: float, vocabulary: int, embedding: int, chunk: int, itemsizes: int, itemsize: int
+) -> float:
+    """The bytes of a backward: the gradient of the head's weight in fp32, and the logits of a chunk, over which their
+    gradient is written, or, at the end, the gradient rounded to `itemsize` bytes."""
+    return 4 * embedding + max(forward_bytes(predicted, vocabulary, chunk, itemsizes), itemsize * embedding)
 
 
-def kernel_bytes(predicted: float, vocabulary: int, *, backward: bool) -> float:
-    """The bytes that the kernels of a forward, with or without its backward, read and write around the matmuls."""
-    accesses = FORWARD_ACCESSES + (BACKWARD_ACCESSES if backward else 0)
-    return accesses * NUMBER * predicted * vocabulary
+def read_bytes(predicted: float, vocabulary: int, itemsizes: int, *, backward: bool) -> float:
+    """The bytes that the kernels of a forward, with or without its backward, read of logits."""
+    return (FORWARD_READS + (BACKWARD_READS if backward else 0)) * itemsizes * predicted * vocabulary
 
 
 def hidden_of(model: HoldingName) -> HoldingName:

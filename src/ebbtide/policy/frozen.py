@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ebbtide.model.load import LoadedModel
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import local
 from ebbtide.policy.datum import Datum
+from ebbtide.policy.divergence_costs import hidden_of
 from ebbtide.policy.head import Head
 from ebbtide.policy.model_costs import head_of
 from ebbtide.policy.policy import Policy, output_head
@@ -53,7 +55,10 @@ class FrozenModel:
         for holding, tensors in ((name, buckets), (head_of(name), [matrix])):
             residency.register(holding, tensors, frozen=True)
             residency.offload_at_start(holding)
-        self._residency = residency
+        self._residency, self._hidden = residency, list[ref[Tensor]]()
+        if hidden_of(name) in residency.plan.specs:
+            hidden = self._hidden
+            residency.register(hidden_of(name), lambda: [found for one in hidden if (found := one()) is not None])
 
     @property
     def head(self) -> Head:
@@ -70,6 +75,8 @@ class FrozenModel:
         """Sets the value `name` of each datum to this model's hidden states before its targets."""
         self._need()
         self._policy.compute_hidden(name, data, progress)
+        alive = [one for one in self._hidden if one() is not None]
+        self._hidden[:] = [*alive, *(ref(value) for datum in data if isinstance(value := datum.values[name], Tensor))]
 
     def _need(self) -> None:
         self._residency.need(self._name)

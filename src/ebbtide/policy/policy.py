@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,9 +17,11 @@ from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.arena import check_host_budget
+from ebbtide.memory.gauge import transient
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, blocks_of, decoder, head_weight, logit_scaling
 from ebbtide.parallel.comm import Comm
+from ebbtide.parallel.costs import GATHERED
 from ebbtide.parallel.dtensor import is_fsdp_module, is_sharded, unsharded
 from ebbtide.policy.activation_costs import probe_length
 from ebbtide.policy.activation_plan import (
@@ -33,8 +35,9 @@ from ebbtide.policy.activation_plan import (
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.datum import Datum, idle_datum, per_target, shared_names
+from ebbtide.policy.figures import Figures, summarize, zeros
 from ebbtide.policy.head import Head, token_logprobs
-from ebbtide.policy.losses import Loss, LossInputs, Ratio, loss_head, mismatch
+from ebbtide.policy.losses import Loss, LossInputs, loss_head, mismatch
 from ebbtide.policy.packing import MicroBatch, pack, together
 from ebbtide.policy.reference import swap_weights
 from ebbtide.progress import AbandonableProgress, Progress, WorkAbandoned
@@ -102,10 +105,11 @@ class Policy:
         self._ranks = ranks or Comm()
         self._activations: ActivationHooks | None = None
         self._offloader: ActivationOffloader | None = None
+        self._gathered_bytes = 0
 
     def shard(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Shards the model among the ranks of `mesh`, by tensor parallelism and FSDP2, and moves it to `device`."""
-        from ebbtide.parallel.fsdp import shard_model  # It imports torch.distributed's tensors.
+        from ebbtide.parallel.fsdp import gathered_bytes, shard_model  # It imports torch.distributed's tensors.
 
         if self.config.optimizer.grad_dtype == "float32" and self.model.dtype != torch.float32:
             dtype = str(self.model.dtype).removeprefix("torch.")
@@ -115,7 +119,7 @@ class Policy:
                 " weights' dtype. Set it to `auto`, and raise `train.microbatch_tokens` to have fewer micro-batches"
             )
         shard_model(self.model, self.module, mesh, device)
-        self.device = device
+        self.device, self._gathered_bytes = device, gathered_bytes(self.model, mesh)
 
     def _logprobs(
         self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None
@@ -151,8 +155,10 @@ class Policy:
 
     def compute_hidden(self, name: str, data: Sequence[Datum], progress: Progress) -> None:
         """Sets the value `name` of each datum to the hidden states from which its targets are predicted [targets, H],
-        without gradient."""
-        self._compute(name, data, progress, lambda hidden, head, targets: hidden)
+        without gradient. Where a rank trains on the very data that it computes here, it has those of its own share
+        alone, and none of other data: they are thousands of times larger than log-probs."""
+        gather = self.config.train.mixes_shares
+        self._compute(name, data, progress, lambda hidden, head, targets: hidden, gather=gather)
 
     @torch.no_grad()
     def _compute(
@@ -162,11 +168,17 @@ class Policy:
         progress: Progress,
         compute: Callable[[Tensor, Head, Tensor], Tensor],
         weights: Mapping[str, Tensor] | None = None,
+        *,
+        gather: bool = True,
     ) -> None:
         mine, batches = self._local_share(data)
         found: dict[int, Tensor] = {}
         own = None if self._is_sharded else weights
-        with swap_weights(self.model, weights) if weights and self._is_sharded else nullcontext(), self._resharded():
+        with (
+            swap_weights(self.model, weights) if weights and self._is_sharded else nullcontext(),
+            self._resharded(),
+            self._gathered(),
+        ):
             for done, batch in enumerate(batches):
                 outputs = self._outputs(
                     batch, self.config.logprob_temperature, lambda *arguments: {name: compute(*arguments)}, own
@@ -175,9 +187,12 @@ class Policy:
                 found |= {
                     mine[member]: part for member, part in zip(batch.members, parts, strict=True) if member < len(mine)
                 }
+                none = outputs[name].new_empty((0, *outputs[name].shape[1:]))
                 self._show(progress, done + 1, len(batches))
-        for index, part in self._ranks.all_gather_dict(found).items():
-            data[index].values[name] = part
+        if gather and data:
+            found = self._ranks.all_gather_dict(found, none)
+        for index, datum in enumerate(data):
+            datum.values[name] = found.get(index, none)
 
     @property
     def _is_sharded(self) -> bool:
@@ -193,6 +208,10 @@ class Policy:
         finally:
             if is_fsdp_module(self.module):
                 self.module.reshard()
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """Around forwards and backwards: the memory of weights that FSDP gathers in them has a row of its own."""
+        return transient(GATHERED.name, self._gathered_bytes) if self._gathered_bytes else nullcontext()
 
     def _local_share(self, data: Sequence[Datum]) -> tuple[list[int], list[MicroBatch]]:
         """(indices of this rank's data, its micro-batches). Every rank has the same number of micro-batches; those
@@ -260,12 +279,12 @@ class Policy:
     def forward_backward(self, data: Sequence[Datum], loss: Loss, progress: Progress) -> dict[str, float]:
         """Accumulates the gradient of the loss, micro-batch by micro-batch; returns metrics."""
         # The backward recomputes activations, and so needs the same attention as the forward.
-        with use_attention(self.model, PACKED), self._activations or nullcontext():
+        with use_attention(self.model, PACKED), self._activations or nullcontext(), self._gathered():
             return self._accumulate(data, loss, progress, backward=True)
 
     def forward_only(self, data: Sequence[Datum], loss: Loss, progress: Progress) -> dict[str, float]:
         """The metrics of `forward_backward`, without gradients."""
-        with use_attention(self.model, PACKED), torch.no_grad(), self._resharded():
+        with use_attention(self.model, PACKED), torch.no_grad(), self._resharded(), self._gathered():
             return self._accumulate(data, loss, progress, backward=False)
 
     def _accumulate(self, data: Sequence[Datum], loss: Loss, progress: Progress, *, backward: bool) -> dict[str, float]:
@@ -273,7 +292,7 @@ class Policy:
             raise ValueError("there are no data to compute a loss of")
         mine, batches = self._local_share(data)
         members = [*(data[index] for index in mine), replace(idle_datum(data[0]), group=0)]
-        names, seen = shared_names(data), list[dict[str, Tensor | Ratio]]()
+        names, seen = shared_names(data), list[Figures]()
         for done, batch in enumerate(batches):
             inputs = self._loss_inputs(batch, [members[member] for member in batch.members], names, loss)
             found = loss(inputs)
@@ -282,13 +301,14 @@ class Policy:
             if backward:  # An idle micro-batch uses a loss of 0: a weight of 0 would not stop a k3 that overflows.
                 anchor = inputs.logprobs.sum() if inputs.logprobs.requires_grad else value
                 (anchor * 0.0 if idle else value).backward()
-            figures = {**reported, "loss": value.detach(), "entropy": inputs.entropies.detach().sum()}
+            figures: Figures = {**reported, "loss": value.detach(), "entropy": inputs.entropies.detach().sum()}
             if "rollout_logprobs" in inputs.values:
                 trainer = inputs.values.get("old_logprobs", inputs.logprobs)
                 figures |= mismatch(trainer, inputs["rollout_logprobs"])
-            seen.append({name: _zero(figure) for name, figure in figures.items()} if idle else figures)
+            seen.append(zeros(figures) if idle else figures)
+            del inputs, found, value  # so that the next micro-batch has the memory of their values
             self._show(progress, done + 1, len(batches))
-        summary = self._summary(seen, targets=sum(len(datum.targets) for datum in data))
+        summary = summarize(seen, sum(len(datum.targets) for datum in data), self._ranks)
         if self._offloader is not None:
             offloaded, refused = self._offloader.drain()
             summary |= {"activations_offloaded_gib": gib(offloaded), "activations_without_room_gib": gib(refused)}
@@ -328,26 +348,6 @@ class Policy:
             groups=[datum.group for datum in members],
         )
 
-    def _summary(self, seen: Sequence[dict[str, Tensor | Ratio]], targets: int) -> dict[str, float]:
-        """Metrics from the sums of all micro-batches and ranks: means per target, ratios, the whole loss, and the
-        maximum of names that end in `_max`. One transfer from the device is made for all."""
-        columns = [column for name, figure in seen[0].items() for column in _columns(name, figure)]
-        table = torch.stack(  # [micro-batches, columns]
-            [torch.stack([part.float() for figure in figures.values() for part in _parts(figure)]) for figures in seen]
-        )
-        total, most = torch.stack([table.sum(0), table.max(0).values]).tolist()
-        sums = dict(zip(columns, self._ranks.all_sum(total), strict=True))
-        largest = dict(zip(columns, self._ranks.all_max(most), strict=True))
-        summary = {}
-        for name, figure in seen[0].items():
-            if isinstance(figure, Ratio):
-                summary[name] = sums[name] / count if (count := sums[f"{name}/count"]) else 0.0
-            elif name.endswith("_max"):
-                summary[name] = largest[name]
-            else:
-                summary[name] = sums[name] if name == "loss" else sums[name] / targets
-        return summary
-
     @torch.no_grad()
     def verify(self, whole: PreTrainedModel | None = None) -> None:
         """Checks before training that log-probs of packed sequences through our head are the model's own. `whole`: the
@@ -382,15 +382,3 @@ class Policy:
                 f" {difference:.3g} on average, more than rounding: this architecture does something between its layers"
                 " and its logits that is not supported. Choose another model"
             )
-
-
-def _columns(name: str, figure: Tensor | Ratio) -> list[str]:
-    return [name, f"{name}/count"] if isinstance(figure, Ratio) else [name]
-
-
-def _parts(figure: Tensor | Ratio) -> list[Tensor]:
-    return [figure.total, figure.count] if isinstance(figure, Ratio) else [figure]
-
-
-def _zero(figure: Tensor | Ratio) -> Tensor | Ratio:
-    return Ratio(*map(torch.zeros_like, _parts(figure))) if isinstance(figure, Ratio) else torch.zeros_like(figure)

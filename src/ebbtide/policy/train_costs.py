@@ -62,6 +62,8 @@ class TrainCosts:
             )
             for name, (shape, itemsize) in (frozen or {}).items()
         }
+        # Of the weights of all models whose logits a divergence compares.
+        self._itemsizes = rank.itemsize + sum(costs._itemsize for costs in self._frozen.values())
         self._resolved: tuple[Config, ActivationPolicy] | None = None
         # Caches of what the tried configs have in common.
         self._forward_cache: dict[tuple[int, Workload, Head], Seconds] = {}
@@ -185,8 +187,12 @@ class TrainCosts:
         grad = grad_bytes(config.optimizer, itemsize)
         chunk = config.train.head_chunk_tokens
         diverges = _policy_head(config, "train") == "divergence"
-        backward_bytes = divergence_costs.backward_bytes if diverges else head_costs.backward_bytes
-        head = backward_bytes(part.completion_tokens, shape.vocabulary, shape.embedding, chunk, itemsize)
+        sizes = part.completion_tokens, shape.vocabulary, shape.embedding, chunk
+        head = (
+            divergence_costs.backward_bytes(*sizes, self._itemsizes, itemsize)
+            if diverges
+            else head_costs.backward_bytes(*sizes, itemsize)
+        )
         # A micro-batch has its part of the frozen models' hidden states once more, in one tensor.
         copied = part.completion_tokens * sum(one._itemsize * one._shape.hidden for one in self._frozen.values())
         # Gradients that leave are sent in chunks: one is being filled while another is copied.
@@ -246,7 +252,7 @@ class TrainCosts:
         if kind == "logprobs":
             logits = head_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, itemsize)
         elif kind == "divergence":
-            logits = divergence_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk)
+            logits = divergence_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, self._itemsizes)
         head = itemsize * shape.hidden * (part.tokens + part.completion_tokens)
         root, inside = (
             (self._gathers.root_bytes + self._gathers.prefetched_bytes, self._gathers.block_bytes)
@@ -300,7 +306,8 @@ class TrainCosts:
         backward: the frozen models' logits, once and again in the backward, and the kernels that compare both."""
         predicted, copy = part.completion_tokens, self._rank.machine.rates.copy
         theirs = sum(one._speed.head(predicted, 2 if backward else 1) for one in self._frozen.values())
-        return theirs + divergence_costs.kernel_bytes(predicted, self._shape.vocabulary, backward=backward) / copy
+        read = divergence_costs.read_bytes(predicted, self._shape.vocabulary, self._itemsizes, backward=backward)
+        return theirs + read / copy
 
     def _update_seconds(
         self,

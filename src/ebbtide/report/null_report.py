@@ -53,7 +53,9 @@ class NullReport:
     def begin(self, model: nn.Module, tokenizer: Tokenizer, residency: Residency, about: str) -> None:
         pass
 
-    def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
+    def step(
+        self, step: int, metrics: dict[str, float], samples: Sequence[Sample], lengths: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.steps_done, self.has_begun = step, True
 
     def note_evaluation(self, step: int, figures: dict[str, float]) -> None:

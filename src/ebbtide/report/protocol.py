@@ -69,8 +69,11 @@ class RankReport(Protocol):
         """Shows what the run is, before its first step. `about`: what is trained on."""
         ...
 
-    def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
-        """Writes and shows a step that is done."""
+    def step(
+        self, step: int, metrics: dict[str, float], samples: Sequence[Sample], lengths: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Writes and shows a step that is done. `lengths`: (tokens without loss, tokens with loss) of each sequence
+        that was trained on."""
         ...
 
     def note_evaluation(self, step: int, figures: dict[str, float]) -> None:

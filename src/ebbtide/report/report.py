@@ -57,6 +57,7 @@ class Report:
         self._meter: Meter | None = None
         self._plan: RunPlan | None = None
         self._samples: Sequence[Sample] = ()
+        self._lengths: Sequence[tuple[int, int]] = ()
         self._token_spans: TokenSpans | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
@@ -160,23 +161,26 @@ class Report:
         if plan is not None:
             self.folder.write_plan(plan.as_json())
 
-    def step(self, step: int, metrics: dict[str, float], samples: Sequence[Sample]) -> None:
-        """Writes and shows a step that is done."""
+    def step(
+        self, step: int, metrics: dict[str, float], samples: Sequence[Sample], lengths: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Writes and shows a step that is done. `lengths`: (tokens without loss, tokens with loss) of each sequence
+        that was trained on."""
         if samples:
             tokens = sum(len(sample.prompt.tokens) + len(sample.completion.tokens) for sample in samples)
             metrics = {**metrics, "tokens": tokens}
         if "tokens" in metrics and metrics.get("seconds"):
             metrics = {**metrics, "tokens_per_second": metrics["tokens"] / metrics["seconds"]}
-        if samples:
-            mfu = self._plan.mfu(samples, metrics.get("seconds/train", 0.0)) if self._plan is not None else None
-            metrics |= {"mfu": mfu} if mfu is not None else {}
+        if self._plan is not None and (mfu := self._plan.mfu(lengths, metrics.get("seconds/train", 0.0))) is not None:
+            metrics = {**metrics, "mfu": mfu}
         self.folder.write_metrics({"step": step, **metrics})
         if self._config.report.rollouts:
             self.folder.write_rollouts(self._lines(step, samples))
         self._sinks.log(step, metrics)
         self.terminal.step_line(step, metrics)
         self._first, self._last = metrics | self._first, self._last | metrics
-        self._samples = samples or self._samples
+        if lengths or samples:
+            self._samples, self._lengths = samples, lengths
         self._seen.update(metrics.keys())
         self._say_failures(samples)
         self.steps_done = step
@@ -311,7 +315,7 @@ class Report:
         process, which no plan predicts."""
         if self._plan is None or self._meter is None or not self._meter.on_gpu:
             return
-        table, far_off = self._plan.compare(self._samples, self._last)
+        table, far_off = self._plan.compare(self._samples, self._lengths, self._last)
         if table:
             self.terminal.say("\nthe last step, predicted for the lengths it had, and measured:")
             self.terminal.table(table)

@@ -8,7 +8,7 @@ and a rank with no passes left takes part in theirs, without computing, until no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,15 +28,13 @@ from ebbtide.model.load import layers_of
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import GATHERED
 from ebbtide.parallel.dtensor import Region, local, local_region
+from ebbtide.parallel.group import all_gather_single
 from ebbtide.system.torch_internals import foreach_copy
 from ebbtide.system.units import ceil_div
 
 # Bytes, as torch aligns its allocations: at a smaller alignment a library might choose another kernel than for weights
 # gathered all at once, and so compute other bits.
 ALIGNED = 512
-
-# Versions after torch 2.11 have it under another name, and warn about the old one.
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 WeightPair = tuple[nn.Parameter, DTensor]
 """A full weight, which generates, and the sharded one, which trains."""
@@ -194,7 +192,7 @@ class LayerwiseGather:
         with torch.cuda.stream(self._stream):
             if layer.parts:
                 foreach_copy(layer.packed, layer.parts)
-            _all_gather(layer.received, layer.sent, group=self._group)
+            all_gather_single(layer.received, layer.sent, group=self._group)
             if used:
                 foreach_copy(layer.places, layer.pieces)
 
