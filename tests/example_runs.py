@@ -16,7 +16,7 @@ from ebbtide.config.roots import validate_config
 from ebbtide.report.report import Report
 
 # What a clock or the allocator says, not the seed.
-MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "host_gib", "moved_gib")
+MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "host_gib", "moved_gib", "mfu")
 BASE = {name: TINY[name] for name in ("device", "model", "train", "optimizer")}
 DATA = {"held_out_rows": 6, "batch_size": 8, "max_tokens": 32}
 SAVES = {"every": 2, "keep": 9, "keep_best": 0, "async_save": False}
