@@ -90,7 +90,8 @@ def hidden_states(rank, configs):
     """What this rank has of the teacher's hidden states, and the rows of a step."""
     from ranks import next_port
 
-    from ebbtide.algorithms.distill import Run, read_data
+    from ebbtide.algorithms.data import read_data
+    from ebbtide.algorithms.distill import Run
     from ebbtide.launch.join import join
     from ebbtide.worker import Worker
 
