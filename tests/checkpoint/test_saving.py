@@ -16,6 +16,7 @@ from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.memory import MemoryConfig
 from ebbtide.errors import UserError
+from patience import PATIENCE
 from saved import contents, equal, made, read
 from toy import one_step
 
@@ -89,6 +90,28 @@ def test_random_states_come_back(tmp_path) -> None:
     assert drawn() == wanted
     state.load(list_checkpoints(tmp_path)[0].path, load_rng=False)
     assert drawn() != wanted
+
+
+def test_closing_waits_for_the_thread_that_wrote(tmp_path) -> None:
+    """When the checkpoint is there, the thread still frees tensors: a process that ends meanwhile aborts."""
+    state, *_ = made()
+    saver, freed = Saver(CheckpointConfig(async_save=False), tmp_path, state, print), threading.Event()
+
+    class Idle(threading.Event):
+        def set(self) -> None:
+            super().set()
+            freed.wait(PATIENCE)
+
+    saver._idle = Idle()
+    threading.Event.set(saver._idle)
+    saver.save(1, {})
+    closing = threading.Thread(target=saver.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    freed.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
 
 
 def test_a_save_that_fails_lets_go_of_what_it_held(tmp_path) -> None:

@@ -42,6 +42,7 @@ class Saver:
         # The loop waits for this event instead of the thread: an interrupted join marks the thread as ended.
         self._idle = threading.Event()
         self._idle.set()
+        self._thread: threading.Thread | None = None
         self._abandoned = False
         self._step = 0
         self._problem: UserError | None = None
@@ -59,9 +60,10 @@ class Saver:
         snapshot = self._state.snapshot(step, copy=asynchronous)
         log.info("step %d: %.3f s to copy what is to be saved", step, time.perf_counter() - start)
         self._idle.clear()
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._write, args=(snapshot, step, metrics, start, asynchronous), name="checkpoint", daemon=True
-        ).start()
+        )
+        self._thread.start()
         if not asynchronous:
             self.wait()
 
@@ -82,6 +84,8 @@ class Saver:
         if (writer := self._writer) is not None and not self._idle.is_set():
             writer.kill()  # the thread that uses it notices, and closes it
         self._idle.wait()
+        if self._thread is not None:  # it still frees tensors, and Python aborts if it ends while a thread does that
+            self._thread.join()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
