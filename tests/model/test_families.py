@@ -298,7 +298,7 @@ def test_an_invented_family_has_activations(entry: Family) -> None:
 
     def grads() -> dict[str, torch.Tensor]:
         policy.forward_backward(sequences, build_loss(LossConfig()), no_progress)
-        found = {name: weight.grad.clone() for name, weight in loaded.model.named_parameters()}  # type: ignore[union-attr]
+        found = {name: weight.grad.clone() for name, weight in loaded.model.named_parameters()}
         loaded.model.zero_grad()
         return found
 
