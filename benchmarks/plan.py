@@ -4,9 +4,9 @@ step.
     python benchmarks/plan.py [rates] [fit] [test] [budget]
 
 rates: what this machine can do. fit: the runs that the planner was fitted to, and those of earlier tests. test: others,
-which nothing was fitted to. budget: `memory.plan: auto` on the Qwen3-1.7B shape with `memory.budget_gib` from 120 down to the
-least that a plan claims, under a limit that the allocator enforces. Random weights, so that completions never end
-early. Stages that are not named keep the figures of an earlier run.
+which nothing was fitted to. budget: `memory.plan: auto` on the Qwen3-1.7B shape with `memory.budget_gib` from 120 down
+to the least that a plan claims, under a limit that the allocator enforces. Random weights, so that completions never
+end early. Stages that are not named keep the figures of an earlier run.
 """
 
 from __future__ import annotations
