@@ -150,7 +150,8 @@ class Log(TrainerCallback):  # type: ignore[misc]
         self._line: dict[str, Any] = {}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._write({"step": 0, "seconds/start": time.perf_counter() - START, **self._evaluate()})
+        self._startup = {"seconds_startup": time.perf_counter() - START}
+        self._write({"step": 0, **self._evaluate()})
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         torch.cuda.synchronize()
@@ -161,6 +162,7 @@ class Log(TrainerCallback):  # type: ignore[misc]
         torch.cuda.synchronize()
         free, whole = torch.cuda.mem_get_info()
         self._line = {
+            **(self._startup if state.global_step == 1 else {}),
             "step": state.global_step,
             "seconds": time.perf_counter() - self._began,
             "peak_gib": torch.cuda.max_memory_allocated() / GIB,  # of torch's allocator, which vLLM's cache is part of

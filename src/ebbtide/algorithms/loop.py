@@ -24,6 +24,7 @@ from ebbtide.progress import AbandonableProgress, Progress, WorkAbandoned
 from ebbtide.report.protocol import RankReport
 from ebbtide.rollout.batch import Sample
 from ebbtide.rollout.weights.channel import RolloutChannel
+from ebbtide.system.clock import process_seconds
 from ebbtide.worker import Worker, seed_everything
 
 
@@ -92,6 +93,7 @@ class _Loop:
 
     def _steps(self, start_step: int) -> None:
         worker, config, report = self._worker, self._config, self._report
+        startup = {} if (age := process_seconds()) is None else {"seconds_startup": age}
         eval_first = config.evaluate is not None if report.resumed is None else is_eval_missing(config, report.resumed)
         if eval_first:
             if not (evaluation := self._evaluate(start_step)):
@@ -103,7 +105,7 @@ class _Loop:
             metrics, lengths, samples = self._algorithm.step(step)
             metrics["seconds"] = time.perf_counter() - started
             evaluation = self._evaluate(step) if config.is_eval_due(step) else {}
-            metrics |= evaluation
+            metrics |= evaluation | (startup if step == start_step + 1 else {})
             report.step(step, metrics | worker.residency.meter.drain(), samples, lengths)
             self._algorithm.after_step(samples)
             if self._checkpointer.step_done(step):

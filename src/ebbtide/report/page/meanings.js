@@ -45,6 +45,7 @@ const MEANINGS = [
   [/^evaluate\/final\/greedy$/, "share", "of all held-out problems solved greedily, after the last step"],
   [/^evaluate\/(final\/)?pass@/, "share", "of held-out problems solved in so many tries"],
   [/^evaluate\/(final\/)?score_failures\//, "samples", "of held-out problems that could not be scored"],
+  [/^seconds_startup$/, "s", "from the start of the process to its first step, without the evaluation before it"],
   [/^seconds$/, "s", "of the step without its evaluation"],
   [/^seconds\//, "s", "of this phase"],
   [/^seconds_exposed/, "s", "that compute waited for memory moves"],
