@@ -71,6 +71,15 @@ def test_each_failure_costs_its_sample_alone(capfd) -> None:
     assert "chatter" not in "".join(capfd.readouterr())
 
 
+def test_a_failure_costs_its_sample_alone_where_many_are_sent_at_once() -> None:
+    bad = {7: "exit", 20: "raise", 21: "segfault", 60: "hang", 119: "exit"}
+    said = [bad.get(number, "fine") for number in range(120)]
+    with ScoringPool(task(workers=2), seed=0) as pool:
+        scored = pool.score([(PROBLEM, text) for text in said])
+    failures = {number: score.failure for number, score in enumerate(scored) if score.failure is not None}
+    assert failures == {7: "crash", 20: "error", 21: "crash", 60: "timeout", 119: "crash"}
+
+
 def test_results_come_back_in_order() -> None:
     config = TaskConfig.model_validate({"builtin": {"name": "add"}, "held_out": 1, "scoring": {"workers": 3}})
     with ScoringPool(config, seed=0) as pool:

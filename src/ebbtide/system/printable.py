@@ -10,7 +10,8 @@ ESCAPED = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 
 def printable(text: str, limit: int) -> str:
     """The text as one line of at most about `limit` characters."""
-    return "".join(_escape(c) for c in cut_middle(text, limit))
+    shown = cut_middle(text, limit)
+    return shown if shown.isprintable() else "".join(_escape(c) for c in shown)
 
 
 def printable_lines(text: str) -> str:

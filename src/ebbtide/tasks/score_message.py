@@ -70,10 +70,13 @@ ScoringMessage = tuple[Literal["ready"]] | tuple[Literal["unbuilt"], str] | tupl
 """A parsed message."""
 
 
+_DECODER = json.JSONDecoder(parse_int=float)  # An integer of thousands of digits becomes infinite.
+
+
 def decode_message(message: bytes | bytearray) -> ScoringMessage:
     """Parses a line; raises ValueError if it is not one of these messages."""
     try:
-        found = json.loads(message, parse_int=float)  # An integer of thousands of digits becomes infinite.
+        found = _DECODER.decode(message.decode())
     except (ValueError, RecursionError):
         found = None
     match found:

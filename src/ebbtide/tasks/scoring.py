@@ -6,7 +6,7 @@ and a scorer that raises or gives no valid reward is counted. Only that sample i
 
 from __future__ import annotations
 
-import selectors
+import select
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,36 +20,42 @@ from ebbtide.tasks.task import Problem
 
 START_TRIES = 3
 START_SECONDS = 120.0  # A process imports the task's packages: one second, but far more on a loaded machine.
-LONGEST_WAIT = 3600.0  # Seconds; a selector does not accept unbounded numbers.
+LONGEST_WAIT = 3600.0  # Seconds; `poll` does not accept unbounded numbers.
+
+
+MOST_AT_ONCE = 8  # Completions that a process is sent at once, if there are many: a message takes longer than a check.
 
 
 class _Worker:
-    """One scoring process, the completion that it is scoring, and the deadline for it."""
+    """One scoring process, the completions that it was sent, and the deadline for the first of them."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self.process = ScoringProcess()
         self.ready = False
-        self.item: int | None = None
-        self.ticket = 0
+        self.items: deque[int] = deque()
+        self.ticket = 0  # Of the last completion that it was sent.
         self.deadline = time.monotonic() + START_SECONDS
         self.process.send((config, seed))
 
     @property
     def idle(self) -> bool:
-        return self.ready and self.item is None
+        return self.ready and not self.items
 
     @property
     def late(self) -> bool:
         return not self.idle and self.deadline <= time.monotonic()
 
     def awaits(self, ticket: float) -> bool:
-        """Whether a result with this ticket is expected, and nothing was sent after it."""
-        return self.item is not None and ticket == self.ticket and not self.process.has_extra_output
+        """Whether a result with this ticket is the next one, and nothing was sent after the last one."""
+        left = len(self.items)
+        return left > 0 and ticket == self.ticket - left + 1 and (left > 1 or not self.process.has_extra_output)
 
-    def send(self, item: int, problem: Problem, completion: str, seconds: float) -> None:
-        """Sends a completion to be scored within so many seconds."""
-        self.process.send((self.ticket + 1, problem, completion))
-        self.ticket, self.item, self.deadline = self.ticket + 1, item, time.monotonic() + seconds
+    def send(self, items: Sequence[int], work: Sequence[tuple[Problem, str]], seconds: float) -> None:
+        """Sends completions to be scored, each within so many seconds."""
+        first = self.ticket + 1
+        self.process.send([(first + place, *work[item]) for place, item in enumerate(items)])
+        self.ticket += len(items)
+        self.items, self.deadline = deque(items), time.monotonic() + seconds
 
 
 class ScoringPool:
@@ -76,23 +82,33 @@ class ScoringPool:
         results: dict[int, ScoreResult] = {}
         waiting = deque(range(len(work)))
 
-        def record(item: int | None, scored: ScoreResult | None) -> None:
-            if item is not None and scored is not None:
-                results[item] = scored
-                progress(len(results), len(work))
+        def record(item: int, scored: ScoreResult) -> None:
+            results[item] = scored
+            progress(len(results), len(work))
 
+        limit = max(1, min(MOST_AT_ONCE, len(work) // (4 * len(self._workers))))
         while len(results) < len(work):
-            for worker in [worker for worker in self._workers if worker.idle]:
+            for worker in [worker for worker in self._workers if worker.idle and waiting]:
                 self._collect(worker)  # A process that died since its last result is replaced, and no sample is lost.
             for worker in self._workers:
                 while worker.idle and waiting:
-                    item = waiting.popleft()
+                    items = [waiting.popleft() for _ in range(min(limit, len(waiting)))]
                     try:
-                        worker.send(item, *work[item], self._config.scoring.timeout_s)
+                        worker.send(items, work, self._config.scoring.timeout_s)
                     except Exception as error:  # noqa: BLE001 (foreign code defines how a problem is pickled)
-                        record(item, failed_score("error", f"the problem cannot be sent to a scoring process: {error}"))
+                        if len(items) > 1:  # One of them: each is sent by itself from here on.
+                            waiting.extendleft(reversed(items))
+                            limit = 1
+                            continue
+                        message = f"the problem cannot be sent to a scoring process: {error}"
+                        record(items[0], failed_score("error", message))
             for worker in self._due():
-                record(worker.item, self._collect(worker))
+                sent = worker.items.copy()
+                while (scored := self._collect(worker)) is not None and sent:
+                    record(sent.popleft(), scored)
+                    if worker not in self._workers:  # It was replaced: others score what it was also sent.
+                        waiting.extendleft(reversed(sent))
+                        break
         return [results[item] for item in range(len(work))]
 
     def _due(self) -> list[_Worker]:
@@ -100,15 +116,16 @@ class ScoringPool:
         deadlines = [worker.deadline for worker in self._workers if not worker.idle]
         if not deadlines:
             return []
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.process, worker.process.selector_events, worker)
-            left = max(0.0, min(deadlines) - time.monotonic())
-            ready = [key.data for key, _ in selector.select(min(LONGEST_WAIT, left))]
-        return [worker for worker in self._workers if worker in ready or worker.late]
+        poll = select.poll()
+        for worker in self._workers:
+            poll.register(worker.process.fileno(), worker.process.poll_events)
+        left = max(0.0, min(deadlines) - time.monotonic())
+        ready = {channel for channel, _ in poll.poll(1000 * min(LONGEST_WAIT, left))}
+        return [worker for worker in self._workers if worker.process.fileno() in ready or worker.late]
 
     def _collect(self, worker: _Worker) -> ScoreResult | None:
-        """The result of a due worker's completion; None if there is none yet. A worker that fails is replaced."""
+        """The result of a due worker's next completion; None if there is none yet. A worker that fails is
+        replaced."""
         try:
             match worker.process.receive():
                 case ("ready",) if not worker.ready:
@@ -117,7 +134,8 @@ class ScoringPool:
                 case ("unbuilt", why) if not worker.ready:
                     raise BrokenProcess(why)
                 case ("scored", ticket, scored) if worker.awaits(ticket):
-                    worker.item = None
+                    worker.items.popleft()
+                    worker.deadline = time.monotonic() + self._config.scoring.timeout_s
                     return scored
                 case None if not worker.late:
                     return None

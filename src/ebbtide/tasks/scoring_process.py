@@ -6,7 +6,7 @@ Nothing here blocks on the process: foreign code may have stopped it in the midd
 from __future__ import annotations
 
 import json
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -57,9 +57,9 @@ class ScoringProcess:
         return self._channel.fileno()
 
     @property
-    def selector_events(self) -> int:
-        """The events that a selector should wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+    def poll_events(self) -> int:
+        """The events that `poll` should wait for."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def send(self, of: Any) -> None:
         """Sends a request, as much of it as fits now; `hear` sends the rest."""
@@ -67,18 +67,19 @@ class ScoringProcess:
         self._send()
 
     def receive(self) -> ScoringMessage | None:
-        """A message of the process once it is complete. Sends and receives what is possible now; raises `Broken` when
-        no more can come."""
+        """The next message of the process once it is complete. Sends and receives what is possible now; raises
+        `BrokenProcess` when no more can come."""
         self._send()
-        try:
-            data = self._channel.recv(MAX_BYTES)
-        except BlockingIOError:
-            return None
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise BrokenProcess(f"the scorer's process died ({self._cause()})")
-        self._received += data
+        if b"\n" not in self._received:
+            try:
+                data = self._channel.recv(MAX_BYTES)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise BrokenProcess(f"the scorer's process died ({self._cause()})")
+            self._received += data
         message, ended, rest = self._received.partition(b"\n")
         if len(message) > MAX_BYTES:
             raise BrokenProcess("the scorer's process sent a line without end")

@@ -44,11 +44,11 @@ def score_requests(channel: int) -> None:
         process = os.getpid()
         run.sendall(encode_message("ready"))
         while True:
-            ticket, problem, completion = _next(requests)
-            scored = score_one(task, problem, completion)
-            if os.getpid() != process:
-                os._exit(1)  # A scorer forked, and this is the child: only the parent may answer.
-            run.sendall(encode_result(ticket, scored))
+            for ticket, problem, completion in _next(requests):
+                scored = score_one(task, problem, completion)
+                if os.getpid() != process:
+                    os._exit(1)  # A scorer forked, and this is the child: only the parent may answer.
+                run.sendall(encode_result(ticket, scored))
 
 
 def score_one(task: Task, problem: Problem, completion: str) -> ScoreResult:
