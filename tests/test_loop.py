@@ -1,6 +1,7 @@
 """The loop: same seed, same bits; every feature at once; the same numbers however the work is cut."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -139,6 +140,14 @@ def test_metrics_hold_what_the_step_line_shows(tiny, tmp_path) -> None:
     assert len(samples) == 2 * 4 * 8
     assert {"step", "prompt", "answer", "completion", "reward", "parts", "advantage"} <= set(samples[0])
     assert [(line["group"], line["sample"]) for line in samples[:9]] == [(0, i) for i in range(8)] + [(1, 0)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the age of a process is read from /proc")
+def test_the_first_step_of_a_process_has_the_seconds_until_it_began(tiny, tmp_path) -> None:
+    run(tiny, tmp_path / "a", EVERYTHING)
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "seconds_startup" in line] == [1]
+    assert lines[1]["seconds_startup"] > 0
 
 
 def test_on_policy_needs_no_logprob_forward_and_sees_no_mismatch(tiny, tmp_path, monkeypatch) -> None:

@@ -198,6 +198,12 @@ def test_a_problem_that_cannot_be_sent_costs_itself(patient) -> None:
     assert "cannot be sent" in scored[0].message
 
 
+def test_a_problem_that_cannot_be_sent_costs_itself_where_many_are_sent_at_once(patient) -> None:
+    answers = [Unwilling() if number == 13 else number for number in range(40)]
+    scored = patient.score([(Problem(ask("p"), answer), "fine") for answer in answers])
+    assert [number for number, score in enumerate(scored) if score.failure is not None] == [13]
+
+
 def test_a_task_that_cannot_be_built_again_ends_the_run_with_its_error(tmp_path) -> None:
     config = TaskConfig.model_validate(
         {

@@ -21,8 +21,6 @@ from ebbtide.tasks.task import Problem
 START_TRIES = 3
 START_SECONDS = 120.0  # A process imports the task's packages: one second, but far more on a loaded machine.
 LONGEST_WAIT = 3600.0  # Seconds; `poll` does not accept unbounded numbers.
-
-
 MOST_AT_ONCE = 8  # Completions that a process is sent at once, if there are many: a message takes longer than a check.
 
 
@@ -96,7 +94,7 @@ class ScoringPool:
                     try:
                         worker.send(items, work, self._config.scoring.timeout_s)
                     except Exception as error:  # noqa: BLE001 (foreign code defines how a problem is pickled)
-                        if len(items) > 1:  # One of them: each is sent by itself from here on.
+                        if len(items) > 1:  # It is one of them. Each is sent by itself from here on.
                             waiting.extendleft(reversed(items))
                             limit = 1
                             continue

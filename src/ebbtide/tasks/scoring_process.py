@@ -62,7 +62,7 @@ class ScoringProcess:
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def send(self, of: Any) -> None:
-        """Sends a request, as much of it as fits now; `hear` sends the rest."""
+        """Sends a request, as much of it as fits now; `receive` sends the rest."""
         self._unsent = memoryview(encode_request(of))
         self._send()
 
@@ -102,7 +102,7 @@ class ScoringProcess:
                 self._unsent = self._unsent[self._channel.send(self._unsent[:SEND_BYTES]) :]
         except BlockingIOError:
             pass
-        except (BrokenPipeError, ConnectionResetError):  # The process has died, which `hear` notices.
+        except (BrokenPipeError, ConnectionResetError):  # The process has died, which `receive` notices.
             self._unsent = memoryview(b"")
 
     def _cause(self) -> str:
