@@ -1,0 +1,223 @@
+"""What lies between the matmuls of a transformer block, forward and backward, in plain torch: the reference for
+block_kernels.py, rope_kernels.py and expert_kernels.py, and the implementation on a CPU.
+
+The forwards round where transformers' own operations round. The backwards treat that rounding as the identity, compute
+in float32, and round once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+Activation = Literal["silu", "gelu_tanh"]
+
+GELU_SCALE, GELU_CUBIC = 0.7978845608028654, 0.044715
+"""GELU's curve is x sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How a family of models computes its RMS norms."""
+
+    eps: float
+    offset: float = 0.0
+    """Is added to the weight: 1 for Gemma."""
+    wide: bool = False
+    """Multiplies with the weight in float32, as Gemma does; else the normalised input is rounded before."""
+
+
+def add_norm(
+    x: Tensor,  # [T, W]
+    delta: Tensor | None,  # [T, W]
+    weight: Tensor,  # [W]
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Returns x + delta (x itself without a delta), and its RMS norm: both [T, W]."""
+    added = x if delta is None else x + delta
+    return added, _normed(added, weight, norm)
+
+
+def norm_backward(
+    x: Tensor,  # [T, W]
+    weight: Tensor,  # [W]
+    norm: Norm,
+    grad: Tensor,  # [T, W]
+    residual: Tensor | None,  # [T, W]
+    *,
+    remakes: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of x [T, W], with `residual` added, and of the weight [W]; `grad` is that of the output.
+    Where it `remakes` the output, returns that, too."""
+    dx, dweight = _norm_gradients(x, weight, norm, grad.float())
+    if residual is not None:
+        dx = dx + residual.float()
+    return dx.to(x.dtype), dweight.to(weight.dtype), _normed(x, weight, norm) if remakes else None
+
+
+def rotate(
+    qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    norms: tuple[Tensor, Tensor] | None,  # weights [channels] of the norms of queries and keys
+    norm: Norm,
+    cos: Tensor,  # [T, channels]
+    sin: Tensor,  # [T, channels]
+) -> tuple[Tensor, Tensor]:
+    """Returns the queries [T, heads, channels] and keys [T, kv_heads, channels] after norm and RoPE."""
+    query, key, _ = _split(qkv, heads, kv_heads, channels)
+    if norms is not None:
+        query, key = _normed(query, norms[0], norm), _normed(key, norms[1], norm)
+    return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+
+def rotate_expanded(
+    qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    norms: tuple[Tensor, Tensor] | None,
+    norm: Norm,
+    cos: Tensor,  # [T, channels]
+    sin: Tensor,  # [T, channels]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `rotate`, and the values, with a key and a value for each query head: [T, heads, channels] each."""
+    query, key = rotate(qkv, heads, kv_heads, channels, norms, norm, cos, sin)
+    value = _split(qkv, heads, kv_heads, channels)[2]
+    key, value = (one.repeat_interleave(heads // kv_heads, 1) for one in (key, value))
+    return query, key, value
+
+
+def rotate_backward(
+    qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    norms: tuple[Tensor, Tensor] | None,
+    norm: Norm,
+    cos: Tensor,  # [T, channels]
+    sin: Tensor,  # [T, channels]
+    dquery: Tensor,  # [T, heads, channels]
+    dkey: Tensor,  # [T, heads, channels]: of a key for each query head
+    dvalue: Tensor,  # [T, heads, channels]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of qkv, and of the weights of both norms [channels]."""
+    query, key, _ = _split(qkv, heads, kv_heads, channels)
+    dkey, dvalue = (one.float().unflatten(1, (kv_heads, -1)).sum(2) for one in (dkey, dvalue))
+    of_query, of_key = _rotated_back(dquery, cos, sin), _rotated_back(dkey, cos, sin)
+    of_norms: tuple[Tensor | None, Tensor | None] = None, None
+    if norms is not None:
+        of_query, of_query_norm = _norm_gradients(query, norms[0], norm, of_query)
+        of_key, of_key_norm = _norm_gradients(key, norms[1], norm, of_key)
+        of_norms = of_query_norm.to(norms[0].dtype), of_key_norm.to(norms[1].dtype)
+    parts = (part.flatten(1).to(qkv.dtype) for part in (of_query, of_key, dvalue))
+    return torch.cat([*parts], 1), *of_norms
+
+
+def activate(gate_up: Tensor, kind: Activation) -> Tensor:  # [T, 2 M]
+    """Returns act(gate) * up [T, M], of rows with the gate in their first half."""
+    gate, up = gate_up.chunk(2, -1)
+    return _active(gate, kind) * up
+
+
+def activate_backward(
+    gate_up: Tensor,  # [T, 2 M]
+    grad: Tensor,  # [T, M]
+    kind: Activation,
+) -> tuple[Tensor, Tensor]:
+    """Writes what `activate` returned over `grad`, and the gradient of `gate_up` over it; returns both."""
+    gate, up = gate_up.chunk(2, -1)
+    active, wide = _active(gate, kind), grad.float()
+    product = active * up
+    of_gate = wide * up.float() * _slope(gate.float(), kind)
+    of_up = wide * active.float()
+    return grad.copy_(product), gate_up.copy_(torch.cat([of_gate, of_up], -1))
+
+
+def activate_weighted_backward(
+    gate_up: Tensor,  # [N, 2 M]
+    grad: Tensor,  # [N, M]
+    weights: Tensor,  # [N] in float32
+    kind: Activation,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`activate_backward` where what `activate` returned is multiplied with a weight per row, and `grad` is that of the
+    product divided by the weight. Also returns the gradient of the weights [N] in float32, third."""
+    product = activate(gate_up, kind).float()
+    of_weights = (product * grad.float()).sum(-1)
+    _, of_halves = activate_backward(gate_up, grad.float() * weights[:, None], kind)
+    return grad.copy_(product * weights[:, None]), of_halves, of_weights
+
+
+def combine(
+    rows: Tensor,  # [T * k, W]
+    inverse: Tensor,  # [T, k]: where the rows of a token lie
+    weights: Tensor | None,  # [T, k] in float32
+) -> Tensor:
+    """Returns the weighted sum of each token's rows [T, W]; without weights, the sum."""
+    total = torch.zeros(len(inverse), rows.shape[1], dtype=torch.float32, device=rows.device)
+    for place in range(inverse.shape[1]):
+        chosen = rows[inverse[:, place]].float()
+        total += chosen if weights is None else chosen * weights[:, place, None]
+    return total.to(rows.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    return (_normalised(x, norm) * (weight.float() + norm.offset)).to(x.dtype)
+
+
+def _root(wide: Tensor, norm: Norm) -> Tensor:
+    return torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+
+
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    """What the weight is multiplied with, in float32."""
+    scaled = x.float() * _root(x.float(), norm)
+    return scaled if norm.wide else scaled.to(x.dtype).float()
+
+
+def _norm_gradients(x: Tensor, weight: Tensor, norm: Norm, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight in float32; `grad`, of the output, is in float32 too."""
+    wide = x.float()
+    root = _root(wide, norm)
+    scaled = wide * root
+    of_scaled = grad * (weight.float() + norm.offset)
+    dx = root * (of_scaled - scaled * (of_scaled * scaled).mean(-1, keepdim=True))
+    return dx, (grad * _normalised(x, norm)).flatten(0, -2).sum(0)
+
+
+def _split(qkv: Tensor, heads: int, kv_heads: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values: [T, heads, channels] each."""
+    query, key, value = qkv.unflatten(-1, (-1, channels)).split([heads, kv_heads, kv_heads], 1)
+    return query, key, value
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    turned = torch.cat([-high, low], -1)
+    products = (x.float() * cos[:, None].float()).to(x.dtype), (turned.float() * sin[:, None].float()).to(x.dtype)
+    return products[0] + products[1]
+
+
+def _rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient, in float32, of what `_rotated` was passed."""
+    wide = grad.float()
+    low, high = (wide * sin[:, None].float()).chunk(2, -1)
+    return wide * cos[:, None].float() + torch.cat([high, -low], -1)
+
+
+def _active(gate: Tensor, kind: Activation) -> Tensor:
+    return silu(gate) if kind == "silu" else gelu(gate, approximate="tanh")
+
+
+def _slope(gate: Tensor, kind: Activation) -> Tensor:
+    """The derivative of the activation, of a gate in float32."""
+    if kind == "silu":
+        share = torch.sigmoid(gate)
+        return share + gate * share * (1 - share)
+    share = torch.sigmoid(2 * GELU_SCALE * (gate + GELU_CUBIC * gate.pow(3)))
+    return share + gate * share * (1 - share) * 2 * GELU_SCALE * (1 + 3 * GELU_CUBIC * gate.pow(2))
