@@ -33,6 +33,7 @@ from ebbtide.system.torch_internals import (
     fsdp_on_one_stream,
     fused_adamw,
     gloo_group,
+    grouped_mm,
     is_attention_op,
     is_matmul_op,
     is_strided_shard,
@@ -179,6 +180,17 @@ def test_each_kind_of_matmul_is_one_operation_that_is_known(forward) -> None:
     matrices = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim >= 2]
     assert matrices[-1].shape[-1] == result.shape[-1]  # selective checkpointing tells matmuls apart by this
     assert not any(is_attention_op(op) for op, _ in seen.calls)
+
+
+def test_grouped_matmuls_are_one_matmul_for_each_group() -> None:
+    left, right, ends = torch.randn(12, 8), torch.randn(3, 8, 16), torch.tensor([4, 4, 12], dtype=torch.int32)
+    rows = [left[:4], left[4:4], left[4:]]
+    torch.testing.assert_close(
+        grouped_mm(left, right, ends), torch.cat([a @ b for a, b in zip(rows, right, strict=True)])
+    )
+    other = torch.randn(12, 16)
+    pairs = zip(rows, (other[:4], other[4:4], other[4:]), strict=True)
+    torch.testing.assert_close(grouped_mm(left.t(), other, ends), torch.stack([a.t() @ b for a, b in pairs]))
 
 
 def test_attention_is_one_operation_that_is_known() -> None:

@@ -21,6 +21,7 @@ from ebbtide.system.transformers_internals import (
     attention_implementation,
     experts_implementation,
     full_mask,
+    is_gelu_tanh,
     is_silu,
     log_handlers,
     needs_own_code,
@@ -83,6 +84,15 @@ def test_silu_is_known_by_its_class() -> None:
     assert is_silu(decoder(made("qwen3")).layers[0].mlp.act_fn)
     assert is_silu(nn.SiLU())
     assert not is_silu(decoder(made("qwen3", hidden_act="gelu")).layers[0].mlp.act_fn)
+
+
+def test_gelu_by_tanh_is_known_by_its_class_and_its_function() -> None:
+    activation = decoder(made("gemma")).layers[0].mlp.act_fn
+    assert is_gelu_tanh(activation)
+    x = torch.linspace(-4, 4, 50)
+    assert torch.equal(activation(x), nn.functional.gelu(x, approximate="tanh"))
+    for other in ("gelu", "gelu_new", "silu", "gelu_python"):
+        assert not is_gelu_tanh(decoder(made("qwen3", hidden_act=other)).layers[0].mlp.act_fn)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

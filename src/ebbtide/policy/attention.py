@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ebbtide.errors import UserError
+from ebbtide.system.torch_internals import flash_backward, flash_forward
 from ebbtide.system.transformers_internals import attention_implementation
 
 if TYPE_CHECKING:
@@ -77,10 +79,53 @@ def packed_attention(
     if cu_seq_lens_q is None:
         raise unsupported_layer(module, "does not pass attention the starts of packed sequences (`cu_seq_lens_q`)")
     window = None if window is None or window >= max_length_q else window
-    fits = query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and fits
-    attend = _varlen if flash else _padded
+    attend = _varlen if has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1]) else _padded
     return attend(query, key, value, scaling, window, cu_seq_lens_q, max_length_q), None
+
+
+def has_flash(device: torch.device, dtype: torch.dtype, channels: int, value_channels: int) -> bool:
+    """Whether torch's flash kernels compute such attention."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and channels == value_channels <= 256
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """Causal attention within packed sequences, with a backward that is called by name instead of by autograd."""
+
+    starts: Tensor
+    """[S + 1]: where each sequence starts, and T."""
+    longest: int
+    scale: float
+    window: int | None = None
+    """How many tokens a token sees, including itself; None is all before it."""
+
+    def _flash(self) -> dict[str, Any]:
+        left = -1 if self.window is None or self.window >= self.longest else self.window - 1
+        return {"starts": self.starts, "longest": self.longest, "scale": self.scale, "window": (left, 0)}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(the mixed values [T, heads, channels], what the backward needs besides), of queries [T, heads, channels],
+        and keys and values [T, kv heads, channels]."""
+        if has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1]):
+            return flash_forward(query, key, value, **self._flash())
+        return self._mix(query, key, value), query.new_empty(0)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values; `mixed` and `sums` are what the forward returned."""
+        if has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1]):
+            return flash_backward(grad, query, key, value, mixed, sums, **self._flash())
+        inputs = [one.detach().requires_grad_() for one in (query, key, value)]
+        with torch.enable_grad():
+            again = self._mix(*inputs)
+        dquery, dkey, dvalue = torch.autograd.grad(again, inputs, grad)
+        return dquery, dkey, dvalue
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))  # [1, heads, T, channels]
+        window = None if self.window is None or self.window >= self.longest else self.window
+        return _padded(q, k, v, self.scale, window, self.starts, self.longest)[0]
 
 
 @cache
@@ -138,9 +183,12 @@ def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Inside this context the model computes attention with the function `name`, ours or transformers' own."""
     from transformers import AttentionInterface
 
+    before = attention_implementation(model.config)
+    if before == name:  # It is asked for around a step and again in each forward; to set it goes through all modules.
+        yield
+        return
     if name in FUNCTIONS:
         AttentionInterface.register(name, FUNCTIONS[name])
-    before = attention_implementation(model.config)
     model.set_attn_implementation(name)
     if attention_implementation(model.config) != name:  # transformers only warns.
         family = model.config.model_type

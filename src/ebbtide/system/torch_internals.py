@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,12 +34,15 @@ __all__ = [
     "cuda_host_register",
     "cuda_host_unregister",
     "dump_allocations",
+    "flash_backward",
+    "flash_forward",
     "foreach_copy",
     "foreach_norm",
     "forward_pre_hooks",
     "fsdp_on_one_stream",
     "fused_adamw",
     "gloo_group",
+    "grouped_mm",
     "is_attention_op",
     "is_matmul_op",
     "is_strided_shard",
@@ -124,6 +128,83 @@ def fused_adamw(
         amsgrad=False,
         maximize=False,
     )
+
+
+# Operations without a public backward of their own
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, starts: Tensor, longest: int, scale: float, window: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """(mixed values [T, heads, channels], log-sum-exp [heads, T]) of attention within packed sequences, by flash
+    kernels. It relies on `aten._flash_attention_forward`, which `torch.nn.attention.varlen.varlen_attn` calls with the
+    same arguments."""
+    mixed, sums, *_ = torch.ops.aten._flash_attention_forward.default(
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,  # no dropout
+        window == (-1, 0),
+        False,  # no mask for debugging
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return mixed, sums
+
+
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    sums: Tensor,
+    *,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values for `flash_forward`. It relies on `aten._flash_attention_backward`;
+    without dropout it does not read the state of the random numbers."""
+    no_state = _no_random_state(query.device)
+    dquery, dkey, dvalue = torch.ops.aten._flash_attention_backward.default(
+        grad,
+        query,
+        key,
+        value,
+        mixed,
+        sums,
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        window == (-1, 0),
+        no_state,
+        no_state,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return dquery, dkey, dvalue
+
+
+@cache
+def _no_random_state(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64, device=device)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Matmuls of consecutive rows of `a` [N, K] with one matrix of `b` [G, K, M] each: [N, M]; or, of a [K, N] and b
+    [N, M], one matmul per group of rows: [G, K, M]. `ends` [G] int32: where each group ends. It relies on
+    `torch._grouped_mm`, which `torch.nn.functional.grouped_mm` calls."""
+    return torch._grouped_mm(a, b, offs=ends)
 
 
 # Operations that a TorchDispatchMode sees

@@ -48,6 +48,15 @@ def is_silu(activation: nn.Module) -> bool:
     return isinstance(activation, nn.SiLU | SiLUActivation)
 
 
+def is_gelu_tanh(activation: nn.Module) -> bool:
+    """Whether a module is GELU in its approximation by tanh, by torch's kernel. It relies on
+    `transformers.activations.GELUTanh`, the class of models whose config says `hidden_act: gelu_pytorch_tanh`, and on
+    the function in its `act`."""
+    from transformers.activations import GELUTanh
+
+    return isinstance(activation, GELUTanh) and hasattr(activation.act, "func")
+
+
 def to_checkpoint_format(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Some of a model's tensors with the names and shapes that they have in its files, where each expert is a tensor of
     its own. It relies on `revert_weight_conversion`, which `save_pretrained` calls."""
