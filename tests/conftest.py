@@ -8,9 +8,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 
 import copy
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,3 +106,21 @@ def windowed_model(device: str) -> Any:
     for parameter in model.parameters():
         parameter.data += 0.15 * torch.randn_like(parameter)
     return LoadedModel(model, tokenizer, model.config._attn_implementation)
+
+
+@pytest.fixture
+def fused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are fused on a CPU as well, where what kernels compute is plain torch."""
+    from ebbtide.policy import fuse
+
+    monkeypatch.setattr(fuse, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(fuse, "has_flash", lambda *_: True)
+
+
+def assert_trained_alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], lr: float, steps: int) -> None:
+    """Weights that differ by float noise: nearly all of them by a tenth of a step of the optimizer at most. Adam moves
+    a weight whose gradient is next to nothing by a whole step, in the direction of the noise."""
+    assert ours.keys() == theirs.keys()
+    off = {name: np.abs(np.asarray(weight) - np.asarray(theirs[name])) for name, weight in ours.items()}
+    assert max(one.max() for one in off.values()) <= 2 * lr * steps
+    assert np.concatenate([(one > 0.1 * lr).ravel() for one in off.values()]).mean() <= 0.002

@@ -194,6 +194,7 @@ class Worker:
         self.policy = policy = Policy(loaded, config, comm)
         mode = config.rollout_weights(comm.shards)
         rollout_weights = shard_policy(policy, comm, self._channel, residency.device, mode)
+        policy.fuse_blocks(self.report.note)
         with rollout_weights.materialized() as model:
             policy.verify(model)
         if config.generates:

@@ -18,7 +18,7 @@ from ebbtide.model.shape import find_shape
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy import block_activations
 from ebbtide.policy.activation_costs import ActivationPolicy, locally_recomputable, saved_bytes
-from ebbtide.policy.activation_plan import measure_saved_bytes
+from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
 from ebbtide.policy.policy import Policy
 from ebbtide.report.report import Report
 
@@ -35,7 +35,7 @@ def test_bytes_are_those_that_autograd_saves(tiny, name, again) -> None:
     blocks = blocks_of(policy.model)
     names = locally_recomputable(shape) if again else frozenset()
     found = measure_saved_bytes(
-        blocks,
+        PlacedBlocks(blocks),
         block_activations.ActivationChoice(recompute=names, local=block_activations.locally_recomputable(blocks[0])),
         policy._probe,
     )

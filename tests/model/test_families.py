@@ -32,7 +32,7 @@ from ebbtide.model.shape import Shape, find_shape, from_config
 from ebbtide.parallel import tensor_parallel
 from ebbtide.planner.offline import Hardware, plan_offline
 from ebbtide.policy import activation_costs, block_activations
-from ebbtide.policy.activation_plan import measure_saved_bytes
+from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.block_activations import ActivationChoice
 from ebbtide.policy.datum import trajectory
@@ -289,7 +289,9 @@ def test_an_invented_family_has_activations(entry: Family) -> None:
     assert names == DENSE
     assert local == activation_costs.locally_recomputable(shape) == {"attn_norm", "qkv_linear", "mlp_norm", "mlp_fc2"}
     for recompute in (frozenset(), local):
-        saved = measure_saved_bytes(blocks, ActivationChoice(recompute=recompute, local=local), policy._probe)
+        saved = measure_saved_bytes(
+            PlacedBlocks(blocks), ActivationChoice(recompute=recompute, local=local), policy._probe
+        )
         predicted = activation_costs.saved_bytes(shape, 2, activation_costs.ActivationPolicy(recompute=recompute))
         for name in set(names) - {"core_attn", "attn_proj"}:  # a CPU has other kernels for these
             roots = 4 * (shape.heads + shape.kv_heads) + 1

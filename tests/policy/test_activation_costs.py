@@ -18,7 +18,7 @@ from ebbtide.policy.activation_costs import (
     resolve_policy,
     saved_bytes,
 )
-from ebbtide.policy.activation_plan import measure_saved_bytes
+from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
 from ebbtide.policy.policy import Policy
 
 ON_A_GPU_ONLY = {"core_attn", "attn_proj", "moe_act", "expert_fc1", "moe_router"}  # a CPU has other kernels for these
@@ -47,7 +47,7 @@ def test_bytes_are_those_that_autograd_saves(name: str, again: bool) -> None:
     blocks = blocks_of(policy.model)
     names = locally_recomputable(shape) if again else frozenset()
     found = measure_saved_bytes(
-        blocks,
+        PlacedBlocks(blocks),
         block_activations.ActivationChoice(recompute=names, local=block_activations.locally_recomputable(blocks[0])),
         policy._probe,
     )

@@ -14,7 +14,13 @@ from ebbtide.config.memory import ActivationsConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
-from ebbtide.policy.activation_plan import ActivationFigures, choose_activations, measure_saved_bytes, offload_capacity
+from ebbtide.policy.activation_plan import (
+    ActivationFigures,
+    PlacedBlocks,
+    choose_activations,
+    measure_saved_bytes,
+    offload_capacity,
+)
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.block_activations import ActivationChoice, activation_names, locally_recomputable
@@ -130,7 +136,9 @@ def test_small_tensors_stay(dense) -> None:
 def test_norms_of_queries_and_keys_are_made_again_by_themselves(dense) -> None:
     local = locally_recomputable(dense.blocks[0])
     kept, again = (
-        measure_saved_bytes(dense.blocks, ActivationChoice(recompute=frozenset(some), local=local), dense.policy._probe)
+        measure_saved_bytes(
+            PlacedBlocks(dense.blocks), ActivationChoice(recompute=frozenset(some), local=local), dense.policy._probe
+        )
         for some in ([], ["qkv_linear"])
     )
     assert again["qkv_linear"] < kept["qkv_linear"]
@@ -142,7 +150,9 @@ def test_norms_of_queries_and_keys_are_made_again_by_themselves(dense) -> None:
 def test_a_block_that_runs_again_keeps_the_products_that_it_should(dense) -> None:
     local = locally_recomputable(dense.blocks[0])
     stored = measure_saved_bytes(
-        dense.blocks, ActivationChoice(recompute=frozenset(DENSE[1:]) - {"mlp_act"}, local=local), dense.policy._probe
+        PlacedBlocks(dense.blocks),
+        ActivationChoice(recompute=frozenset(DENSE[1:]) - {"mlp_act"}, local=local),
+        dense.policy._probe,
     )
     assert stored["mlp_act"] == 2 * 48 * 4  # gate and up
     assert stored.keys() == {"block_input", "mlp_act"}
@@ -203,7 +213,11 @@ def test_the_host_memory_predicted_is_what_is_used(dense) -> None:
     config = ActivationsConfig(offload=["mlp_act", "core_attn"], keep_last=1)
     predicted = (
         offload_capacity(
-            config, dense.blocks, ActivationChoice(frozenset(config.offload)), dense.policy._probe, tokens=640
+            config,
+            PlacedBlocks(dense.blocks),
+            ActivationChoice(frozenset(config.offload)),
+            dense.policy._probe,
+            tokens=640,
         )
         - 2**20
     )
@@ -224,7 +238,7 @@ def chosen(settings, block, carried=10**9):
     )
     notes: list[str] = []
     config = ActivationsConfig.model_validate(settings)
-    return choose_activations(config, block, figures, lambda _: figures.saved, notes.append), notes
+    return choose_activations(config, PlacedBlocks([block]), figures, lambda _: figures.saved, notes.append), notes
 
 
 def test_presets(dense) -> None:
@@ -288,16 +302,16 @@ def test_nonsense_is_named(dense, settings, words) -> None:
 
 
 def test_measured_bytes_are_what_a_norm_and_a_product_save(dense) -> None:
-    saved = measure_saved_bytes(dense.blocks, ActivationChoice(), dense.policy._probe)
+    saved = measure_saved_bytes(PlacedBlocks(dense.blocks), ActivationChoice(), dense.policy._probe)
     hidden, mlp = 32 * 4, 48 * 4
     assert saved["mlp_fc2"] == mlp
     assert saved["mlp_act"] == 3 * mlp
     assert saved["mlp_fc1"] == hidden
     local = locally_recomputable(dense.blocks[0])
     assert "mlp_fc2" not in measure_saved_bytes(
-        dense.blocks, ActivationChoice(recompute=frozenset({"mlp_fc2"}), local=local), dense.policy._probe
+        PlacedBlocks(dense.blocks), ActivationChoice(recompute=frozenset({"mlp_fc2"}), local=local), dense.policy._probe
     )
     whole = measure_saved_bytes(
-        dense.blocks, ActivationChoice(recompute=frozenset(DENSE[1:]), local=local), dense.policy._probe
+        PlacedBlocks(dense.blocks), ActivationChoice(recompute=frozenset(DENSE[1:]), local=local), dense.policy._probe
     )
     assert whole == {"block_input": hidden}

@@ -76,6 +76,10 @@ class ActivationsConfig(Section):
     recompute: list[ActivationName] | None = None
     """Modules whose saved tensors are recomputed in the backward."""
 
+    recompute_blocks: Natural | None = None
+    """Number of first blocks that recompute what is to be recomputed; the others keep it. `null` is all, and with
+    `balanced` as many as are needed."""
+
     on_slow_link: Literal["downgrade", "refuse", "ignore"] = "downgrade"
     """What happens if the host link cannot carry the offloaded bytes during the forward: `downgrade` recomputes some
     of them instead, `refuse` is an error, `ignore` lets compute wait. All three report the figures."""

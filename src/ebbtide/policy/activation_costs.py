@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import get_args
+from typing import Any, get_args
 
 from ebbtide.config.activation_rules import check_activation_names, check_activation_places, fit_host_link
 from ebbtide.config.memory import ActivationName, ActivationsConfig
@@ -59,12 +59,15 @@ class ActivationPolicy:
 
     offload: frozenset[ActivationName] = frozenset()
     recompute: frozenset[ActivationName] = frozenset()
+    recompute_blocks: int | None = None
+    """How many of the first blocks recompute; None is all."""
 
     def describe(self) -> str:
         """The choice as a text for people."""
+        some = "" if self.recompute_blocks is None else f" in {self.recompute_blocks} blocks"
         parts = [
-            f"{word} {', '.join(sorted(names))}"
-            for word, names in (("offload", self.offload), ("recompute", self.recompute))
+            f"{word} {', '.join(sorted(names))}{where}"
+            for word, names, where in (("offload", self.offload, ""), ("recompute", self.recompute, some))
             if names
         ]
         return "; ".join(parts) or "keep all"
@@ -172,6 +175,8 @@ class ActivationBytes:
     """On the device, of the first block alone: what is left when the backward reaches it."""
     in_backward: int
     """Additional bytes on the device while the backward is in a block: what it recomputes, and its gradients."""
+    norm_saved: int
+    """Of the norm after the last block: what it saves, and its output."""
     in_final_norm: int
     """Additional bytes on the device while the backward is in the norm after the last block."""
     offloaded: int
@@ -181,6 +186,8 @@ class ActivationBytes:
 @cache
 def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep_last: int) -> ActivationBytes:
     """The activations of a model under a choice, with `itemsize` bytes per number."""
+    if choice.recompute_blocks is not None and choice.recompute:
+        return _mixed_bytes(shape, itemsize, choice, keep_last)
     per_block = saved_bytes(shape, itemsize, choice)
     whole = sum(per_block.values())
     offloaded = sum(per_block.get(name, 0) for name in choice.offload)
@@ -197,10 +204,45 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
         blocks=shape.layers * (whole - offloaded) + stay * offloaded,
         first_block=whole,
         in_backward=max(0, recomputed) + itemsize * wide,
+        norm_saved=_norm(shape, shape.hidden, 1, itemsize) + itemsize * shape.hidden,
         # What the norm saved, and its gradients in fp32.
         in_final_norm=_norm(shape, shape.hidden, 1, itemsize) + (16 + 2 * itemsize) * shape.hidden,
         offloaded=(shape.layers - min(shape.layers, keep_last)) * offloaded,
     )
+
+
+def _mixed_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep_last: int) -> ActivationBytes:
+    """The activations of a model whose first blocks recompute, and whose others keep the same."""
+    first = min(shape.layers, choice.recompute_blocks or 0)
+    kept, recomputed = (
+        activation_bytes(shape, itemsize, one, keep_last)
+        for one in (ActivationPolicy(choice.offload), ActivationPolicy(choice.offload, choice.recompute))
+    )
+
+    def mixed(of_first: int, of_others: int) -> int:
+        return (first * of_first + (shape.layers - first) * of_others) // shape.layers
+
+    return ActivationBytes(
+        blocks=mixed(recomputed.blocks, kept.blocks),
+        first_block=recomputed.first_block if first else kept.first_block,
+        in_backward=max(kept.in_backward, recomputed.in_backward if first == shape.layers else 0),
+        norm_saved=kept.norm_saved,
+        in_final_norm=kept.in_final_norm,
+        offloaded=mixed(recomputed.offloaded, kept.offloaded),
+    )
+
+
+def activation_options(shape: Shape, balanced: ActivationPolicy) -> list[dict[str, Any]]:
+    """The settings of `memory.activations` that a plan tries: recompute what is cheap; also offload as much as the host
+    link carries; recompute everything; and that with the blocks' inputs offloaded."""
+    # The plan has checked the host link already: the run does not check it again.
+    both: dict[str, Any] = {
+        "recompute": sorted(balanced.recompute),
+        "offload": sorted(balanced.offload),
+        "on_slow_link": "ignore",
+    }
+    listed = [{"recompute": sorted(locally_recomputable(shape))}, *([both] if balanced.offload else [])]
+    return [*listed, {"preset": "recompute"}, {"preset": "offload"}]
 
 
 def choose_places(
@@ -248,7 +290,7 @@ def resolve_policy(
         return saved_bytes(shape, itemsize, ActivationPolicy(*split_places(places)))
 
     places = choose_places(config, names, local, weigh, carried)
-    choice, sizes = ActivationPolicy(*split_places(places)), weigh(places)
+    choice, sizes = ActivationPolicy(*split_places(places), config.recompute_blocks), weigh(places)
     if not gated or config.on_slow_link != "downgrade" or sum(sizes.get(name, 0) for name in choice.offload) <= carried:
         return choice
     return ActivationPolicy(*fit_host_link(choice.offload, choice.recompute, local, sizes, carried))

@@ -15,17 +15,22 @@ from torch import nn
 from ebbtide.config.activation_rules import check_activation_names, fit_host_link
 from ebbtide.config.memory import ActivationName, ActivationsConfig
 from ebbtide.errors import UserError
+from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.residency import Residency
+from ebbtide.policy import fused_costs
 from ebbtide.policy.activation_costs import (
     LINK_SHARE,
     PROBE_TOKENS,
+    ActivationPolicy,
     choose_places,
     offload_bytes,
     split_places,
 )
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.block_activations import ActivationChoice, activation_names, locally_recomputable
+from ebbtide.policy.fuse import FusedBlocks
+from ebbtide.policy.fused_activations import FusedActivations
 from ebbtide.system.units import gib
 
 PROBE = 512  # Tokens of a forward whose saved bytes are counted: they grow linearly with the tokens.
@@ -37,6 +42,24 @@ class TrainingProbe(Protocol):
     def __call__(self, tokens: int, *, backward: bool = True) -> int:
         """Runs a forward and its backward on about so many tokens, and leaves no gradients; returns the exact
         number."""
+
+
+@dataclass(frozen=True)
+class PlacedBlocks:
+    """A model's blocks, and what carries out a choice in them."""
+
+    modules: Sequence[nn.Module]
+    fused: FusedBlocks | None = None
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def hooks(
+        self, choice: ActivationChoice, offloader: ActivationOffloader | None, *, keep_last: int, minimum: int
+    ) -> ActivationHooks | FusedActivations:
+        if self.fused is not None:
+            return FusedActivations(self.fused, choice, offloader, keep_last=keep_last, minimum=minimum)
+        return ActivationHooks(self.modules, choice, offloader, keep_last=keep_last, minimum=minimum)
 
 
 @dataclass(frozen=True)
@@ -64,20 +87,33 @@ Weigh = Callable[[ActivationChoice], dict[ActivationName, int]]
 
 
 def choose_activations(
-    config: ActivationsConfig, block: nn.Module, figures: ActivationFigures, weigh: Weigh, note: Callable[[str], None]
+    config: ActivationsConfig,
+    blocks: PlacedBlocks,
+    figures: ActivationFigures,
+    weigh: Weigh,
+    note: Callable[[str], None],
 ) -> ActivationChoice:
-    """The choice for one block; what was measured to make it is noted."""
-    names, local = activation_names(block), locally_recomputable(block)
+    """The choice for the blocks; what was measured to make it is noted."""
+    block = blocks.modules[0]
+    names = activation_names(block)
     check_activation_names(config, names, type(block).__name__)
-    places = choose_places(
-        config, names, local, lambda some: weigh(ActivationChoice(*split_places(some), local)), figures.link_bytes()
-    )
-    choice = ActivationChoice(*split_places(places), local)
+    if blocks.fused is not None:
+        choice = _of_fused(fused_costs.choose(config, weigh(ActivationChoice()), figures.link_bytes(), len(blocks)))
+    else:
+        local = locally_recomputable(block)
+        places = choose_places(
+            config, names, local, lambda some: weigh(ActivationChoice(*split_places(some), local)), figures.link_bytes()
+        )
+        choice = ActivationChoice(*split_places(places), local, config.recompute_blocks)
     if config.preset == "balanced":
         _note_balanced(choice, figures, weigh(choice), note)
     if figures.forward and choice.offload:
-        choice = _gate(config, choice, figures, weigh(choice), note)
+        choice = _gate(config, choice, figures, weigh(choice), note, fused=blocks.fused is not None)
     return choice
+
+
+def _of_fused(found: ActivationPolicy) -> ActivationChoice:
+    return ActivationChoice(found.offload, found.recompute, recompute_blocks=found.recompute_blocks)
 
 
 def _bytes(names: Iterable[ActivationName], saved: dict[ActivationName, int]) -> int:
@@ -110,6 +146,8 @@ def _gate(
     figures: ActivationFigures,
     saved: dict[ActivationName, int],
     note: Callable[[str], None],
+    *,
+    fused: bool,
 ) -> ActivationChoice:
     """The choice after the check of `on_slow_link`: offloading more than the host link carries would make compute
     wait."""
@@ -126,17 +164,22 @@ def _gate(
         return choice
     if config.on_slow_link == "refuse":
         raise UserError(f"{excess}: offload less, or set `memory.activations.on_slow_link` to `downgrade` or `ignore`")
-    offload, recompute = fit_host_link(choice.offload, choice.recompute, choice.local, saved, figures.link_bytes())
-    downgraded = recompute - choice.recompute
+    if fused:
+        policy = ActivationPolicy(choice.offload, choice.recompute, choice.recompute_blocks)
+        fitting = _of_fused(fused_costs.fit_link(policy, saved, figures.link_bytes()))
+    else:
+        split = fit_host_link(choice.offload, choice.recompute, choice.local, saved, figures.link_bytes())
+        fitting = ActivationChoice(*split, choice.local)
+    downgraded = fitting.recompute - choice.recompute
     note(f"activations: {excess}; recomputed instead: {', '.join(sorted(downgraded))}")
-    return ActivationChoice(offload, recompute, choice.local)
+    return fitting
 
 
 def measure_saved_bytes(
-    blocks: Sequence[nn.Module], choice: ActivationChoice, run: TrainingProbe
+    blocks: PlacedBlocks, choice: ActivationChoice, run: TrainingProbe
 ) -> dict[ActivationName, int]:
-    """Bytes that a block saves per token under a choice, by name."""
-    counting = ActivationHooks(blocks, choice, None, keep_last=0, minimum=1)
+    """Bytes that a block saves per token under a choice, by name, on average."""
+    counting = blocks.hooks(choice, None, keep_last=0, minimum=1)
     counting.counted = Counter()
     with counting:
         tokens = run(PROBE, backward=False)
@@ -144,7 +187,7 @@ def measure_saved_bytes(
 
 
 def measure_figures(
-    config: ActivationsConfig, blocks: Sequence[nn.Module], run: TrainingProbe, residency: Residency, tokens: int
+    config: ActivationsConfig, blocks: PlacedBlocks, run: TrainingProbe, residency: Residency, tokens: int
 ) -> ActivationFigures:
     """Measures the model; `tokens`: those of a micro-batch."""
     if config.preset in ("keep", "recompute") and not config.offload:
@@ -156,12 +199,10 @@ def measure_figures(
     return ActivationFigures(saved, forward, link, max(0, len(blocks) - config.keep_last), timed)
 
 
-def _timed_tokens(
-    saved: dict[ActivationName, int], blocks: Sequence[nn.Module], tokens: int, residency: Residency
-) -> int:
+def _timed_tokens(saved: dict[ActivationName, int], blocks: PlacedBlocks, tokens: int, residency: Residency) -> int:
     """Tokens of the timed forward and backward, which keeps all activations; 0 if memory is too tight for a meaningful
     number."""
-    weights = sum(parameter.nbytes for block in blocks for parameter in block.parameters())
+    weights = sum(parameter.nbytes for block in blocks.modules for parameter in block.parameters())
     room = free_bytes(residency.device) - 4 * weights  # Leaves room for gradients, and as much again for the head.
     fits = (count for count in (PROBE_TOKENS, PROBE_TOKENS // 2) if count * sum(saved.values()) * len(blocks) < room)
     return min(tokens, next(fits, 0))
@@ -179,7 +220,10 @@ def _seconds(run: TrainingProbe, tokens: int) -> float:
 
 
 def measure_slowdown(
-    activations: ActivationHooks, figures: ActivationFigures, run: TrainingProbe, note: Callable[[str], None]
+    activations: ActivationHooks | FusedActivations,
+    figures: ActivationFigures,
+    run: TrainingProbe,
+    note: Callable[[str], None],
 ) -> None:
     """Notes what a choice costs on this machine, if the same was timed without it; with few tokens the host's work
     would dominate."""
@@ -194,7 +238,7 @@ def measure_slowdown(
 
 
 def offload_capacity(
-    config: ActivationsConfig, blocks: Sequence[nn.Module], choice: ActivationChoice, run: TrainingProbe, tokens: int
+    config: ActivationsConfig, blocks: PlacedBlocks, choice: ActivationChoice, run: TrainingProbe, tokens: int
 ) -> int:
     """Bytes of host memory for all activations that one micro-batch offloads."""
     if not choice.offload:
@@ -206,11 +250,7 @@ def offload_capacity(
 
 def describe_choice(choice: ActivationChoice, reserved: int) -> str:
     """The choice as a note, with the bytes of host memory reserved for it."""
-    parts = [
-        f"{place} {', '.join(sorted(names))}"
-        for place, names in (("offload", choice.offload), ("recompute", choice.recompute))
-        if names
-    ]
-    return f"activations: {'; '.join(parts) or 'all kept'}" + (
+    said = ActivationPolicy(choice.offload, choice.recompute, choice.recompute_blocks).describe()
+    return f"activations: {said if choice.offload or choice.recompute else 'all kept'}" + (
         f"; {gib(reserved):.2f} GiB of host memory reserved for offloading" if reserved else ""
     )

@@ -64,13 +64,12 @@ class ActivationHooks:
                 is_norm_recomputable(norm, weight.dtype, weight.device) for norm in norms_of(blocks[0]).values()
             )
         keeps_only_input = choice.recompute >= set(activation_names(blocks[0])) - {"block_input"}
-        # The backward starts with the last blocks: what they offload would be needed again at once.
-        kept = ActivationChoice(recompute=choice.recompute, local=choice.local)
         self._blocks = [
             BlockState(
                 number,
                 block,
-                choice if number < len(blocks) - keep_last else kept,
+                # The backward starts with the last blocks: what they offload would be needed again at once.
+                choice.of_block(number, offloads=number < len(blocks) - keep_last),
                 scopes_of(block),
                 residual_width(block),
                 keeps_only_input,

@@ -77,6 +77,15 @@ class ActivationChoice:
     recompute: frozenset[ActivationName] = frozenset()
     local: frozenset[ActivationName] = frozenset()
     """The names that can be recomputed inside one module."""
+    recompute_blocks: int | None = None
+    """How many of the first blocks recompute; None is all."""
+
+    def of_block(self, number: int, *, offloads: bool) -> ActivationChoice:
+        """The choice for one block; `offloads`: whether it is one that may offload."""
+        recomputes = self.recompute_blocks is None or number < self.recompute_blocks
+        return ActivationChoice(
+            self.offload if offloads else frozenset(), self.recompute if recomputes else frozenset(), self.local
+        )
 
     @property
     def recomputes_whole_block(self) -> bool:

@@ -51,6 +51,7 @@ class FrozenModel:
             self._head = replace(whole, weight=matrix, bias=bias)
             self._policy.shard(comm.mesh, residency.device)
             buckets = [local(parameter) for parameter in loaded.model.parameters()]
+        self._policy.fuse_blocks(joins=False)  # its weights stay in their buckets
         self._policy.verify()
         for holding, tensors in ((name, buckets), (head_of(name), [matrix])):
             residency.register(holding, tensors, frozen=True)

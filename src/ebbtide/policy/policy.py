@@ -25,6 +25,7 @@ from ebbtide.parallel.costs import GATHERED
 from ebbtide.parallel.dtensor import is_fsdp_module, is_sharded, unsharded
 from ebbtide.policy.activation_costs import probe_length
 from ebbtide.policy.activation_plan import (
+    PlacedBlocks,
     choose_activations,
     describe_choice,
     measure_figures,
@@ -36,6 +37,9 @@ from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.datum import Datum, idle_datum, per_target, shared_names
 from ebbtide.policy.figures import Figures, summarize, zeros
+from ebbtide.policy.fuse import FusedBlocks
+from ebbtide.policy.fused_activations import FusedActivations
+from ebbtide.policy.fused_check import fuse_blocks
 from ebbtide.policy.head import Head, token_logprobs
 from ebbtide.policy.losses import Loss, LossInputs, loss_head, mismatch
 from ebbtide.policy.packing import MicroBatch, pack, together
@@ -103,7 +107,8 @@ class Policy:
         self.module = _PackedModel(loaded.model)
         """The model from packed tokens to what its head computes of them."""
         self._ranks = ranks or Comm()
-        self._activations: ActivationHooks | None = None
+        self._fused: FusedBlocks | None = None
+        self._activations: ActivationHooks | FusedActivations | None = None
         self._offloader: ActivationOffloader | None = None
         self._gathered_bytes = 0
 
@@ -120,6 +125,11 @@ class Policy:
             )
         shard_model(self.model, self.module, mesh, device)
         self.device, self._gathered_bytes = device, gathered_bytes(self.model, mesh)
+
+    def fuse_blocks(self, note: Callable[[str], None] = lambda text: None, *, joins: bool = True) -> None:
+        """Replaces the forwards of the model's blocks by fused ones, on a GPU, where they compute the same. `joins`:
+        whether the weights may move to lie side by side."""
+        self._fused = fuse_blocks(self.model, self.device, self._ranks.mesh, note, joins=joins)
 
     def _logprobs(
         self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None
@@ -238,10 +248,10 @@ class Policy:
         config, tokens = self.config.memory.activations, self.config.train.microbatch_tokens
         if config == ActivationsConfig():
             return
-        blocks = blocks_of(self.model)
+        blocks = PlacedBlocks(blocks_of(self.model), self._fused)
         figures = self._ranks.broadcast(measure_figures(config, blocks, self._probe, residency, tokens))
         choice = choose_activations(
-            config, blocks[0], figures, lambda some: measure_saved_bytes(blocks, some, self._probe), note
+            config, blocks, figures, lambda some: measure_saved_bytes(blocks, some, self._probe), note
         )
         reserved = offload_capacity(config, blocks, choice, self._probe, tokens)
         if reserved:
@@ -249,8 +259,8 @@ class Policy:
             check_host_budget(wanted, self.config.memory.host_budget_gib, allocated=residency.host_bytes * processes)
             (memory,) = residency.allocate_host("activations", [reserved], pinned=True)
             self._offloader = ActivationOffloader(memory, residency.mover)
-        self._activations = ActivationHooks(
-            blocks, choice, self._offloader, keep_last=config.keep_last, minimum=1024 * config.minimum_kib
+        self._activations = blocks.hooks(
+            choice, self._offloader, keep_last=config.keep_last, minimum=1024 * config.minimum_kib
         )
         note(describe_choice(choice, reserved))
         measure_slowdown(self._activations, figures, self._probe, note)

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from ebbtide.errors import UserError
 from ebbtide.model.load import decoder, rope_limit
 from ebbtide.policy.attention import PACKED, packed_attention, requested_window, unsupported_layer, use_attention
+from ebbtide.policy.fuse import own_forwards
 from ebbtide.system.transformers_internals import full_mask
 
 PROBED = "ebbtide_probed"
@@ -117,7 +118,7 @@ def check_attention(
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
         with use_attention(model, PROBED):
             _forward(model, [long], call_log=call_log)
-        with use_attention(model, PACKED), _check_separation(model, len(short)):
+        with use_attention(model, PACKED), own_forwards(model), _check_separation(model, len(short)):
             _forward(model, [short, short[::-1]])
     return call_log.calls
 

@@ -1,0 +1,297 @@
+"""A transformer block as one autograd function: matmuls, attention, and a few fused kernels between them.
+
+transformers' own blocks run some forty kernels forward and twice that backward, most of which only read and write
+memory, and autograd saves their results. Here a block saves the tensors below, each under the name of
+`memory.activations` that its module has, and its backward recomputes from them what is elementwise: norms, rotary
+embeddings, gates.
+
+    block_input  the input                                   attn_proj  the values mixed by attention
+    core_attn    queries, keys and values as projected       mlp_norm   the residual stream after attention
+    mlp_act      both halves of the gated MLP, projected     (moe_router, moe_act: see fused_experts.py)
+
+What is not saved is recomputed from what comes before it, by the same kernels on the same numbers: the gradients are
+the same to the bit whatever is kept, offloaded or recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.config.memory import ActivationName
+from ebbtide.model.block_functions import Norm, add_norm, norm_backward, rotate, rotate_backward, rotate_expanded
+from ebbtide.model.families import Family, part_of
+from ebbtide.model.joined_weights import JoinedWeights
+from ebbtide.policy.attention import PackedAttention
+
+Grads = dict[str, Tensor | None]
+"""Name of a weight -> its gradient."""
+Weights = dict[str, Tensor]
+"""Name of a weight -> what it is in a call."""
+
+
+class Saved(Protocol):
+    """What one forward of one block saves for its backward."""
+
+    def put(self, name: ActivationName, *tensors: Tensor) -> None:
+        """Keeps or offloads tensors, or drops them if they are to be recomputed."""
+
+    def take(self, name: ActivationName) -> tuple[Tensor, ...] | None:
+        """The tensors of this name, once; None if they were dropped."""
+
+
+class Dropped:
+    """Saves nothing: for a forward without a backward."""
+
+    def put(self, name: ActivationName, *tensors: Tensor) -> None:
+        pass
+
+    def take(self, name: ActivationName) -> None:
+        return None
+
+
+class FusedMLP(Protocol):
+    """The second half of a block, from its norm's output to what is added to the residual stream."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Paths of its weights in the block, in the order of the autograd function's inputs."""
+
+    @property
+    def joinable(self) -> Sequence[str]:
+        """Those of matrices that are multiplied with the same input."""
+
+    def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor: ...
+
+    def backward(
+        self, grad: Tensor, remake: Callable[[], Tensor], weights: Weights, saved: Saved, grads: Grads | None
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """(the gradient of the norm's output, a function that is called with that output and sets the gradients of the
+        weights). `remake` recomputes that output; without `grads`, the weights need no gradients."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one forward of a block is given besides its input."""
+
+    cos: Tensor  # [T, channels]
+    sin: Tensor
+    attention: PackedAttention
+    saved: Saved
+
+
+class FusedBlock:
+    """The computation of one block of a model, on packed tokens."""
+
+    def __init__(self, block: nn.Module, family: Family, mlp: FusedMLP) -> None:
+        self.module, self._family, self._mlp = block, family, mlp
+        attention = part_of(block, family.attention)
+        self.channels = int(attention.head_dim)
+        self.heads, self.kv_heads = (
+            len(part_of(block, path).weight) // self.channels for path in (family.query, family.key)
+        )
+        self.scale = float(attention.scaling)
+        # A layer's own, where layers differ; else all have the config's.
+        owner = attention if hasattr(attention, "sliding_window") else attention.config
+        self.window: int | None = getattr(owner, "sliding_window", None)
+        self._attn_norm, self._mlp_norm = (norm_of(block, path, family) for path in (family.attn_norm, family.mlp_norm))
+        self._has_qk_norm = part_of(block, family.query_norm) is not None
+        self._qk_norm = norm_of(block, family.query_norm, family) if self._has_qk_norm else Norm(0.0)
+        present = {name for name, _ in block.named_parameters()}
+        parts = family.query, family.key, family.value
+        self._qkv = JoinedWeights([f"{path}.weight" for path in parts])
+        self._qkv_bias = JoinedWeights([name for path in parts if (name := f"{path}.bias") in present])
+        self._output, self._output_bias = f"{family.output}.weight", f"{family.output}.bias"
+        self._norms = (f"{family.query_norm}.weight", f"{family.key_norm}.weight") if self._has_qk_norm else ()
+        self._weight_of_norms = f"{family.attn_norm}.weight", f"{family.mlp_norm}.weight"
+        own = (*self._weight_of_norms, *self._qkv.names, *self._qkv_bias.names, *self._norms, self._output)
+        self.names = (*own, *((self._output_bias,) if self._output_bias in present else ()), *mlp.names)
+        """Paths of the weights, in the order of the autograd function's inputs."""
+        self._places = [_place(block, name) for name in self.names]
+
+    @property
+    def joinable(self) -> list[list[Tensor]]:
+        """Parameters that are multiplied with the same input."""
+        paths = [self._qkv.names, self._qkv_bias.names, self._mlp.joinable]
+        return [[self.module.get_parameter(name) for name in some] for some in paths if some]
+
+    def __call__(self, hidden: Tensor, call: Call) -> Tensor:
+        """The block's output [1, T, H]. The weights are read now: FSDP gathers them for this call, and a call may be
+        given others."""
+        weights: list[Tensor] = [getattr(owner, name) for owner, name in self._places]
+        if torch.is_grad_enabled() and (hidden.requires_grad or any(one.requires_grad for one in weights)):
+            found: Tensor = _Block.apply(hidden, self, call, *weights)  # type: ignore[no-untyped-call]
+            return found
+        return self.forward(hidden[0], dict(zip(self.names, weights, strict=True)), call, Dropped())[None]
+
+    # Forward
+
+    def forward(self, x: Tensor, weights: Weights, call: Call, saved: Saved) -> Tensor:
+        saved.put("block_input", x)
+        qkv = self._project(_normed(x, weights[self._weight_of_norms[0]], self._attn_norm), weights)
+        saved.put("core_attn", qkv)
+        mixed, sums = call.attention.forward(*self._rotate(qkv, weights, call))
+        del qkv
+        saved.put("attn_proj", mixed, sums)
+        added, normed = self._after_attention(x, mixed, weights)
+        del mixed, sums, x
+        saved.put("mlp_norm", added)
+        return self._mlp.forward(normed, weights, saved).add_(added)
+
+    def _project(self, normed: Tensor, weights: Weights) -> Tensor:
+        matrix = self._qkv(weights).t()
+        return torch.addmm(self._qkv_bias(weights), normed, matrix) if self._qkv_bias.names else normed @ matrix
+
+    def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
+        query, key = rotate(qkv, *self._rotary(weights, call))
+        value = qkv[:, (self.heads + self.kv_heads) * self.channels :].unflatten(1, (self.kv_heads, self.channels))
+        return query, key, value
+
+    def _rotary(
+        self, weights: Weights, call: Call
+    ) -> tuple[int, int, int, tuple[Tensor, Tensor] | None, Norm, Tensor, Tensor]:
+        """What `rotate` and its kin are given besides the projections."""
+        norms = (weights[self._norms[0]], weights[self._norms[1]]) if self._norms else None
+        return self.heads, self.kv_heads, self.channels, norms, self._qk_norm, call.cos, call.sin
+
+    def _after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and its norm."""
+        output, bias = weights[self._output], weights.get(self._output_bias)
+        flat = mixed.flatten(1)
+        delta = flat @ output.t() if bias is None else torch.addmm(bias, flat, output.t())
+        return add_norm(x, delta, weights[self._weight_of_norms[1]], self._mlp_norm)
+
+    # Backward
+
+    def backward(self, grad: Tensor, weights: Weights, call: Call, *, wants: bool) -> tuple[Tensor, Grads]:
+        """(the gradient of the input, the gradients of the weights; of matrices only if it `wants` them)."""
+        saved, grads = call.saved, Grads()
+        attn_norm, mlp_norm = (weights[name] for name in self._weight_of_norms)
+        (x,) = _taken(saved, "block_input")
+        # What was dropped, from what comes before it.
+        qkv = recompute_or(
+            saved.take("core_attn"), lambda: self._project(_normed(x, attn_norm, self._attn_norm), weights)
+        )
+        attended = saved.take("attn_proj")
+        mixed, sums = attended or call.attention.forward(*self._rotate(qkv, weights, call))
+        del attended
+        after = saved.take("mlp_norm")
+        added = after[0] if after else self._after_attention(x, mixed, weights)[0]
+        remake = partial(_normed, added, mlp_norm, self._mlp_norm)
+        dnormed, finish = self._mlp.backward(grad, remake, weights, saved, grads if wants else None)
+        dadded, grads[self._weight_of_norms[1]] = self._norm_backward(
+            added, mlp_norm, self._mlp_norm, dnormed, grad, finish
+        )
+        del after, added, remake, dnormed, grad, finish
+        if wants:
+            grads[self._output] = dadded.t() @ mixed.flatten(1)
+            grads[self._output_bias] = dadded.sum(0) if self._output_bias in weights else None
+        dmixed = (dadded @ weights[self._output]).unflatten(1, (self.heads, self.channels))
+        rotary = self._rotary(weights, call)
+        parts = call.attention.backward(dmixed, *rotate_expanded(qkv, *rotary), mixed, sums)
+        del dmixed, mixed, sums
+        dqkv, dquery_norm, dkey_norm = rotate_backward(qkv, *rotary, *parts)
+        del qkv, parts
+        if self._norms:
+            grads[self._norms[0]], grads[self._norms[1]] = dquery_norm, dkey_norm
+
+        def finish_qkv(normed: Tensor) -> None:
+            if wants:
+                grads.update(self._qkv.split(dqkv.t() @ normed, weights))
+
+        if self._qkv_bias.names and wants:
+            grads.update(self._qkv_bias.split(dqkv.sum(0), weights))
+        dx, grads[self._weight_of_norms[0]] = self._norm_backward(
+            x, attn_norm, self._attn_norm, dqkv @ self._qkv(weights), dadded, finish_qkv
+        )
+        return dx, grads
+
+    @staticmethod
+    def _norm_backward(
+        x: Tensor, weight: Tensor, norm: Norm, grad: Tensor, residual: Tensor, finish: Callable[[Tensor], None]
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of a norm's input and of its weight; `finish` is called with its output, which the same kernel
+        recomputes."""
+        dx, dweight, normed = norm_backward(x, weight, norm, grad, residual, remakes=True)
+        assert normed is not None
+        finish(normed)
+        return dx, dweight
+
+
+class _Block(torch.autograd.Function):
+    """The autograd node of a block."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, block: FusedBlock, call: Call, *weights: Tensor) -> Tensor:
+        ctx.block, ctx.call, ctx.weights = block, call, weights
+        return block.forward(hidden.detach()[0], dict(zip(block.names, weights, strict=True)), call, call.saved)[None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        block, call, weights = ctx.block, ctx.call, ctx.weights
+        if call is None:
+            raise RuntimeError("a block's backward can run only once for each forward: what it saved is gone")
+        ctx.call = ctx.weights = None
+        by_name = {name: weight.detach() for name, weight in zip(block.names, weights, strict=True)}
+        wants = any(ctx.needs_input_grad[3:])
+        dx, found = block.backward(grads[0][0].contiguous(), by_name, call, wants=wants)
+        needed = zip(block.names, ctx.needs_input_grad[3:], strict=True)
+        return dx[None], None, None, *(found.pop(name, None) if wanted else None for name, wanted in needed)
+
+
+class FusedNorm:
+    """The norm after the last block: saves its input alone."""
+
+    def __init__(self, module: nn.Module, norm: Norm) -> None:
+        self.module, self._norm = module, norm
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        found: Tensor = _Norm.apply(hidden, self.module.weight, self._norm)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.norm = norm
+        return add_norm(hidden.flatten(0, -2), None, weight, norm)[1].view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        flat = hidden.flatten(0, -2)
+        dx, dweight, _ = norm_backward(flat, weight, ctx.norm, grads[0].contiguous().view_as(flat), None)
+        return dx.view_as(hidden), dweight if ctx.needs_input_grad[1] else None, None
+
+
+def _normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    return add_norm(x, None, weight, norm)[1]
+
+
+def norm_of(module: nn.Module, path: str, family: Family) -> Norm:
+    """How the norm at this path computes."""
+    found = part_of(module, path)
+    return Norm(float(getattr(found, family.norm_epsilon)), family.norm_offset, family.norm_in_float32)
+
+
+def recompute_or(taken: tuple[Tensor, ...] | None, recompute: Callable[[], Tensor]) -> Tensor:
+    """A saved tensor, or what recomputes it."""
+    return taken[0] if taken else recompute()
+
+
+def _taken(saved: Saved, name: ActivationName) -> tuple[Tensor, ...]:
+    found = saved.take(name)
+    assert found is not None, f"a block always saves its {name}"
+    return found
+
+
+def _place(block: nn.Module, path: str) -> tuple[nn.Module, str]:
+    owner, _, name = path.rpartition(".")
+    return block.get_submodule(owner), name

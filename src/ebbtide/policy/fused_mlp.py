@@ -1,0 +1,44 @@
+"""The gated MLP of a fused block: both halves as one matmul, and the gate as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ebbtide.model.block_functions import Activation, activate, activate_backward
+from ebbtide.model.families import Family
+from ebbtide.model.joined_weights import JoinedWeights
+from ebbtide.policy.fused_block import Grads, Saved, Weights, recompute_or
+
+
+class GatedMLP:
+    """`down(activation(gate(x)) * up(x))`. Saves both halves (`mlp_act`)."""
+
+    def __init__(self, family: Family, activation: Activation) -> None:
+        self._activation: Activation = activation
+        self.joinable = f"{family.gate}.weight", f"{family.up}.weight"
+        self._halves, self._down = JoinedWeights(self.joinable), f"{family.down}.weight"
+        self.names = (*self.joinable, self._down)
+
+    def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
+        halves = normed @ self._halves(weights).t()
+        saved.put("mlp_act", halves)
+        return activate(halves, self._activation) @ weights[self._down].t()
+
+    def backward(
+        self, grad: Tensor, remake: Callable[[], Tensor], weights: Weights, saved: Saved, grads: Grads | None
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+        matrix = self._halves(weights)
+        halves = recompute_or(saved.take("mlp_act"), lambda: remake() @ matrix.t())
+        # Each in the place of the one that it follows from.
+        product, dhalves = activate_backward(halves, grad @ weights[self._down], self._activation)
+        if grads is not None:
+            grads[self._down] = grad.t() @ product
+        del product, halves
+
+        def finish(normed: Tensor) -> None:
+            if grads is not None:
+                grads.update(self._halves.split(dhalves.t() @ normed, weights))
+
+        return dhalves @ matrix, finish
