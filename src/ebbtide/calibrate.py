@@ -65,7 +65,7 @@ def _measure(progress: Progress) -> tuple[str, float, Rates]:
     left, right = (torch.randn(MATMUL_WIDTH, MATMUL_WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
     matmul = 2 * MATMUL_WIDTH**3 / _min_seconds(lambda: left @ right, repeats=20)
     progress(3, 5)
-    host_op = LAYERS * OPS["keep"] / _forward_backward_seconds()
+    host_op = LAYERS * OPS["fused"] / _forward_backward_seconds()
     progress(4, 5)
     cpu_adam = CPU_STEP_PARAMETERS / _cpu_step_seconds(device)
     progress(5, 5)

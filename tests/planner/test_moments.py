@@ -19,6 +19,7 @@ from ebbtide.model.shape import find_shape
 from ebbtide.model.workload import max_workload
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
+from ebbtide.policy import fused_costs
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
@@ -47,15 +48,19 @@ class Alive(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("preset", ["keep", "recompute"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_later_micro_batch_takes_what_was_predicted(tied: bool) -> None:
+def test_a_later_micro_batch_takes_what_was_predicted(tied: bool, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of transformers' own blocks; tests/gpu/test_fused_blocks.py has the same for fused ones, whose kernels on a CPU
+    need more."""
+    monkeypatch.setattr(fused_costs, "can_fuse", lambda *_: False)
     scratch = {"hidden": 128, "heads": 1, "kv_heads": 1, "mlp": 384, "layers": 2, "vocabulary": 1000, "tied": tied}
     settings = {
         "model.dtype": "bfloat16",
         "rollout.max_new_tokens": 56,
         "train.microbatch_tokens": 128,
         "train.head_chunk_tokens": 8,
-        "memory.activations.preset": "recompute",
+        "memory.activations.preset": preset,
     }
     config = GrpoConfig.model_validate(
         merged(TINY, {f"model.scratch.{key}": value for key, value in scratch.items()} | settings)

@@ -89,7 +89,7 @@ def test_a_smaller_budget_never_promises_a_faster_step(sections: dict[str, Any])
         assert under(found.candidate.prediction, budget)
         seconds.append(found.candidate.prediction.seconds)
     assert all(later >= 0.99 * earlier for earlier, later in pairwise(seconds))
-    assert seconds[-1] > 1.4 * seconds[0]  # as it is: benchmarks/results/plan.json
+    assert seconds[-1] > 1.3 * seconds[0]
 
 
 def test_every_change_has_its_reason() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ebbtide.checkpoint.costs import SAVE, SaveCosts
 from ebbtide.config.root import Config
@@ -81,6 +81,10 @@ class Predictor:
     def resolve_activations(self, config: Config) -> ActivationPolicy:
         """What `memory.activations` resolves to on this machine."""
         return self._train.resolve_activations(config)
+
+    def activation_options(self, balanced: ActivationPolicy) -> list[dict[str, Any]]:
+        """The settings of `memory.activations` that a plan tries; `balanced`: what that preset resolves to."""
+        return self._train.activation_options(balanced)
 
     def predict(self, config: Config, work: Workload, budget: int, rehearsal: Rehearsal | None = None) -> Prediction:
         """The prediction for a config. `budget`: bytes that the device's allocator may use; the KV cache takes what

@@ -28,7 +28,6 @@ from ebbtide.optim.costs import STATE
 from ebbtide.planner.holdings import phases_without
 from ebbtide.planner.predict import Predictor, host_limit
 from ebbtide.planner.prediction import Prediction
-from ebbtide.policy.activation_costs import locally_recomputable
 from ebbtide.system.units import GIB, gib
 
 # A plan leaves 3% of the budget plus 0.45 GiB, the latter at most a tenth of the budget, to the allocator's
@@ -215,9 +214,8 @@ class PlanSearch:
             return config
         choice = self._predictor.resolve_activations(config)
         lists = {"keep": None, "offload": sorted(choice.offload) or None, "recompute": sorted(choice.recompute) or None}
-        return with_changes(
-            config, {"memory.activations": now.model_copy(update={"preset": "keep", "on_slow_link": "ignore", **lists})}
-        )
+        resolved = {"preset": "keep", "on_slow_link": "ignore", "recompute_blocks": choice.recompute_blocks, **lists}
+        return with_changes(config, {"memory.activations": now.model_copy(update=resolved)})
 
     def _candidates(self, config: Config, free: Sequence[str]) -> Iterator[Candidate]:
         """Every combination that could be the answer, those with the fewest changes first."""
@@ -293,8 +291,7 @@ class PlanSearch:
         return [{}, *({"train.head_chunk_tokens": size} for size in chunks)]
 
     def _activation_options(self, config: Config) -> list[dict[str, Any]]:
-        """The options for activations: recompute what is cheap; also offload as much as the host link carries;
-        recompute everything; and that with the blocks' inputs offloaded."""
+        """The options for activations, with the user's `keep_last` and `minimum_kib`."""
         shape, now = self._predictor.shape, config.memory.activations
         if shape.dense_layers:  # `memory.activations` works only for blocks that are all alike.
             return []
@@ -302,14 +299,7 @@ class PlanSearch:
         balanced = self._predictor.resolve_activations(
             with_changes(config, {"memory.activations": {"preset": "balanced"}})
         )
-        # The plan has checked the host link already: the run does not check it again.
-        both: dict[str, Any] = {
-            "recompute": sorted(balanced.recompute),
-            "offload": sorted(balanced.offload),
-            "on_slow_link": "ignore",
-        }
-        listed = [{"recompute": sorted(locally_recomputable(shape))}, *([both] if balanced.offload else [])]
-        return [{**one, **same} for one in [*listed, {"preset": "recompute"}, {"preset": "offload"}]]
+        return [{**one, **same} for one in self._predictor.activation_options(balanced)]
 
     def _reasons(self, config: Config, best: Candidate) -> list[Reason]:
         """What each change is for and what it costs, found by undoing it alone."""

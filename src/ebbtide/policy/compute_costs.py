@@ -1,5 +1,5 @@
 """Predicts the seconds of forwards and backwards: matmuls by their operations, the rest by the bytes that eager kernels
-read and write, and the host if it is slower than both. Imports no torch.
+read and write, or fused ones, and the host if it is slower than both. Imports no torch.
 
 The constants are fitted to an H200 (benchmarks/plan.py, stage `fit`); other machines differ by their rates.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ebbtide.model.shape import Shape
 from ebbtide.model.workload import MicroBatchSize
+from ebbtide.policy import fused_costs
 from ebbtide.policy.activation_costs import ActivationPolicy, activation_bytes, recomputes_whole_block
 from ebbtide.system.machine import Rates
 
@@ -16,7 +17,12 @@ ATTENTION = 0.45  # Rate of attention, as a fraction of the rate of a large matm
 FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
 STARTS = 0.37e-3  # Seconds per block and forward, twice that in a backward, for launches of short kernels.
 # Operations of the host per block: for a forward alone, and for a forward with its backward, by what is recomputed.
-OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320}
+OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 160, "fused": 430}
+# The same for fused blocks: as a multiple of the bytes that their kernels read and write, and seconds per block.
+FUSED_BYTES, FUSED_STARTS = 1.1, 0.03e-3
+FUSED_MATMULS = 1.1  # Seconds of a block's matmuls, as a multiple of those of large ones.
+# Attention works on tiles: tokens by which a sequence is longer to it, and its backward as a multiple of its forward.
+TILES, ATTENTION_BACKWARD = 640, 3.2
 LEAVING_OPS = 10.0  # Operations of the host per tensor whose gradient is sent to the CPU in a backward.
 
 
@@ -89,6 +95,75 @@ class Speed:
         )
         exposed = max(0.0, offload - forward)
         host = self.host(kind) + leaving * self._shape.tensor_count * LEAVING_OPS / self._rates.host_op
+        return overlap(device, host) + exposed, exposed
+
+
+class FusedSpeed(Speed):
+    """Predicts seconds of fused blocks."""
+
+    def forward(self, tokens: float, length: float) -> float:
+        return overlap(self._forward(tokens, length), self.host("fused forward"))
+
+    def _forward(self, tokens: float, length: float) -> float:
+        """Seconds of a forward on the device."""
+        starts = self._shape.layers * FUSED_STARTS
+        return self._linear(tokens) + self._attention(tokens, length) + self._fused(tokens) + starts
+
+    def _linear(self, tokens: float) -> float:
+        """Seconds of a forward's matmuls."""
+        shape = self._shape
+        flops = 2 * shape.layers * shape.matmul_parameters_per_token * tokens
+        return FUSED_MATMULS * flops / self._rates.matmul
+
+    def _attention(self, tokens: float, length: float) -> float:
+        """Seconds of a forward's attention: its arithmetic, and what it reads and writes."""
+        shape = self._shape
+        flops = 2 * shape.queries * (length + TILES) * tokens
+        passed = 2 * self._itemsize * (shape.queries + shape.keys) * tokens
+        return shape.layers * (flops / (ATTENTION * self._rates.matmul) + passed / self._rates.copy)
+
+    def _fused(self, tokens: float, *, backward: bool = False) -> float:
+        """Seconds of the kernels between the matmuls, in a forward or in a backward."""
+        shape = self._shape
+        heads, wide = shape.queries + 2 * shape.keys, shape.mlp * max(1, shape.experts_per_token)
+        # Rows of experts are gathered and combined; the router's probabilities are float32.
+        sparse = 3 * shape.experts_per_token * shape.hidden + (10 * shape.experts if shape.experts else 0)
+        numbers = 12 * shape.hidden + 5 * heads + 6 * wide if backward else 9 * shape.hidden + 2 * heads + 3 * wide
+        each = self._itemsize * (numbers + (2 if backward else 1) * sparse)
+        return FUSED_BYTES * shape.layers * each * tokens / self._rates.copy
+
+    def _recomputed(self, tokens: float, length: float, choice: ActivationPolicy) -> float:
+        """Seconds of what the backward recomputes."""
+        shape, names = self._shape, choice.recompute
+        inputs = {
+            "core_attn": shape.hidden * (shape.queries + 2 * shape.keys),
+            "mlp_norm": shape.queries * shape.hidden,
+            "mlp_act": 2 * shape.hidden * shape.mlp,
+            "moe_router": shape.hidden * shape.experts,
+            "moe_act": 2 * shape.hidden * shape.mlp * shape.experts_per_token,
+        }
+        each = FUSED_MATMULS * sum(2 * inputs.get(name, 0) for name in names) * tokens / self._rates.matmul
+        if "attn_proj" in names:
+            each += self._attention(tokens, length) / shape.layers
+        blocks = shape.layers if choice.recompute_blocks is None else min(shape.layers, choice.recompute_blocks)
+        return blocks * each
+
+    def update(
+        self, part: MicroBatchSize, length: float, choice: ActivationPolicy, keep_last: int, leaving: float = 0.0
+    ) -> tuple[float, float]:
+        forward = self._forward(part.tokens, length)
+        device = (
+            forward
+            + 2 * self._linear(part.tokens)
+            + ATTENTION_BACKWARD * self._attention(part.tokens, length)
+            + self._fused(part.tokens, backward=True)
+            + 2 * self._shape.layers * FUSED_STARTS
+            + self._recomputed(part.tokens, length, choice)
+            + self.head(part.completion_tokens, 4)
+        )
+        offloaded = fused_costs.activation_bytes(self._shape, self._itemsize, choice, keep_last).offloaded
+        exposed = max(0.0, offloaded * part.tokens / self._rates.link_out - forward)
+        host = self.host("fused") + leaving * self._shape.tensor_count * LEAVING_OPS / self._rates.host_op
         return overlap(device, host) + exposed, exposed
 
 

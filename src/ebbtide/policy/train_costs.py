@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+from ebbtide.config.memory import ActivationsConfig
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
+from ebbtide.model.shape import Shape
 from ebbtide.model.workload import MicroBatchSize, Workload
 from ebbtide.optim.costs import CPU_CHUNK, grad_bytes
 from ebbtide.parallel.costs import GATHERED, CommTime
 from ebbtide.parallel.rank_model import RankModel
-from ebbtide.policy import divergence_costs, head_costs
+from ebbtide.policy import activation_costs, divergence_costs, fused_costs, head_costs
 from ebbtide.policy.activation_costs import (
     ACTIVATIONS,
     LINK_SHARE,
     PROBE_TOKENS,
+    ActivationBytes,
     ActivationPolicy,
-    activation_bytes,
     offload_bytes,
     probe_length,
     recomputes_whole_block,
-    resolve_policy,
 )
-from ebbtide.policy.compute_costs import Speed
+from ebbtide.policy.compute_costs import FusedSpeed, Speed
 from ebbtide.policy.model_costs import POLICY, FrozenShape
 
 ROWS = (ACTIVATIONS.name, head_costs.LOGITS.name, GATHERED.name)
@@ -35,6 +36,20 @@ ROWS = (ACTIVATIONS.name, head_costs.LOGITS.name, GATHERED.name)
 Head = Literal["logprobs", "hidden", "divergence"]
 """What a forward computes of each target: its log-prob, only the hidden state before it, or the divergence of its
 distribution from those of frozen models."""
+
+
+class ActivationCosts(Protocol):
+    """The activations of transformers' own blocks (activation_costs.py) or of fused ones (fused_costs.py)."""
+
+    def activation_bytes(
+        self, shape: Shape, itemsize: int, choice: ActivationPolicy, keep_last: int
+    ) -> ActivationBytes: ...
+
+    def resolve_policy(
+        self, config: ActivationsConfig, shape: Shape, itemsize: int, carried: float, *, gated: bool = True
+    ) -> ActivationPolicy: ...
+
+    def activation_options(self, shape: Shape, balanced: ActivationPolicy) -> list[dict[str, Any]]: ...
 
 
 class TrainCosts:
@@ -49,7 +64,9 @@ class TrainCosts:
             rank.gathers,
             rank.itemsize,
         )
-        self._speed = Speed(self._shape, rank.machine.rates, rank.itemsize)
+        fused = fused_costs.can_fuse(self._shape, rank.itemsize, rank.device_type, rank.mesh.tensor)
+        self._saves: ActivationCosts = fused_costs if fused else activation_costs
+        self._speed = (FusedSpeed if fused else Speed)(self._shape, rank.machine.rates, rank.itemsize)
         self._frozen = {
             name: TrainCosts(
                 RankModel(
@@ -140,7 +157,7 @@ class TrainCosts:
         )
         phase.add_seconds(run.updates, update)
         packed = work.pack(train.microbatch_tokens, train.minibatches, self._sharing.data)
-        offloaded = activation_bytes(self._shape, self._itemsize, choice, keep_last).offloaded
+        offloaded = self._saves.activation_bytes(self._shape, self._itemsize, choice, keep_last).offloaded
         moved = 2 * offloaded * sum(count * part.tokens for part, count in packed.parts)
         phase.moved += run.updates * round(moved)
 
@@ -154,9 +171,15 @@ class TrainCosts:
         both, _ = self._speed.update(MicroBatchSize(tokens, tokens), length, ActivationPolicy(), 0)
         layers = max(1, self._shape.layers - config.memory.activations.keep_last)
         carried = LINK_SHARE * machine.rates.link_out * both / 3 / tokens / layers
-        choice = resolve_policy(config.memory.activations, self._shape, self._itemsize, carried, gated=machine.is_timed)
+        choice = self._saves.resolve_policy(
+            config.memory.activations, self._shape, self._itemsize, carried, gated=machine.is_timed
+        )
         self._resolved = config, choice
         return choice
+
+    def activation_options(self, balanced: ActivationPolicy) -> list[dict[str, Any]]:
+        """The settings of `memory.activations` that a plan tries; `balanced`: what that preset resolves to."""
+        return self._saves.activation_options(self._shape, balanced)
 
     # Memory
 
@@ -174,7 +197,9 @@ class TrainCosts:
         phase.device |= {"grads": round(grads), "activations": round(activations), "logits": round(rest)}
         if gathered:
             phase.device["gathered"] = round(gathered)
-        offloaded = activation_bytes(self._shape, self._itemsize, choice, config.memory.activations.keep_last).offloaded
+        offloaded = self._saves.activation_bytes(
+            self._shape, self._itemsize, choice, config.memory.activations.keep_last
+        ).offloaded
         phase.host += round(offload_bytes(offloaded * config.train.microbatch_tokens)) if offloaded else 0
 
     def _memory_moments(
@@ -183,7 +208,7 @@ class TrainCosts:
         """(gradients, activations, the rest, gathered weights) in bytes, at these moments of a micro-batch: the output
         head, the norm before it, the backward of the last block, of the first block, and of the embedding."""
         shape, itemsize, hidden, tokens = self._shape, self._itemsize, self._shape.hidden, part.tokens
-        saved = activation_bytes(shape, itemsize, choice, config.memory.activations.keep_last)
+        saved = self._saves.activation_bytes(shape, itemsize, choice, config.memory.activations.keep_last)
         grad = grad_bytes(config.optimizer, itemsize)
         chunk = config.train.head_chunk_tokens
         diverges = _policy_head(config, "train") == "divergence"
@@ -206,9 +231,8 @@ class TrainCosts:
         head_grads = itemsize * shape.embedding if shape.tied or not (before or grads_leave) else 0
         early, late = before + head_grads + passing, max(before + head_grads, whole) + passing
         in_first = late - (grad * shape.block_parameters if before == 0 and not grads_leave else 0)
-        norm_saved = (saved.in_final_norm - (16 + itemsize) * hidden) * tokens
         memory = [
-            (saved.blocks * tokens + norm_saved + 2 * itemsize * hidden * part.completion_tokens, head),
+            ((saved.blocks + saved.norm_saved) * tokens + 2 * itemsize * hidden * part.completion_tokens, head),
             ((saved.blocks + saved.in_final_norm) * tokens, 0),
             ((saved.blocks + saved.in_backward + itemsize * hidden) * tokens, 0),
             ((saved.first_block + saved.in_backward + itemsize * hidden) * tokens, 0),
