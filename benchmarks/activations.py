@@ -1,4 +1,5 @@
-"""Forward and backward with activations kept, offloaded or made again, module by module: seconds and peak memory.
+"""Forward and backward of transformers' own blocks with activations kept, offloaded or made again, module by module:
+seconds and peak memory. Models whose blocks are not fused run so; benchmarks/train.py has fused ones.
 
     python benchmarks/activations.py [16k] [4k] [64k] [moe]
 
@@ -33,12 +34,12 @@ from ebbtide.model.load import blocks_of, decoder, load_model
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.activation_plan import (
     ActivationFigures,
+    PlacedBlocks,
     choose_activations,
     measure_figures,
     measure_saved_bytes,
     offload_capacity,
 )
-from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.block_activations import activation_names
 from ebbtide.worker import seed_everything
@@ -62,6 +63,7 @@ class Bench:
         self.config, self.tokens, self.label = load(CONFIG, options), tokens, label
         self.model = load_model(self.config).model
         self.blocks = blocks_of(self.model)
+        self.placed = PlacedBlocks(self.blocks)
         self.grads: dict[str, torch.Tensor] = {}
         self.figures: ActivationFigures | None = None
         self.keeps = 0  # bytes above the weights at keep's peak
@@ -158,24 +160,24 @@ class Bench:
     def ours(self, name: str, config: ActivationsConfig, *, in_turns: bool = False) -> list[Row]:
         with Residency(plan_holdings(self.config), torch.device("cuda", 0)) as residency:
             self.figures = self.figures or measure_figures(
-                ActivationsConfig(preset="balanced"), self.blocks, self.probe, residency, self.tokens
+                ActivationsConfig(preset="balanced"), self.placed, self.probe, residency, self.tokens
             )
             figures = self.figures
             notes: list[str] = []
             choice = choose_activations(
                 config,
-                self.blocks[0],
+                self.placed,
                 figures,
-                lambda some: measure_saved_bytes(self.blocks, some, self.probe),
+                lambda some: measure_saved_bytes(self.placed, some, self.probe),
                 notes.append,
             )
-            reserved = offload_capacity(config, self.blocks, choice, self.probe, self.tokens)
+            reserved = offload_capacity(config, self.placed, choice, self.probe, self.tokens)
             parking = (
                 ActivationOffloader(residency.allocate_host("activations", [reserved], pinned=True)[0], residency.mover)
                 if reserved
                 else None
             )
-            held = ActivationHooks(self.blocks, choice, parking, keep_last=config.keep_last)
+            held = self.placed.hooks(choice, parking, keep_last=config.keep_last, minimum=1024 * config.minimum_kib)
             repeats = 7 if in_turns else 3
             rows = self.measured(name, lambda: held, repeats, in_turns)
             parked, refused = parking.drain() if parking is not None else (0, 0)
@@ -215,7 +217,7 @@ PRESETS = {
     "keep": {},
     "keep, again": {},
     "preset recompute": {"preset": "recompute"},
-    "preset offload": {"preset": "offload", "gate": "ignore"},
+    "preset offload": {"preset": "offload", "on_slow_link": "ignore"},
     "preset balanced": {"preset": "balanced"},
 }
 
@@ -243,7 +245,7 @@ def cases(bench: Bench, alone: bool, saved_on_cpu: bool) -> Iterator[list[Row]]:
         )
     for settings in MIXES if alone else ():
         name = ", ".join(f"{place} {' + '.join(names)}" for place, names in settings.items())
-        yield bench.ours(name, ActivationsConfig.model_validate(settings | {"gate": "ignore"}), in_turns=True)
+        yield bench.ours(name, ActivationsConfig.model_validate(settings | {"on_slow_link": "ignore"}), in_turns=True)
     yield bench.measured("Hugging Face gradient checkpointing", lambda: gradient_checkpointing(bench.model))
     try:
         from trl.models.activation_offloading import OffloadActivations
@@ -257,7 +259,7 @@ def cases(bench: Bench, alone: bool, saved_on_cpu: bool) -> Iterator[list[Row]]:
             )
     for name in activation_names(bench.blocks[0]) if alone else ():
         for place in ("offload", "recompute"):
-            settings = {place: [name], "gate": "ignore"}
+            settings = {place: [name], "on_slow_link": "ignore"}
             if name == "attn_proj" and place == "offload":
                 settings["offload"] = ["core_attn", "attn_proj"]
             if name == "block_input":

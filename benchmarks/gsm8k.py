@@ -85,9 +85,9 @@ def main() -> None:
 
 
 def of_run(run: Run) -> Iterator[Row]:
-    accuracies = run.accuracies
-    yield Row(run.name, "test accuracy, untrained", 100 * accuracies[0], "%")
-    yield Row(run.name, "test accuracy at the end", 100 * accuracies[-1], "%")
+    for step, passed, accuracy in run.curve():
+        yield Row(run.name, f"test accuracy after {step} steps", 100 * accuracy, "%")
+        yield Row(run.name, f"seconds of {step} steps", passed, "s")
     yield Row(run.name, "steps", len(run.steps), "")
     yield Row(run.name, "step, median", statistics.median(run.steps), "s")
     yield Row(run.name, "training", sum(run.steps), "s")
