@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from conftest import TINY
+from conftest import TINY, assert_trained_alike
 from ebbtide.algorithms.examples import pairs_as_update
 from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.checkpoint.store import list_checkpoints
@@ -140,11 +140,15 @@ def test_a_run_prefers_the_better_side_more_and_more(dpo) -> None:
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_a_reference_of_each_step_is_the_one_that_was_stored(dpo, kind) -> None:
-    """Twenty-four pairs, eight per step, four steps: the last is of a second epoch."""
+    """Twenty-four pairs, eight per step, four steps: the last is of a second epoch. Before the first step they were
+    packed in another way, and on some CPUs a row of a matmul depends on the number of rows."""
     whole = {**SETTINGS, "loss.kind": kind, "train.steps": 4}
     once = run(dpo("once", whole))
     each = run(dpo("each", {**whole, "loss.reference": "each_step"}))
-    assert same(once, each)
+    for mine, theirs in zip(once[0], each[0], strict=True):
+        for name in {"loss", "grad_norm", "evaluate/loss"} & theirs.keys():
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4), (theirs["step"], name)
+    assert_trained_alike(once[1], each[1], lr=1e-3, steps=4)
 
 
 @pytest.mark.parametrize("reference", ["once", "each_step"])
