@@ -17,7 +17,7 @@ EVERYTHING = {
     "train.minibatches": 2,
     "train.epochs": 2,
     "loss.kl": {"coefficient": 0.1, "estimator": "k3"},
-    "loss.importance_sampling": {"cap": 1.5},
+    "loss.importance_sampling": {"high": 1.5},
     "loss.entropy": 0.01,
     "loss.mask_overlong": True,
     "rollout.temperature": 0.9,

@@ -122,7 +122,7 @@ def test_unknown_key_names_the_nearest() -> None:
     assert "`train.microbatch_tokens`" in refused("train.micro_batch_tokens=1")
     assert "Did you mean `rollout.prompts_per_step`?" in refused("rollout.prompt=3")  # a key that begins so
     assert "Did you mean `rollout.temperature` or `evaluate.temperature` or" in refused("train.temperature=1")
-    assert "Valid keys here: cap" in refused("loss.importance_sampling.zzz=1")
+    assert "Valid keys here: level, mode, high, low" in refused("loss.importance_sampling.zzz=1")
     assert "unknown key `optimiser` (= {'lr': 1, 'eps': 1}). Did you mean `optimizer`?" in refused(
         "optimiser.lr=1", "optimiser.eps=1"
     )

@@ -26,7 +26,7 @@ NEW = {
         "partial": {"extra_prompts": 3, "kv_cache": "keep"},
         "temperature": 0.5,
     },
-    "loss": {"importance_sampling": {"cap": 3.0}},
+    "loss": {"importance_sampling": {"high": 3.0}},
     "advantage": {"drop_zero_std_groups": False},
     "memory": {"offload": {"generate": ["moments"]}, "activations": {"on_slow_link": "ignore"}},
     "parallel": {"rollout_weights": "layerwise", "max_restarts": 1, "gpus": 2},
@@ -38,6 +38,7 @@ def test_the_config_of_an_earlier_run_is_read_as_it_was_meant() -> None:
     named = {"algorithm": "grpo"}  # the only one there was
     assert upgrade(OLD) == named | NEW
     assert upgrade(NEW) == named | NEW
+    assert upgrade({"loss": {"importance_sampling": {"cap": 3.0}}}) == named | {"loss": NEW["loss"]}
     assert upgrade({"cluster": None, "rollout": "odd"}) == named | {"parallel": None, "rollout": "odd"}
     assert upgrade({"checkpoint": {"metric": "clipped"}}) == named | {"checkpoint": {"metric": "clip_fraction"}}
     assert upgrade({"algorithm": "sft"}) == {"algorithm": "sft"}

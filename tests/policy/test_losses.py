@@ -6,16 +6,19 @@ token, a sequence cut by a micro-batch, and a metric that is not what its name s
 """
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from ebbtide.config.loss import ImportanceSamplingConfig
 from ebbtide.model.load import load_model
 from ebbtide.parallel.comm import Comm
 from ebbtide.policy import policy as policy_module
 from ebbtide.policy.datum import Datum, idle_datum, trajectory
 from ebbtide.policy.losses import build_loss
+from ebbtide.policy.losses.importance_sampling import importance_weights
 from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
@@ -32,13 +35,19 @@ CASES = {
     "k1": {"loss.kl": {"coefficient": 0.5, "estimator": "k1"}},
     "k2": {"loss.kl": {"coefficient": 0.5, "estimator": "k2"}},
     "k3": {"loss.kl": {"coefficient": 0.5, "estimator": "k3"}},
-    "correction": {"loss.importance_sampling": {"cap": 1.05}},
+    "correction": {"loss.importance_sampling": {"high": 1.05}},
+    **{
+        f"correction, {level}, {mode}": {"loss.importance_sampling": {"level": level, "mode": mode, "high": 1.2, **low}}
+        for level in ("token", "sequence", "geometric")
+        for mode, low in (("truncate", {}), ("clip", {"low": 0.97}), ("mask", {"low": 0.97}))
+    },
+    "correction, a band by its upper bound": {"loss.importance_sampling": {"mode": "mask", "high": 1.5}},
     "temperature": {"rollout.temperature": 0.7},
     "all": {
         "loss.normalise": "sequence",
         "loss.entropy": 0.1,
         "loss.kl": {"coefficient": 0.2, "estimator": "k3"},
-        "loss.importance_sampling": {"cap": 1.1},
+        "loss.importance_sampling": {"high": 1.1},
         "rollout.temperature": 1.3,
     },
 }
@@ -68,6 +77,15 @@ def weigh(items: list[Datum], config) -> None:
         item.values["weights"] = weight
 
 
+def importance_weight(config, item: Datum, old: list[torch.Tensor], t: int) -> float:
+    logs = [before.item() - sampled for before, sampled in zip(old, item.values["rollout_logprobs"], strict=True)]
+    ratio = math.exp({"token": logs[t], "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level])
+    low = config.low or 1 / config.high
+    if config.mode == "mask":
+        return ratio if low <= ratio <= config.high else 0.0
+    return min(ratio if config.mode == "truncate" else max(ratio, low), config.high)
+
+
 def reference_loss(model, config, items: list[Datum], on_policy: bool) -> torch.Tensor:
     loss_config, total = config.loss, torch.zeros(())
     kind = loss_config.kind
@@ -93,9 +111,7 @@ def reference_loss(model, config, items: list[Datum], on_policy: bool) -> torch.
             else:
                 value = -torch.min(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
             if loss_config.importance_sampling is not None:
-                value = value * min(
-                    math.exp(old[t].item() - item.values["rollout_logprobs"][t]), loss_config.importance_sampling.cap
-                )
+                value = value * importance_weight(loss_config.importance_sampling, item, old, t)
             value = value - loss_config.entropy * entropy
             if loss_config.kl is not None:
                 d = logprob - item.values["reference_logprobs"][t]
@@ -220,3 +236,28 @@ def test_a_micro_batch_without_work_adds_nothing_even_where_its_kl_overflows(tin
     (alone, wanted), (idle, gradients) = found
     assert idle == alone
     assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"low": 0.5}, "`mode: truncate` has no lower bound"),
+        ({"mode": "clip", "low": 3.0}, "`loss.importance_sampling.low: 3` is above `high: 2`"),
+        ({"mode": "mask", "high": 0.5}, "`loss.importance_sampling.low: 2` is above `high: 0.5`"),
+    ],
+)
+def test_a_band_without_ratios_is_refused(settings, said) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ImportanceSamplingConfig(**settings)
+
+
+def test_ratios_outside_the_band_are_counted_and_finite() -> None:
+    old, rollout = torch.tensor([0.0, 0.0, -300.0, 0.0]), torch.tensor([0.0, -300.0, 0.0, -0.1])
+    sequence = torch.tensor([0, 0, 1, 1])
+    weights, outside = importance_weights(old, rollout, sequence, 2, ImportanceSamplingConfig(mode="mask"))
+    assert outside.tolist() == [False, True, True, False]
+    assert weights.tolist() == pytest.approx([1.0, 0.0, 0.0, math.exp(0.1)])
+    config = ImportanceSamplingConfig(level="sequence", mode="clip")
+    weights, outside = importance_weights(old, rollout, sequence, 2, config)
+    assert weights.tolist() == [2.0, 2.0, 0.5, 0.5]
+    assert outside.all()

@@ -39,10 +39,41 @@ class KlConfig(Section):
 
 
 class ImportanceSamplingConfig(Section):
-    """Truncated importance sampling: each token is weighted by p_trainer / p_rollout, at most `cap`."""
+    """Importance sampling: the loss of each token is weighted by the ratio p_trainer / p_rollout, within a band."""
 
-    cap: Positive = 2.0
-    """Maximum weight of a token."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """What has the ratio: each `token`; its `sequence`, the product over all tokens; or the `geometric` mean over
+    them."""
+
+    mode: Literal["truncate", "clip", "mask"] = "truncate"
+    """What happens to a ratio outside the band. `truncate`: above `high` it counts as `high`, and there is no lower
+    bound (TIS); `clip`: it counts as the bound that it exceeds; `mask`: its tokens have no loss (IcePop for tokens, MIS
+    for sequences)."""
+
+    high: Positive = 2.0
+    """Upper bound of the ratio."""
+
+    low: Positive | None = None
+    """Lower bound of the ratio, for `clip` and `mask`; `null` is 1 / `high`."""
+
+    @model_validator(mode="after")
+    def _band_is_one(self) -> ImportanceSamplingConfig:
+        if self.low is not None and self.mode == "truncate":
+            raise ValueError(
+                "`loss.importance_sampling.low` is for `mode: clip` and `mode: mask`; `mode: truncate` has no lower"
+                " bound: remove it, or set `loss.importance_sampling.mode`"
+            )
+        if self.mode != "truncate" and self.lower_bound > self.high:
+            raise ValueError(
+                f"`loss.importance_sampling.low: {self.lower_bound:g}` is above `high: {self.high:g}`: no ratio is in"
+                " that band"
+            )
+        return self
+
+    @property
+    def lower_bound(self) -> float:
+        """The lower bound that applies to `clip` and `mask`."""
+        return self.low if self.low is not None else 1 / self.high
 
 
 class LossConfig(Section):
@@ -73,8 +104,8 @@ class LossConfig(Section):
     """If set, add a KL penalty towards a frozen copy of the initial policy."""
 
     importance_sampling: ImportanceSamplingConfig | None = None
-    """If set, correct for the mismatch between the sampler's and the trainer's log-probs (truncated importance
-    sampling). Both are over the whole vocabulary, whatever `rollout.top_p`, `top_k` and `min_p` are."""
+    """If set, correct for the mismatch between the sampler's and the trainer's log-probs. Both are over the whole
+    vocabulary, whatever `rollout.top_p`, `top_k` and `min_p` are."""
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio. `trainer`: the trainer's log-probs before the first update on a batch, computed by an

@@ -21,7 +21,7 @@ from ebbtide.config.task import BuiltinTaskConfig, FileTaskConfig, GymTaskConfig
 
 MAIN_KEYS: Mapping[type[BaseModel], str] = {
     KlConfig: "coefficient",
-    ImportanceSamplingConfig: "cap",
+    ImportanceSamplingConfig: "high",
     ModelConfig: "path",
     BuiltinTaskConfig: "name",
     GymTaskConfig: "dataset",

@@ -130,7 +130,11 @@ def policy_loss(config: LossConfig, inputs: LossInputs, custom: Loss | None = No
             per_token, cut = cispo(logprobs, old, advantages, low, high)
         reported["clip_fraction"] = cut.float().sum()
     if config.importance_sampling is not None:
-        per_token = per_token * importance_weights(old, inputs["rollout_logprobs"], config.importance_sampling.cap)
+        weights, outside = importance_weights(
+            old, inputs["rollout_logprobs"], inputs.sequence, inputs.sequences, config.importance_sampling
+        )
+        per_token = per_token * weights
+        reported["importance_outside"] = outside.float().sum()
     if config.entropy:
         per_token = per_token - config.entropy * inputs.entropies
     if config.kl is not None:

@@ -28,6 +28,7 @@ const MEANINGS = [
   [/^margin$/, "", "mean difference of the rewards of a pair"],
   [/^reward_(chosen|rejected)$/, "", "mean reward of these completions, against the reference"],
   [/^clip_fraction$/, "share", "of tokens whose clip took effect"],
+  [/^importance_outside$/, "share", "of tokens whose importance ratio is outside the band"],
   [/^mismatch$/, "nats", "mean difference of sampler's and trainer's log-probs"],
   [/^mismatch_max$/, "nats", "largest difference of sampler's and trainer's log-probs"],
   [/^mismatch_kl$/, "nats per token", "estimated divergence of sampler and trainer"],
