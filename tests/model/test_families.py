@@ -140,7 +140,7 @@ def test_fused_decoding_takes_or_refuses_it(name: str, monkeypatch: pytest.Monke
     family, model = FAMILIES[name], made(name)
     silu = family.sparse or is_silu(part_of(block_of(model), family.activation))
     windowed = getattr(model.config, "sliding_window", None) is not None
-    assert can_fuse(model) == (family.can_fuse and silu and not windowed)
+    assert can_fuse(model) == (family.can_fuse_decoding and silu and not windowed)
     if can_fuse(model):
         assert fused_difference(model, monkeypatch) < 1e-5
 

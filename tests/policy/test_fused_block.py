@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocks import Setup, errors_in_bfloat16
 from conftest import FAMILIES
 from ebbtide.config.memory import ActivationsConfig
 from ebbtide.errors import UserError
 from ebbtide.model.joined_weights import joined
-from ebbtide.model.load import layers_of
+from ebbtide.model.load import LoadedModel, layers_of
+from ebbtide.model.shape import find_shape
 from ebbtide.policy import fuse, fused_block, fused_costs
 from ebbtide.policy.activation_costs import ActivationPolicy
 from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.block_activations import ActivationChoice
+from ebbtide.policy.datum import Datum
 from ebbtide.policy.fuse import own_forwards, saved_names
+from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.packing import pack
+from ebbtide.policy.policy import Policy
+from families import EXPERTS, SHAPE, TOKENIZER
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 
@@ -172,8 +179,6 @@ def test_calls_without_packed_sequences_run_the_models_own_blocks() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bytes_are_foretold(name) -> None:
-    from ebbtide.model.shape import find_shape
-
     setup = Setup(name, "bfloat16", fused=True)
     shape = find_shape(setup.policy.config.model)
     blocks = PlacedBlocks(setup.blocks, setup.policy._fused)
@@ -215,6 +220,10 @@ def test_what_presets_and_lists_mean() -> None:
     halved = choose(preset="balanced", carried=20.0)
     assert sum(SIZES[name] for name in halved.offload) == 20
     assert (halved.recompute, halved.recompute_blocks) == ({"mlp_act"}, 6)  # 10 x 80 - 6 x 50 = 10 x 50
+    limited = choose(preset="balanced", recompute_blocks=4)
+    assert (limited.recompute, limited.recompute_blocks) == ({"mlp_act"}, 4)
+    listed = choose(preset="balanced", recompute=["attn_proj"])
+    assert (listed.recompute, listed.recompute_blocks) == ({"mlp_act", "attn_proj"}, None)
     kept = choose(preset="balanced", carried=0.0, keep=["mlp_act"])
     assert (kept.recompute, kept.recompute_blocks) == ({"core_attn"}, 10)
     with pytest.raises(UserError, match="`attn_norm`, which a fused block never saves"):
@@ -266,3 +275,100 @@ def test_fused_blocks_are_checked_before_they_are_used(name, dtype, monkeypatch)
     monkeypatch.setattr(fused_block, "rotate_backward", fails)
     setup.policy.fuse_blocks(notes.append)
     assert "they fail on this machine (ValueError: no such instruction)" in notes[-1]
+
+
+@pytest.mark.parametrize("wrong", ["outputs", "gradients", "router"])
+def test_wrong_experts_are_noticed(wrong, monkeypatch) -> None:
+    forward, backward = Experts.forward, Experts.backward
+
+    def bent(self, grad, remake, weights, saved, grads):
+        dnormed, finish = backward(self, grad, remake, weights, saved, grads)
+
+        def finish_bent(normed):
+            finish(normed)
+            for name in grads if wrong == "gradients" else [name for name in grads if name.endswith("gate.weight")]:
+                grads[name] = 0.5 * grads[name]
+
+        return dnormed, finish_bent
+
+    if wrong == "outputs":
+        monkeypatch.setattr(Experts, "forward", lambda *given: 0 * forward(*given))
+    else:
+        monkeypatch.setattr(Experts, "backward", bent)
+    setup, notes = Setup("qwen3_moe", "bfloat16"), list[str]()
+    for weight in setup.model.parameters():  # so that experts add as much as attention does
+        weight.data += 0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    setup.policy.fuse_blocks(notes.append)
+    assert setup.policy._fused is None
+    assert "differs from its own" in notes[0]
+
+
+def test_a_model_is_fused_once() -> None:
+    setup = Setup("qwen3", fused=True)
+    first = setup.policy._fused
+    setup.policy.fuse_blocks()
+    second = setup.policy._fused
+    assert second is not None
+    assert second is not first
+    with own_forwards(setup.model):
+        own = setup.grads()
+    second.close()
+    assert fuse.fused_blocks_of(setup.model) is None
+    assert all(torch.equal(grad, own[weight]) for weight, grad in setup.grads().items())
+
+
+VARIANTS = {
+    "llama with biases": ("llama", {"attention_bias": True}),
+    "llama with a window that it ignores": ("llama", {"sliding_window": 3}),
+    "experts that are not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
+    "experts without tokens": ("qwen3_moe", {"num_experts": 64, "num_local_experts": 64}),
+    "a dense block among experts": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen2 with windows in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_family(variant, tiny) -> None:
+    name, changes = VARIANTS[variant]
+    own = EXPERTS if name == "qwen3_moe" else {}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SHAPE, **own, **changes})).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    policy, notes = Policy(LoadedModel(model, TOKENIZER, "sdpa"), tiny()), list[str]()
+    data = [Datum.completion([1, 2, 3 + i], [4 + i, 5, 6, 7, 8 - i]) for i in range(4)]
+    (batch,) = pack(data, budget=1000, device=policy.device)
+
+    def grads() -> dict[str, torch.Tensor]:
+        logprobs, _ = policy._logprobs(batch, 1.0)
+        weights = dict(model.named_parameters())
+        found = torch.autograd.grad((logprobs * torch.arange(len(logprobs)).sin()).sum(), [*weights.values()])
+        return dict(zip(weights, found, strict=True))
+
+    wanted = grads()
+    policy.fuse_blocks(notes.append)
+    assert not notes
+    assert policy._fused is not None
+    for weight, grad in grads().items():
+        torch.testing.assert_close(grad, wanted[weight], rtol=1e-4, atol=1e-5 * float(wanted[weight].abs().max() + 1))
+
+
+def test_the_first_block_has_what_is_recomputed_only_once() -> None:
+    shape = find_shape(Setup("qwen3").policy.config.model)
+    recompute = frozenset(fused_costs.saved_bytes(shape, 2)) - {"block_input"}
+    found = fused_costs.activation_bytes(shape, 2, ActivationPolicy(recompute=recompute), 1)
+    kept = fused_costs.activation_bytes(shape, 2, ActivationPolicy(), 1)
+    assert found.first_block == fused_costs.saved_bytes(shape, 2)["block_input"]
+    assert found.first_block + found.in_backward == kept.first_block + kept.in_backward
+
+
+def test_a_plan_fuses_what_a_run_fuses() -> None:
+    shape = find_shape(Setup("llama").policy.config.model)
+    assert fused_costs.can_fuse(shape, 2, "cuda", 1)
+    assert not fused_costs.can_fuse(replace(shape, mlp_bias=True), 2, "cuda", 1)
+    assert not fused_costs.can_fuse(shape, 4, "cuda", 1)
+    assert not fused_costs.can_fuse(shape, 2, "cpu", 1)
+    assert not fused_costs.can_fuse(shape, 2, "cuda", 2)

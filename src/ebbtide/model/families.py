@@ -51,6 +51,9 @@ class Family:
     mlp_bias: bool | str = "mlp_bias"
     """The same for the matrices of the MLP."""
 
+    window_in_config: bool = False
+    """Whether every layer has the sliding window of the config. In other families a layer's attention has its own."""
+
     qk_norm: bool = False
     """Whether the channels of each query head and key head are normalized."""
 
@@ -58,11 +61,11 @@ class Family:
     """Whether it is a mixture of experts; single blocks of it may still have one MLP."""
 
     norm_offset: float = 0.0
-    """What is added to the weight of a norm before the multiplication. The fused kernels add nothing."""
+    """What is added to the weight of a norm before the multiplication. The kernels of fused decoding add nothing."""
 
     norm_in_float32: bool = False
     """Whether a norm multiplies by its weight before it rounds to the model's type. Then it saves the normalized input
-    in float32. The fused kernels round first."""
+    in float32. The kernels of fused decoding round first."""
 
     embedding_scale: str = ""
     """The attribute of the config with the number by which the decoder multiplies embeddings; empty if there is none,
@@ -108,8 +111,8 @@ class Family:
         return {**self.defaults, **given, **renamed}
 
     @property
-    def can_fuse(self) -> bool:
-        """Whether its blocks compute what the fused kernels do, as far as the family decides that."""
+    def can_fuse_decoding(self) -> bool:
+        """Whether its blocks compute what the kernels of fused decoding do, as far as the family decides that."""
         return self.norm_offset == 0 and not self.norm_in_float32
 
     @property
@@ -168,7 +171,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"tie_word_embeddings": False, "num_key_value_heads": None},
         gguf_keys={"head_dim": "rope.dimension_count"},
     ),
-    "mistral": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 8}),
+    "mistral": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 8}, window_in_config=True),
     "qwen2": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 32}, qkv_bias=True),
     "qwen3": Family(
         defaults={"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},

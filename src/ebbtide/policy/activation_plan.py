@@ -171,7 +171,8 @@ def _gate(
         split = fit_host_link(choice.offload, choice.recompute, choice.local, saved, figures.link_bytes())
         fitting = ActivationChoice(*split, choice.local)
     downgraded = fitting.recompute - choice.recompute
-    note(f"activations: {excess}; recomputed instead: {', '.join(sorted(downgraded))}")
+    everywhere = "" if choice.recompute_blocks is None else ", in all blocks"
+    note(f"activations: {excess}; recomputed instead{everywhere}: {', '.join(sorted(downgraded))}")
     return fitting
 
 

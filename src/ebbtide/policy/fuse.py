@@ -8,9 +8,10 @@ another attention, in the checks of probe.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ebbtide.config.memory import ActivationName
@@ -22,7 +23,7 @@ from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
 from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, FusedNorm, Saved, norm_of
 from ebbtide.policy.fused_experts import Experts
-from ebbtide.policy.fused_mlp import GatedMLP
+from ebbtide.policy.fused_mlp import FusedGatedMLP
 from ebbtide.system.transformers_internals import attention_implementation, is_gelu_tanh, is_silu
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class FusedBlocks:
             for parameters in block.joinable:
                 if not any(is_sharded(parameter) for parameter in parameters):
                     join(parameters)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # The parameters' memory of before has other sizes than what comes next.
 
     def runs(self, hidden: Tensor, named: dict[str, Any]) -> bool:
         """Whether a call of a block is one that the fused block computes."""
@@ -123,16 +126,16 @@ class _Forward:
         return block(hidden_states, Call(cos, sin, attention, self.blocks.saved(self._number)))
 
 
-@contextmanager
-def own_forwards(model: PreTrainedModel) -> Iterator[None]:
+def fused_blocks_of(model: PreTrainedModel) -> FusedBlocks | None:
+    """The fused blocks that are in use in a model."""
+    forwards = (block.__dict__.get("forward") for block in layers_of(model) or ())
+    return next((one.blocks for one in forwards if isinstance(one, _Forward)), None)
+
+
+def own_forwards(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Inside this context the model's blocks run their own forwards, even if they are fused."""
-    forwards = [block.__dict__.get("forward") for block in layers_of(model) or ()]
-    fused = [one.blocks for one in forwards if isinstance(one, _Forward)]
-    if not fused:
-        yield
-        return
-    with fused[0].own_forwards():
-        yield
+    fused = fused_blocks_of(model)
+    return nullcontext() if fused is None else fused.own_forwards()
 
 
 def why_not_fused(model: PreTrainedModel, weight: Tensor) -> str:
@@ -192,7 +195,7 @@ def _mlp(block: nn.Module, family: Family) -> FusedMLP:
     if part_of(block, family.experts) is None:
         kind = _activation(part_of(block, family.activation))
         assert kind is not None
-        return GatedMLP(family, kind)
+        return FusedGatedMLP(family, kind)
     kind, router = _activation(part_of(block, family.expert_activation)), part_of(block, family.router)
     assert kind is not None
     return Experts(family, kind, int(router.top_k), normalizes=bool(getattr(router, "norm_topk_prob", True)))

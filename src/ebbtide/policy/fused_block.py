@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ebbtide.config.memory import ActivationName
 from ebbtide.model.block_functions import Norm, add_norm, norm_backward, rotate, rotate_backward, rotate_expanded
@@ -89,15 +90,14 @@ class FusedBlock:
     """The computation of one block of a model, on packed tokens."""
 
     def __init__(self, block: nn.Module, family: Family, mlp: FusedMLP) -> None:
-        self.module, self._family, self._mlp = block, family, mlp
+        self.module, self.mlp = block, mlp
         attention = part_of(block, family.attention)
         self.channels = int(attention.head_dim)
         self.heads, self.kv_heads = (
             len(part_of(block, path).weight) // self.channels for path in (family.query, family.key)
         )
         self.scale = float(attention.scaling)
-        # A layer's own, where layers differ; else all have the config's.
-        owner = attention if hasattr(attention, "sliding_window") else attention.config
+        owner = attention.config if family.window_in_config else attention
         self.window: int | None = getattr(owner, "sliding_window", None)
         self._attn_norm, self._mlp_norm = (norm_of(block, path, family) for path in (family.attn_norm, family.mlp_norm))
         self._has_qk_norm = part_of(block, family.query_norm) is not None
@@ -117,7 +117,7 @@ class FusedBlock:
     @property
     def joinable(self) -> list[list[Tensor]]:
         """Parameters that are multiplied with the same input."""
-        paths = [self._qkv.names, self._qkv_bias.names, self._mlp.joinable]
+        paths = [self._qkv.names, self._qkv_bias.names, self.mlp.joinable]
         return [[self.module.get_parameter(name) for name in some] for some in paths if some]
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
@@ -141,7 +141,7 @@ class FusedBlock:
         added, normed = self._after_attention(x, mixed, weights)
         del mixed, sums, x
         saved.put("mlp_norm", added)
-        return self._mlp.forward(normed, weights, saved).add_(added)
+        return self.mlp.forward(normed, weights, saved).add_(added)
 
     def _project(self, normed: Tensor, weights: Weights) -> Tensor:
         matrix = self._qkv(weights).t()
@@ -184,7 +184,7 @@ class FusedBlock:
         after = saved.take("mlp_norm")
         added = after[0] if after else self._after_attention(x, mixed, weights)[0]
         remake = partial(_normed, added, mlp_norm, self._mlp_norm)
-        dnormed, finish = self._mlp.backward(grad, remake, weights, saved, grads if wants else None)
+        dnormed, finish = self.mlp.backward(grad, remake, weights, saved, grads if wants else None)
         dadded, grads[self._weight_of_norms[1]] = self._norm_backward(
             added, mlp_norm, self._mlp_norm, dnormed, grad, finish
         )
@@ -233,6 +233,7 @@ class _Block(torch.autograd.Function):
         return block.forward(hidden.detach()[0], dict(zip(block.names, weights, strict=True)), call, call.saved)[None]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         block, call, weights = ctx.block, ctx.call, ctx.weights
         if call is None:
@@ -264,6 +265,7 @@ class _Norm(torch.autograd.Function):
         return add_norm(hidden.flatten(0, -2), None, weight, norm)[1].view_as(hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight = ctx.saved_tensors
         flat = hidden.flatten(0, -2)

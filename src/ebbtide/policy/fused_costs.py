@@ -33,8 +33,8 @@ KEPT_SHARE = 0.5  # Fraction of the bytes of `preset: keep` that `preset: balanc
 def can_fuse(shape: Shape, itemsize: int, device_type: str, tensor_parallel: int) -> bool:
     """Whether blocks of this shape run fused: on a GPU, in 16 bits, and not where tensor parallelism exchanges results
     in the middle of a block."""
-    small = shape.head_dim <= 256 and shape.head_dim % 2 == 0
-    return device_type == "cuda" and itemsize == 2 and tensor_parallel == 1 and small and shape.family in FAMILIES
+    known = shape.family in FAMILIES and shape.head_dim <= 256 and shape.head_dim % 2 == 0 and not shape.mlp_bias
+    return device_type == "cuda" and itemsize == 2 and tensor_parallel == 1 and known
 
 
 @cache
@@ -71,7 +71,7 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     in_attention = (7 * itemsize + 4) * shape.queries - sizes["moe_act" if shape.experts else "mlp_act"]
     return ActivationBytes(
         blocks=shape.layers * (whole - offloaded) + stay * offloaded - recomputing * recomputed,
-        first_block=whole,
+        first_block=whole - (recomputed if recomputing == shape.layers else 0),
         in_backward=(recomputed if recomputing == shape.layers else 0) + max(in_mlp, in_attention),
         norm_saved=2 * hidden,
         in_final_norm=4 * hidden,  # its input, its output, and their gradients
@@ -139,9 +139,11 @@ def choose(
         excess = sum(sizes[name] for name, place in places.items() if place == "keep") - KEPT_SHARE * sum(
             sizes.values()
         )
-        if left and blocks is None and excess > 0:
+        if left and excess > 0:
             largest = max(left, key=lambda name: left[name])
-            places[largest], blocks = "recompute", min(layers, math.ceil(layers * excess / left[largest]))
+            if blocks is None and not config.recompute:  # What is listed is recomputed in all blocks.
+                blocks = min(layers, math.ceil(layers * excess / left[largest]))
+            places[largest] = "recompute"
     offload, recompute = split_places(places)
     return ActivationPolicy(offload, recompute, blocks if recompute else None)
 

@@ -12,7 +12,7 @@ from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.policy.fused_block import Grads, Saved, Weights, recompute_or
 
 
-class GatedMLP:
+class FusedGatedMLP:
     """`down(activation(gate(x)) * up(x))`. Saves both halves (`mlp_act`)."""
 
     def __init__(self, family: Family, activation: Activation) -> None:

@@ -251,7 +251,11 @@ class TrainCosts:
         with_head = gathers.root_bytes + itemsize * shape.embedding
         # With ranks, one more tensor of the MLP's width was measured than without; why is not known.
         wide = 0 if shape.experts else itemsize * shape.mlp * tokens
-        last = with_head + gathers.block_bytes + gathers.prefetched_bytes + gathers.replica_reduced_bytes + wide
+        # Fused blocks copy gathered matrices that are multiplied with the same input side by side.
+        beside = 0 if self._saves is activation_costs else itemsize * shape.hidden * 2 * shape.mlp
+        last = (
+            with_head + gathers.block_bytes + gathers.prefetched_bytes + gathers.replica_reduced_bytes + wide + beside
+        )
         first = last + itemsize * shape.block_parameters + gathers.reduced_block_bytes
         gathered = (
             gathers.root_bytes + gathers.prefetched_bytes,

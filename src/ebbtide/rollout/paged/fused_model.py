@@ -104,7 +104,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     family = FAMILIES.get(config.model_type)
     inner, blocks = decoder(model), layers_of(model)
-    if family is None or not family.can_fuse or _windowed(config) or not blocks:
+    if family is None or not family.can_fuse_decoding or _windowed(config) or not blocks:
         return False
     if None in [part_of(inner, path) for path in (family.embedding, family.rotary, family.last_norm)]:
         return False
