@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.model import block_reference as reference
-from ebbtide.model.block_reference import Activation, Norm
+from ebbtide.model.block_reference import Activation, Norm, Rotary
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs them on a CPU
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -103,8 +103,9 @@ def test_rotate(tokens: int, heads: int, kv_heads: int, channels: int, dtype: to
     qkv, norms, cos, sin = rope_inputs(tokens, heads, kv_heads, channels, dtype, norm)
     before = qkv.clone()
     shape = heads, kv_heads, channels
-    found = rope_kernels.rotate(qkv, *shape, norms, norm or NORMS[0], cos, sin)
-    wanted = reference.rotate(qkv, *shape, norms, norm or NORMS[0], cos, sin)
+    rotary = Rotary(*shape, norms, norm or NORMS[0], cos, sin)
+    found = rope_kernels.rotate(qkv, rotary)
+    wanted = reference.rotate(qkv, rotary)
     assert torch.equal(qkv, before)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
@@ -133,7 +134,7 @@ def test_rotate_expanded(
     from ebbtide.model import rope_kernels
 
     qkv, norms, cos, sin = rope_inputs(tokens, heads, kv_heads, channels, dtype, norm)
-    given = qkv, heads, kv_heads, channels, norms, norm or NORMS[0], cos, sin
+    given = qkv, Rotary(heads, kv_heads, channels, norms, norm or NORMS[0], cos, sin)
     query, key = rope_kernels.rotate(*given)
     found = rope_kernels.rotate_expanded(*given)
     value = qkv.unflatten(1, (-1, channels))[:, heads + kv_heads :]
@@ -157,7 +158,7 @@ def test_rotate_backward(
     else:
         grads = tuple(random(tokens, heads, channels, dtype=dtype) for _ in range(3))
     found = rope_kernels.rotate_backward(
-        qkv, heads, kv_heads, channels, norms, norm or NORMS[0], cos, sin, *grads
+        qkv, Rotary(heads, kv_heads, channels, norms, norm or NORMS[0], cos, sin), *grads
     )  # fmt: skip
     summed = [grads[0], *(one.double().unflatten(1, (kv_heads, -1)).sum(2) for one in grads[1:])]
     wanted = rope_gradients(qkv, (heads, kv_heads, kv_heads), channels, norms, norm, cos, sin, summed)
@@ -266,8 +267,8 @@ def test_another_number_of_rows_compiles_nothing() -> None:
         block_kernels.activate(x, "silu")
         qkv, norms, cos, sin = rope_inputs(tokens, 4, 2, 16, torch.bfloat16, NORMS[0])
         grads = random(tokens, 12, 16, dtype=torch.bfloat16).split(4, 1)
-        rope_kernels.rotate(qkv, 4, 2, 16, norms, NORMS[0], cos, sin)
-        rope_kernels.rotate_backward(qkv, 4, 2, 16, norms, NORMS[0], cos, sin, *grads)
+        rope_kernels.rotate(qkv, Rotary(4, 2, 16, norms, NORMS[0], cos, sin))
+        rope_kernels.rotate_backward(qkv, Rotary(4, 2, 16, norms, NORMS[0], cos, sin), *grads)
         experts = expert_inputs(tokens, 96, torch.bfloat16, 2, torch.int64)
         expert_kernels.combine(*experts)
         halves, weights = random(tokens, 192, dtype=torch.bfloat16), random(tokens, dtype=torch.float32)

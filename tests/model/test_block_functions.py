@@ -110,7 +110,7 @@ def test_rotate_is_transformers(dtype: torch.dtype, norm: Norm | None) -> None:
     if norm is not None and norms is not None:
         query, key = (transformers_norm(w, norm)(x) for w, x in zip(norms, (query, key), strict=True))
     wanted = apply_rotary_pos_emb(query, key, cos, sin)
-    found = blocks.rotate(qkv, HEADS, KV_HEADS, CHANNELS, norms, norm or LLAMA, cos, sin)
+    found = blocks.rotate(qkv, blocks.Rotary(HEADS, KV_HEADS, CHANNELS, norms, norm or LLAMA, cos, sin))
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -126,12 +126,12 @@ def test_rotate_backward_is_autograd(dtype: torch.dtype, norm: Norm | None) -> N
         query, key = (double_norm(x, w, norm) for w, x in zip(weights, (query, key), strict=True))
     query, key = apply_rotary_pos_emb(query, key, cos.double(), sin.double())
     outputs = query, *(one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (key, value))
-    expanded = blocks.rotate_expanded(qkv, HEADS, KV_HEADS, CHANNELS, norms, norm or LLAMA, cos, sin)
+    expanded = blocks.rotate_expanded(qkv, blocks.Rotary(HEADS, KV_HEADS, CHANNELS, norms, norm or LLAMA, cos, sin))
     for ours, theirs in zip(expanded, outputs, strict=True):
         near(ours, theirs.detach())
     torch.autograd.backward(outputs, [grad.double() for grad in grads])
     dqkv, *of_norms = blocks.rotate_backward(
-        qkv, HEADS, KV_HEADS, CHANNELS, norms, norm or LLAMA, cos, sin, *grads
+        qkv, blocks.Rotary(HEADS, KV_HEADS, CHANNELS, norms, norm or LLAMA, cos, sin), *grads
     )  # fmt: skip
     assert dqkv.dtype == dtype
     near(dqkv, leaf.grad)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ebbtide.model import block_reference
-from ebbtide.model.block_reference import Activation, Norm
+from ebbtide.model.block_reference import Activation, Norm, Rotary
 
 __all__ = [
     "Activation",
     "Norm",
+    "Rotary",
     "activate",
     "activate_backward",
     "activate_weighted_backward",
@@ -64,31 +65,19 @@ def norm_backward(
 
 def rotate(
     qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,  # weights [channels] of the norms of queries and keys
-    norm: Norm,
-    cos: Tensor,  # [T, channels]
-    sin: Tensor,  # [T, channels]
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor]:
     """Returns the queries [T, heads, channels] and keys [T, kv_heads, channels] after norm and RoPE."""
     if qkv.is_cuda:
         from ebbtide.model import rope_kernels
 
-        return rope_kernels.rotate(qkv, heads, kv_heads, channels, norms, norm, cos, sin)
-    return block_reference.rotate(qkv, heads, kv_heads, channels, norms, norm, cos, sin)
+        return rope_kernels.rotate(qkv, rotary)
+    return block_reference.rotate(qkv, rotary)
 
 
 def rotate_expanded(
     qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,  # [T, channels]
-    sin: Tensor,  # [T, channels]
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as `rotate`, and the values, with a key and a value for each query head: [T, heads, channels] each.
 
@@ -98,19 +87,13 @@ def rotate_expanded(
     if qkv.is_cuda:
         from ebbtide.model import rope_kernels
 
-        return rope_kernels.rotate_expanded(qkv, heads, kv_heads, channels, norms, norm, cos, sin)
-    return block_reference.rotate_expanded(qkv, heads, kv_heads, channels, norms, norm, cos, sin)
+        return rope_kernels.rotate_expanded(qkv, rotary)
+    return block_reference.rotate_expanded(qkv, rotary)
 
 
 def rotate_backward(
     qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,  # [T, channels]
-    sin: Tensor,  # [T, channels]
+    rotary: Rotary,
     dquery: Tensor,  # [T, heads, channels]; tokens may lie apart, here and in the next two
     dkey: Tensor,  # [T, heads, channels]: of what `rotate_expanded` returned
     dvalue: Tensor,  # [T, heads, channels]
@@ -119,8 +102,8 @@ def rotate_backward(
     if qkv.is_cuda:
         from ebbtide.model import rope_kernels
 
-        return rope_kernels.rotate_backward(qkv, heads, kv_heads, channels, norms, norm, cos, sin, dquery, dkey, dvalue)
-    return block_reference.rotate_backward(qkv, heads, kv_heads, channels, norms, norm, cos, sin, dquery, dkey, dvalue)
+        return rope_kernels.rotate_backward(qkv, rotary, dquery, dkey, dvalue)
+    return block_reference.rotate_backward(qkv, rotary, dquery, dkey, dvalue)
 
 
 def activate(gate_up: Tensor, kind: Activation) -> Tensor:  # [T, 2 M]

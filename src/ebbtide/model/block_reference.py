@@ -31,6 +31,23 @@ class Norm:
     """Multiplies with the weight in float32, as Gemma does; else the normalised input is rounded before."""
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """How queries and keys [T, heads, channels] become those that attention compares: norms of their heads, if there
+    are some, and rotary position embeddings (RoPE)."""
+
+    heads: int
+    """Of queries."""
+    kv_heads: int
+    channels: int
+    norms: tuple[Tensor, Tensor] | None
+    """The weights [channels] of the norms of queries and of keys."""
+    norm: Norm
+    cos: Tensor
+    """[T, channels]: of the angles."""
+    sin: Tensor
+
+
 def add_norm(
     x: Tensor,  # [T, W]
     delta: Tensor | None,  # [T, W]
@@ -61,60 +78,42 @@ def norm_backward(
 
 def rotate(
     qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,  # weights [channels] of the norms of queries and keys
-    norm: Norm,
-    cos: Tensor,  # [T, channels]
-    sin: Tensor,  # [T, channels]
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor]:
     """Returns the queries [T, heads, channels] and keys [T, kv_heads, channels] after norm and RoPE."""
-    query, key, _ = _split(qkv, heads, kv_heads, channels)
-    if norms is not None:
-        query, key = _normed(query, norms[0], norm), _normed(key, norms[1], norm)
-    return _rotated(query, cos, sin), _rotated(key, cos, sin)
+    query, key, _ = _split(qkv, rotary)
+    if rotary.norms is not None:
+        query, key = (_normed(one, weight, rotary.norm) for one, weight in zip((query, key), rotary.norms, strict=True))
+    return _rotated(query, rotary), _rotated(key, rotary)
 
 
 def rotate_expanded(
     qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,  # [T, channels]
-    sin: Tensor,  # [T, channels]
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as `rotate`, and the values, with a key and a value for each query head: [T, heads, channels] each."""
-    query, key = rotate(qkv, heads, kv_heads, channels, norms, norm, cos, sin)
-    value = _split(qkv, heads, kv_heads, channels)[2]
-    key, value = (one.repeat_interleave(heads // kv_heads, 1) for one in (key, value))
+    query, key = rotate(qkv, rotary)
+    value = _split(qkv, rotary)[2]
+    key, value = (one.repeat_interleave(rotary.heads // rotary.kv_heads, 1) for one in (key, value))
     return query, key, value
 
 
 def rotate_backward(
     qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,  # [T, channels]
-    sin: Tensor,  # [T, channels]
+    rotary: Rotary,
     dquery: Tensor,  # [T, heads, channels]
     dkey: Tensor,  # [T, heads, channels]: of a key for each query head
     dvalue: Tensor,  # [T, heads, channels]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of qkv, and of the weights of both norms [channels]."""
-    query, key, _ = _split(qkv, heads, kv_heads, channels)
-    dkey, dvalue = (one.float().unflatten(1, (kv_heads, -1)).sum(2) for one in (dkey, dvalue))
-    of_query, of_key = _rotated_back(dquery, cos, sin), _rotated_back(dkey, cos, sin)
+    query, key, _ = _split(qkv, rotary)
+    dkey, dvalue = (one.float().unflatten(1, (rotary.kv_heads, -1)).sum(2) for one in (dkey, dvalue))
+    of_query, of_key = _rotated_back(dquery, rotary), _rotated_back(dkey, rotary)
     of_norms: tuple[Tensor | None, Tensor | None] = None, None
-    if norms is not None:
-        of_query, of_query_norm = _norm_gradients(query, norms[0], norm, of_query)
-        of_key, of_key_norm = _norm_gradients(key, norms[1], norm, of_key)
-        of_norms = of_query_norm.to(norms[0].dtype), of_key_norm.to(norms[1].dtype)
+    if rotary.norms is not None:
+        of_query, of_query_norm = _norm_gradients(query, rotary.norms[0], rotary.norm, of_query)
+        of_key, of_key_norm = _norm_gradients(key, rotary.norms[1], rotary.norm, of_key)
+        of_norms = of_query_norm.to(rotary.norms[0].dtype), of_key_norm.to(rotary.norms[1].dtype)
     parts = (part.flatten(1).to(qkv.dtype) for part in (of_query, of_key, dvalue))
     return torch.cat([*parts], 1), *of_norms
 
@@ -190,22 +189,24 @@ def _norm_gradients(x: Tensor, weight: Tensor, norm: Norm, grad: Tensor) -> tupl
     return dx, (grad * _normalised(x, norm)).flatten(0, -2).sum(0)
 
 
-def _split(qkv: Tensor, heads: int, kv_heads: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split(qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values: [T, heads, channels] each."""
-    query, key, value = qkv.unflatten(-1, (-1, channels)).split([heads, kv_heads, kv_heads], 1)
+    counts = [rotary.heads, rotary.kv_heads, rotary.kv_heads]
+    query, key, value = qkv.unflatten(-1, (-1, rotary.channels)).split(counts, 1)
     return query, key, value
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    cos, sin = rotary.cos, rotary.sin
     low, high = x.chunk(2, -1)
     turned = torch.cat([-high, low], -1)
     products = (x.float() * cos[:, None].float()).to(x.dtype), (turned.float() * sin[:, None].float()).to(x.dtype)
     return products[0] + products[1]
 
 
-def _rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated_back(grad: Tensor, rotary: Rotary) -> Tensor:
     """The gradient, in float32, of what `_rotated` was passed."""
-    wide = grad.float()
+    wide, cos, sin = grad.float(), rotary.cos, rotary.sin
     low, high = (wide * sin[:, None].float()).chunk(2, -1)
     return wide * cos[:, None].float() + torch.cat([high, -low], -1)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.model.block_kernels import UNFUSED, persistent_programs, scaled_by_root
-from ebbtide.model.block_reference import Norm
+from ebbtide.model.block_reference import Rotary
 
 
 @triton.jit
@@ -129,56 +129,38 @@ def _rotate(
 
 def rotate(
     qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,
-    sin: Tensor,
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor]:
     """The same as `block_reference.rotate`."""
-    query, key, _ = _rotated(qkv, heads, kv_heads, channels, norms, norm, cos, sin, expands=False)
+    query, key, _ = _rotated(qkv, rotary, expands=False)
     return query, key
 
 
 def rotate_expanded(
     qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,
-    sin: Tensor,
+    rotary: Rotary,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as `block_reference.rotate_expanded`."""
-    return _rotated(qkv, heads, kv_heads, channels, norms, norm, cos, sin, expands=True)
+    return _rotated(qkv, rotary, expands=True)
 
 
 def _rotated(
     qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,
-    sin: Tensor,
+    rotary: Rotary,
     *,
     expands: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and, if it `expands` them to the query heads, values."""
-    tokens, keys = len(qkv), heads if expands else kv_heads
+    tokens, keys = len(qkv), rotary.heads if expands else rotary.kv_heads
     qkv = qkv.contiguous()
-    query = torch.empty((tokens, heads, channels), dtype=qkv.dtype, device=qkv.device)
-    key = torch.empty((tokens, keys, channels), dtype=qkv.dtype, device=qkv.device)
+    query = torch.empty((tokens, rotary.heads, rotary.channels), dtype=qkv.dtype, device=qkv.device)
+    key = torch.empty((tokens, keys, rotary.channels), dtype=qkv.dtype, device=qkv.device)
     value = torch.empty_like(key) if expands else key
-    padded = _padded(heads, kv_heads, channels)
+    sizes = _sizes(rotary)
     _rotate[(tokens,)](
-        qkv, *(norms or (qkv, qkv)), cos.contiguous(), sin.contiguous(), query, key, value, norm.eps, norm.offset,
-        heads, kv_heads, channels, *padded, norms is not None, norm.wide, expands,
-        num_warps=2 if padded[0] * padded[2] <= 1024 else 4, **UNFUSED,
+        qkv, *(rotary.norms or (qkv, qkv)), rotary.cos.contiguous(), rotary.sin.contiguous(), query, key, value,
+        rotary.norm.eps, rotary.norm.offset, *sizes, rotary.norms is not None, rotary.norm.wide, expands,
+        num_warps=2 if sizes[3] * sizes[5] <= 1024 else 4, **UNFUSED,
     )  # fmt: skip
     return query, key, value
 
@@ -303,33 +285,27 @@ def _rotate_backward(
 
 def rotate_backward(
     qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    channels: int,
-    norms: tuple[Tensor, Tensor] | None,
-    norm: Norm,
-    cos: Tensor,
-    sin: Tensor,
+    rotary: Rotary,
     dquery: Tensor,
     dkey: Tensor,
     dvalue: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The same as `block_reference.rotate_backward`."""
-    tokens = len(qkv)
-    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    tokens, norms, norm = len(qkv), rotary.norms, rotary.norm
+    qkv = qkv.contiguous()
     grads = [_heads_together(grad) for grad in (dquery, dkey, dvalue)]
-    strides = [grad.stride(0) if tokens > 1 else grad.shape[1] * channels for grad in grads]
+    strides = [grad.stride(0) if tokens > 1 else grad[0].numel() for grad in grads]
     # A program's stride is not known when it is compiled, but that it keeps loads of 16 bytes aligned is.
     unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     # The fastest of those tried on an H200. The gradients of norms take registers, and so fewer programs run at a time.
     programs = persistent_programs(qkv, tokens, 64 if norms is None else 4)
     dqkv = torch.empty_like(qkv)
-    partials = torch.empty((programs, 2, channels), dtype=torch.float32, device=qkv.device)
-    padded = _padded(heads, kv_heads, channels)
+    partials = torch.empty((programs, 2, rotary.channels), dtype=torch.float32, device=qkv.device)
+    sizes = _sizes(rotary)
     _rotate_backward[(programs,)](
-        qkv, *(norms or (qkv, qkv)), cos, sin, *grads, dqkv, partials, tokens, *(stride // unit for stride in strides),
-        norm.eps, norm.offset, heads, kv_heads, channels, *padded, unit, norms is not None, norm.wide,
-        num_warps=4 if padded[0] * padded[2] >= 1024 else 1,
+        qkv, *(norms or (qkv, qkv)), rotary.cos.contiguous(), rotary.sin.contiguous(), *grads, dqkv, partials, tokens,
+        *(stride // unit for stride in strides), norm.eps, norm.offset, *sizes, unit, norms is not None, norm.wide,
+        num_warps=4 if sizes[3] * sizes[5] >= 1024 else 1,
     )  # fmt: skip
     if norms is None:
         return dqkv, None, None
@@ -342,5 +318,7 @@ def _heads_together(grad: Tensor) -> Tensor:
     return grad if grad[:1].is_contiguous() else grad.contiguous()
 
 
-def _padded(heads: int, kv_heads: int, channels: int) -> list[int]:
-    return [triton.next_power_of_2(size) for size in (heads, kv_heads, channels // 2)]
+def _sizes(rotary: Rotary) -> list[int]:
+    """Query heads, key heads and channels, and the powers of two that heads and half the channels are padded to."""
+    sizes = [rotary.heads, rotary.kv_heads, rotary.channels]
+    return sizes + [triton.next_power_of_2(size) for size in (rotary.heads, rotary.kv_heads, rotary.channels // 2)]

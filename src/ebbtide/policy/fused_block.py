@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ebbtide.config.memory import ActivationName
-from ebbtide.model.block_functions import Norm, add_norm, norm_backward, rotate, rotate_backward, rotate_expanded
+from ebbtide.model.block_functions import (
+    Norm,
+    Rotary,
+    add_norm,
+    norm_backward,
+    rotate,
+    rotate_backward,
+    rotate_expanded,
+)
 from ebbtide.model.families import Family, part_of
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.policy.attention import PackedAttention
@@ -149,16 +157,13 @@ class FusedBlock:
 
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
-        query, key = rotate(qkv, *self._rotary(weights, call))
+        query, key = rotate(qkv, self._rotary(weights, call))
         value = qkv[:, (self.heads + self.kv_heads) * self.channels :].unflatten(1, (self.kv_heads, self.channels))
         return query, key, value
 
-    def _rotary(
-        self, weights: Weights, call: Call
-    ) -> tuple[int, int, int, tuple[Tensor, Tensor] | None, Norm, Tensor, Tensor]:
-        """What `rotate` and its kin are given besides the projections."""
+    def _rotary(self, weights: Weights, call: Call) -> Rotary:
         norms = (weights[self._norms[0]], weights[self._norms[1]]) if self._norms else None
-        return self.heads, self.kv_heads, self.channels, norms, self._qk_norm, call.cos, call.sin
+        return Rotary(self.heads, self.kv_heads, self.channels, norms, self._qk_norm, call.cos, call.sin)
 
     def _after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and its norm."""
@@ -194,9 +199,9 @@ class FusedBlock:
             grads[self._output_bias] = dadded.sum(0) if self._output_bias in weights else None
         dmixed = (dadded @ weights[self._output]).unflatten(1, (self.heads, self.channels))
         rotary = self._rotary(weights, call)
-        parts = call.attention.backward(dmixed, *rotate_expanded(qkv, *rotary), mixed, sums)
+        parts = call.attention.backward(dmixed, *rotate_expanded(qkv, rotary), mixed, sums)
         del dmixed, mixed, sums
-        dqkv, dquery_norm, dkey_norm = rotate_backward(qkv, *rotary, *parts)
+        dqkv, dquery_norm, dkey_norm = rotate_backward(qkv, rotary, *parts)
         del qkv, parts
         if self._norms:
             grads[self._norms[0]], grads[self._norms[1]] = dquery_norm, dkey_norm
