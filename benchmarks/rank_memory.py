@@ -67,8 +67,9 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
         comm.mesh = init_device_mesh("cuda", mesh, mesh_dim_names=("replicate", "shard", "tensor"))
         with Residency(plan_holdings(config), device) as residency:
             loaded = load_model(config, device)
-            policy = Policy(loaded, config)
+            policy = Policy(loaded, config, comm)
             whole = shard_policy(policy, comm, None, device, "gathered")
+            policy.fuse_blocks()
             residency.register("weights", [local(parameter) for parameter in policy.model.parameters()])
             optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency)
             policy.place_activations(residency, {})
