@@ -70,6 +70,7 @@ class Bench:
         self.model = self.policy.model
         if fused:
             self.policy.fuse_blocks(print)
+            assert self.policy._fused is not None, "a figure of fused blocks must be of fused blocks"
         prompt, completion = lengths
         generator = torch.Generator().manual_seed(1)
 
@@ -220,7 +221,8 @@ def main() -> None:
     rows: list[Row] = []
     for name in named:
         print(f"== {name}", flush=True)
-        rows += {"presets": presets, "accuracy": accuracy}.get(name, lambda name=name: compared(name))()  # type: ignore[misc]
+        stages = {"presets": presets, "accuracy": accuracy}
+        rows += stages[name]() if name in stages else compared(name)
         free()
     done = {row.case for row in rows}
     save("train", [*kept("train", lambda case: case in done), *rows])

@@ -118,7 +118,7 @@ def test_rotate(tokens: int, heads: int, kv_heads: int, channels: int, dtype: to
             assert (ours != theirs).float().mean() < 0.01 or ours.numel() < 1000
 
 
-def rope_inputs(tokens: int, heads: int, kv_heads: int, channels: int, dtype: torch.dtype, norm: Norm | None):  # type: ignore[no-untyped-def]
+def rope_inputs(tokens: int, heads: int, kv_heads: int, channels: int, dtype: torch.dtype, norm: Norm | None):
     qkv = random(tokens, (heads + 2 * kv_heads) * channels, dtype=dtype, scale=3)
     norms = None if norm is None else (random(channels, dtype=dtype), random(channels, dtype=dtype))
     angles = torch.rand(tokens, channels, device=DEVICE) * 6  # both halves differ, as no model's do
@@ -224,7 +224,7 @@ def test_combine(tokens: int, width: int, dtype: torch.dtype, count: int, index:
         assert torch.equal(found, wanted)
 
 
-def expert_inputs(tokens: int, width: int, dtype: torch.dtype, count: int, index: torch.dtype):  # type: ignore[no-untyped-def]
+def expert_inputs(tokens: int, width: int, dtype: torch.dtype, count: int, index: torch.dtype):
     inverse = torch.randperm(tokens * count, device=DEVICE).view(tokens, count).to(index)
     return random(tokens * count, width, dtype=dtype), inverse, torch.rand(tokens, count, device=DEVICE)
 
