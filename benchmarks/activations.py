@@ -11,7 +11,6 @@ Stages that are not named keep the figures of an earlier run.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -19,8 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from common import Row, kept, save
@@ -42,6 +39,7 @@ from ebbtide.policy.activation_plan import (
 )
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.block_activations import activation_names
+from ebbtide.system.torch_internals import allow_deterministic_matmuls
 from ebbtide.worker import seed_everything
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
@@ -59,6 +57,7 @@ class Bench:
     """One model and a number of tokens."""
 
     def __init__(self, options: list[str], tokens: int, label: str) -> None:
+        allow_deterministic_matmuls(torch.device("cuda", 0))
         seed_everything(0, deterministic=True)
         self.config, self.tokens, self.label = load(CONFIG, options), tokens, label
         self.model = load_model(self.config).model

@@ -1,11 +1,13 @@
 """A whole GRPO step, phase by phase: the Qwen3-1.7B shape with random weights, 16 prompts x 8 samples of 126 + 256
 tokens, no KL. Beside it TRL's GRPOTrainer, where TRL is installed.
 
-    python benchmarks/grpo_step.py [ebbtide] [away] [offload] [trl]
+    python benchmarks/grpo_step.py [ebbtide] [0.6b] [8b] [away] [offload] [trl]
 
-ebbtide: the optimizer on the device throughout. away: its state on the host in generate. offload: the inputs of
-blocks on the host between forward and backward, the blocks made again. TRL has the same model, prompts, lengths and
-optimizer, in bf16 with transformers' `generate`.
+ebbtide: the optimizer on the device throughout. 0.6b: the same with the Qwen3-0.6B shape. 8b: the Qwen3-8B shape with
+completions of 100 + 256 tokens, planned for a budget of 79 GiB. away: the optimizer's state on the host in generate.
+offload: the inputs of blocks on the host between forward and backward, the blocks made again. TRL has the same model,
+prompts, lengths and optimizer, in bf16 with transformers' `generate`. Stages that are not named keep the figures of an
+earlier run.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ from ebbtide.parallel.comm import Comm
 from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
+PLANNED = str(Path(__file__).parent / "configs" / "qwen3-1.7b-planned.yaml")  # sets nothing that a plan may choose
+SMALL = ["model.scratch.hidden=1024", "model.scratch.mlp=3072"]  # the 0.6B shape
+LARGE = [  # the 8B shape
+    *("model.scratch.layers=36", "model.scratch.hidden=4096", "model.scratch.heads=32", "model.scratch.mlp=12288"),
+    *("rollout.max_prompt_tokens=100", "task.python.options.length=100", "memory.budget_gib=79"),
+]
 STEPS = 5
 VARIED = ["task.builtin=null", "task.python.object=varied_task:Varied"]  # a reward that differs within groups
 PHASES = ("generate", "score", "logprob", "train", "step")
 
 
-def ours(label: str, options: list[str]) -> list[Row]:
-    lines = steps(options)
+def ours(label: str, options: list[str], config: str = CONFIG) -> list[Row]:
+    lines = steps(options, config=config)
     timed = [line for line in lines if line["step"] > 1]  # the first compiles and captures
 
     def middle(name: str) -> float:
@@ -51,11 +59,11 @@ def ours(label: str, options: list[str]) -> list[Row]:
     ]
 
 
-def steps(options: list[str], comm: Comm | None = None) -> list[dict[str, float]]:
+def steps(options: list[str], comm: Comm | None = None, *, config: str = CONFIG) -> list[dict[str, float]]:
     """A run's lines of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
-        config = load(
-            CONFIG,
+        loaded = load(
+            config,
             [
                 f"train.steps={STEPS}",
                 f"run.folder={folder}/run",
@@ -65,8 +73,8 @@ def steps(options: list[str], comm: Comm | None = None) -> list[dict[str, float]
                 *options,
             ],
         )
-        with Report(config, "benchmark") as report:
-            train(config, report, comm=comm)
+        with Report(loaded, "benchmark") as report:
+            train(loaded, report, comm=comm)
         return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -130,6 +138,8 @@ def main() -> None:
     away = ['memory.offload={"generate": ["moments", "master", "grads"]}']
     stages = {
         "ebbtide": ("Ebbtide", lambda: ours("Ebbtide", [])),
+        "0.6b": ("0.6B", lambda: ours("0.6B", SMALL)),
+        "8b": ("8B", lambda: ours("8B within 79 GiB", LARGE, PLANNED)),
         "away": ("optimizer away", lambda: ours("optimizer away in generate", away)),
         "offload": (
             "activations offloaded",

@@ -11,12 +11,9 @@ the control that says whether the machine repeats itself at all.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from common import Row, save, seconds

@@ -12,14 +12,11 @@ are kept.
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from common import Row, kept, save
@@ -32,6 +29,7 @@ from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
+from ebbtide.system.torch_internals import allow_deterministic_matmuls
 from ebbtide.worker import Worker, seed_everything
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b-sft.yaml")
@@ -130,6 +128,7 @@ def torchao(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 def peer(name: str, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> list[Row]:
     config = load(CONFIG)
+    allow_deterministic_matmuls(torch.device("cuda", 0))
     seed_everything(0, deterministic=True)
     loaded = load_model(config)
     policy, sequences = Policy(loaded, config), trajectories()

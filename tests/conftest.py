@@ -17,9 +17,18 @@ import pytest
 import torch
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.system.torch_internals import allow_deterministic_matmuls
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # these tests may run in the background, where Ctrl-C is ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def deterministic_matmuls() -> None:
+    """Some tests on a GPU compute in torch's deterministic mode, for which the first matmul must be prepared."""
+    if torch.cuda.is_available():
+        allow_deterministic_matmuls(torch.device("cuda", torch.cuda.current_device()))
+
 
 TINY: dict[str, Any] = {
     "device": "cpu",

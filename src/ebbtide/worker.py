@@ -9,7 +9,6 @@ It knows no algorithm.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,14 +59,13 @@ from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.session import Session
 from ebbtide.rollout.weights.build import shard_policy
 from ebbtide.rollout.weights.channel import RolloutChannel
+from ebbtide.system.torch_internals import allow_deterministic_matmuls
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at the first matmul
     torch.use_deterministic_algorithms(deterministic)
     # This debugging aid of torch's would write every new tensor once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -134,6 +132,8 @@ class Worker:
         with ExitStack() as stack:
             seed_everything(self.config.seed, self.config.deterministic)
             device = pick_device(self.config.device)
+            if self.config.deterministic:
+                allow_deterministic_matmuls(device)
             if device.type == "cuda" and (binding := bind_to_numa_node(pci_address(device))):
                 self.report.note(binding)
             plan, host_needs = self._decide(device) if self._trains else (None, {})

@@ -279,3 +279,15 @@ def test_another_number_of_rows_compiles_nothing() -> None:
     for tokens in (1, 16, 17, 1024, 5000):
         everything(tokens)
     assert compiled() == before
+
+
+def test_memory_that_is_not_aligned_gives_the_same() -> None:
+    """A kernel that was compiled for aligned memory is not launched for other memory."""
+    from ebbtide.model import block_kernels
+
+    weight, norm = torch.ones(512, device=DEVICE, dtype=torch.bfloat16), Norm(1e-6)
+    memory = torch.randn(1 + 3 * 512, device=DEVICE).to(torch.bfloat16)
+    odd = memory[1:].view(3, 512)
+    wanted = block_kernels.add_norm(odd.clone(), odd.clone(), weight, norm)
+    found = block_kernels.add_norm(odd, odd, weight, norm)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

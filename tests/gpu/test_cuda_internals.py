@@ -1,6 +1,7 @@
 """torch's private parts that need a GPU, as those of tests/system/test_torch_internals.py."""
 
 import mmap
+import os
 import pickle
 from datetime import timedelta
 
@@ -77,3 +78,12 @@ def test_varlen_attention_is_one_operation_that_is_known() -> None:
     with Seen():
         varlen_attn(*states, starts, starts, 5, 5, window_size=(-1, 0))
     assert [is_attention_op(op) for op in seen].count(True) == 1
+
+
+def test_matmuls_are_deterministic_without_a_variable_that_each_would_parse() -> None:
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ  # conftest.py had it set for one matmul
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -77,9 +77,13 @@ def test_attention_is_that_of_the_packed_function(window, deterministic) -> None
 
 
 @pytest.mark.parametrize("preset", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_the_peak_is_what_was_predicted(tiny, name, preset) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("qwen3", {}), ("qwen3_moe", {}), ("qwen3_moe", {"mlp": 256, "experts": 16, "experts_per_token": 8})],
+)
+def test_the_peak_is_what_was_predicted(tiny, name, more, preset) -> None:
     sizes = {"hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "mlp": 1024, "layers": 6, "context": 1024}
+    sizes |= more
     config = tiny(
         {
             **family(name),

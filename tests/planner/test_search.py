@@ -74,6 +74,35 @@ def test_where_all_fits_nothing_is_changed() -> None:
     assert not found.reasons
 
 
+SMALL = {
+    "model": {
+        "scratch": {
+            "architecture": "llama",
+            "layers": 30,
+            "hidden": 576,
+            "heads": 9,
+            "kv_heads": 3,
+            "head_dim": 64,
+            "mlp": 1536,
+            "context": 2048,
+            "vocabulary": 49152,
+        }
+    },
+    "rollout": {"prompts_per_step": 32, "group_size": 16, "max_prompt_tokens": 52, "max_new_tokens": 8},
+}
+
+
+def test_a_small_model_has_larger_micro_batches_where_they_fit() -> None:
+    found = chosen_for(139.0, config_with(**SMALL))
+    assert dict(found.candidate.changes) == {"train.microbatch_tokens": 32768}  # the 30,720 tokens of a step, at once
+    (reason,) = found.reasons
+    assert reason.seconds is not None
+    assert reason.seconds < 0
+    assert not chosen_for(139.0, config_with(**SMALL, train={"microbatch_tokens": 16384})).candidate.changes
+    assert not chosen_for(139.0, config_with(**SMALL, memory={"plan": "manual"})).candidate.changes
+    assert chosen_for(6.0, config_with(**SMALL)).candidate.config.train.microbatch_tokens == 16384
+
+
 LONG = {
     "rollout": {"prompts_per_step": 16, "group_size": 8, "max_prompt_tokens": 512, "max_new_tokens": 4096},
     "train": {},
@@ -337,7 +366,7 @@ def test_advice_is_never_empty() -> None:
 
 def test_what_auto_finds_is_named_where_the_nearest_is_slower() -> None:
     config = config_with(memory={"plan": "manual"})
-    found, auto = chosen_for(36, config), chosen_for(36).candidate
+    found, auto = chosen_for(24, config), chosen_for(24).candidate
     assert found.nearest is not None
     assert found.fastest is not None
     assert found.fastest.prediction.seconds == auto.prediction.seconds < found.nearest.prediction.seconds

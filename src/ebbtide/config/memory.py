@@ -114,7 +114,8 @@ class MemoryConfig(Section):
     """`auto`: before the run, those of `optimizer.place`, `optimizer.cpu_fraction`, `memory.preset`, `memory.offload`,
     `memory.activations`, `parallel.rollout_weights`, `train.microbatch_tokens` and `train.head_chunk_tokens` that you
     did not set are chosen for the fastest step that fits the budget, and the reasons are printed; if everything fits
-    anyway, nothing is changed. `manual`: every setting is as you wrote it, or its default. See docs/plan.md."""
+    anyway, nothing is changed but the micro-batches of small models, which may become larger. `manual`: every setting
+    is as you wrote it, or its default. See docs/plan.md."""
 
     budget_gib: Positive | None = None
     """Maximum device memory of the run, enforced on a GPU; `null` is all that the device has. The one dial of

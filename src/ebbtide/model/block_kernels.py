@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.model.block_reference import GELU_CUBIC, GELU_SCALE, Activation, Norm
+from ebbtide.model.launch import Launcher
 
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 
@@ -82,6 +83,9 @@ def _add_norm(
     tl.store(normed + start + column, (scaled_by_root(value, root, kind, wide) * scale).to(kind), mask=real)
 
 
+_launch_add_norm = Launcher(_add_norm, **UNFUSED)
+
+
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """The same as `block_reference.add_norm`."""
     rows, width = x.shape
@@ -89,20 +93,16 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, norm: Norm) -> tup
     normed = torch.empty_like(row_major)
     added = x if delta is None else torch.empty_like(row_major)
     padded = triton.next_power_of_2(width)
-    _add_norm[(rows,)](
-        row_major,
-        row_major if delta is None else delta.contiguous(),
-        weight,
-        normed if delta is None else added,
-        normed,
-        norm.eps,
-        norm.offset,
+    other = row_major if delta is None else delta.contiguous()
+    _launch_add_norm(
+        rows,
+        (row_major, other, weight, normed if delta is None else added, normed),
+        (norm.eps, norm.offset),
         width,
         padded,
         delta is not None,
         norm.wide,
-        num_warps=warps(padded),
-        **UNFUSED,
+        warps=warps(padded),
     )
     return added, normed
 
@@ -161,6 +161,9 @@ def _norm_backward(
     tl.store(partials + program.to(tl.int64) * width + column, total, mask=real)
 
 
+_launch_norm_backward = Launcher(_norm_backward, **UNFUSED)
+
+
 def norm_backward(
     x: Tensor, weight: Tensor, norm: Norm, grad: Tensor, residual: Tensor | None, *, remakes: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -173,24 +176,17 @@ def norm_backward(
     programs = persistent_programs(x, rows, max(2, min(16, 8192 // padded)))
     dx, normed = torch.empty_like(x), torch.empty_like(x) if remakes else None
     partials = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-    _norm_backward[(programs,)](
-        x,
-        weight,
-        grad,
-        x if residual is None else residual.contiguous(),
-        dx,
-        dx if normed is None else normed,
-        partials,
-        rows,
-        norm.eps,
-        norm.offset,
+    aside, out = x if residual is None else residual.contiguous(), dx if normed is None else normed
+    _launch_norm_backward(
+        programs,
+        (x, weight, grad, aside, dx, out, partials),
+        (rows, norm.eps, norm.offset),
         width,
         padded,
         residual is not None,
         remakes,
         norm.wide,
-        num_warps=max(1, min(16, padded // 1024)),  # few, as they wait for each other in two sums
-        **UNFUSED,
+        warps=max(1, min(16, padded // 1024)),  # few, as they wait for each other in two sums
     )
     return dx, partials.sum(0).to(weight.dtype), normed
 
@@ -244,15 +240,17 @@ def _activate_backward(
     tl.store(up_place, (above * active).to(kind), mask=inside)
 
 
+_launch_activate, _launch_activate_backward = Launcher(_activate, **UNFUSED), Launcher(_activate_backward, **UNFUSED)
+
+
 def activate(gate_up: Tensor, kind: Activation) -> Tensor:
     """The same as `block_reference.activate`."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = column_block(width)
     blocks = triton.cdiv(width, block)
-    _activate[(rows * blocks,)](
-        gate_up.contiguous(), out, width, blocks, block, kind == "gelu_tanh", num_warps=warps(block), **UNFUSED
-    )
+    tensors = gate_up.contiguous(), out
+    _launch_activate(rows * blocks, tensors, (), width, blocks, block, kind == "gelu_tanh", warps=warps(block))
     return out
 
 
@@ -263,7 +261,6 @@ def activate_backward(gate_up: Tensor, grad: Tensor, kind: Activation) -> tuple[
     rows, width = grad.shape
     block = column_block(width)
     blocks = triton.cdiv(width, block)
-    _activate_backward[(rows * blocks,)](
-        gate_up, grad, width, blocks, block, kind == "gelu_tanh", num_warps=warps(block), **UNFUSED
-    )
+    tensors = gate_up, grad
+    _launch_activate_backward(rows * blocks, tensors, (), width, blocks, block, kind == "gelu_tanh", warps=warps(block))
     return grad, gate_up

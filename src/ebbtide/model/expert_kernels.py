@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ebbtide.model.block_kernels import activation_and_slope, column_block, warps
 from ebbtide.model.block_reference import Activation
+from ebbtide.model.launch import Launcher
 
 
 @triton.jit
@@ -37,6 +38,9 @@ def _combine(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+_launch_combine = Launcher(_combine)
+
+
 def combine(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     """The same as `block_reference.combine`."""
     (tokens, count), width = inverse.shape, rows.shape[1]
@@ -44,18 +48,9 @@ def combine(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
     out = torch.empty((tokens, width), dtype=rows.dtype, device=rows.device)
     block = column_block(width)
     blocks = triton.cdiv(width, block)
-    _combine[(tokens * blocks,)](
-        rows,
-        inverse,
-        rows if weights is None else weights.contiguous(),
-        out,
-        width,
-        blocks,
-        block,
-        count,
-        weights is not None,
-        num_warps=warps(block),
-    )
+    tensors = rows, inverse, rows if weights is None else weights.contiguous(), out
+    weighted = weights is not None
+    _launch_combine(tokens * blocks, tensors, (), width, blocks, block, count, weighted, warps=warps(block))
     return out
 
 
@@ -86,6 +81,9 @@ def _activate_weighted_backward(
     tl.store(up_place, (above * active).to(kind), mask=inside)
 
 
+_launch_activate_weighted_backward = Launcher(_activate_weighted_backward)
+
+
 def activate_weighted_backward(
     gate_up: Tensor, grad: Tensor, weights: Tensor, kind: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +94,6 @@ def activate_weighted_backward(
     rows, width = grad.shape
     of_weights = torch.empty(rows, dtype=torch.float32, device=grad.device)
     padded = triton.next_power_of_2(width)
-    _activate_weighted_backward[(rows,)](
-        gate_up, grad, weights.contiguous(), of_weights, width, padded, kind == "gelu_tanh", num_warps=warps(padded)
-    )
+    tensors = gate_up, grad, weights.contiguous(), of_weights
+    _launch_activate_weighted_backward(rows, tensors, (), width, padded, kind == "gelu_tanh", warps=warps(padded))
     return grad, gate_up, of_weights

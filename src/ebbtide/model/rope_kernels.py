@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ebbtide.model.block_kernels import UNFUSED, persistent_programs, scaled_by_root
 from ebbtide.model.block_reference import Rotary
+from ebbtide.model.launch import Launcher
 
 
 @triton.jit
@@ -127,6 +128,9 @@ def _rotate(
             tl.store(target + half, high, mask=inside)
 
 
+_launch_rotate = Launcher(_rotate, **UNFUSED)
+
+
 def rotate(
     qkv: Tensor,
     rotary: Rotary,
@@ -157,11 +161,17 @@ def _rotated(
     key = torch.empty((tokens, keys, rotary.channels), dtype=qkv.dtype, device=qkv.device)
     value = torch.empty_like(key) if expands else key
     sizes = _sizes(rotary)
-    _rotate[(tokens,)](
-        qkv, *(rotary.norms or (qkv, qkv)), rotary.cos.contiguous(), rotary.sin.contiguous(), query, key, value,
-        rotary.norm.eps, rotary.norm.offset, *sizes, rotary.norms is not None, rotary.norm.wide, expands,
-        num_warps=2 if sizes[3] * sizes[5] <= 1024 else 4, **UNFUSED,
-    )  # fmt: skip
+    weights, norm = rotary.norms or (qkv, qkv), rotary.norm
+    _launch_rotate(
+        tokens,
+        (qkv, *weights, rotary.cos.contiguous(), rotary.sin.contiguous(), query, key, value),
+        (norm.eps, norm.offset),
+        *sizes,
+        rotary.norms is not None,
+        norm.wide,
+        expands,
+        warps=2 if sizes[3] * sizes[5] <= 1024 else 4,
+    )
     return query, key, value
 
 
@@ -283,6 +293,9 @@ def _rotate_backward(
         tl.store(partials + channels + half + lane, tl.sum(key_high, 0), mask=lane < half)
 
 
+_launch_rotate_backward = Launcher(_rotate_backward)
+
+
 def rotate_backward(
     qkv: Tensor,
     rotary: Rotary,
@@ -302,11 +315,16 @@ def rotate_backward(
     dqkv = torch.empty_like(qkv)
     partials = torch.empty((programs, 2, rotary.channels), dtype=torch.float32, device=qkv.device)
     sizes = _sizes(rotary)
-    _rotate_backward[(programs,)](
-        qkv, *(norms or (qkv, qkv)), rotary.cos.contiguous(), rotary.sin.contiguous(), *grads, dqkv, partials, tokens,
-        *(stride // unit for stride in strides), norm.eps, norm.offset, *sizes, unit, norms is not None, norm.wide,
-        num_warps=4 if sizes[3] * sizes[5] >= 1024 else 1,
-    )  # fmt: skip
+    _launch_rotate_backward(
+        programs,
+        (qkv, *(norms or (qkv, qkv)), rotary.cos.contiguous(), rotary.sin.contiguous(), *grads, dqkv, partials),
+        (tokens, *(stride // unit for stride in strides), norm.eps, norm.offset),
+        *sizes,
+        unit,
+        norms is not None,
+        norm.wide,
+        warps=4 if sizes[3] * sizes[5] >= 1024 else 1,
+    )
     if norms is None:
         return dqkv, None, None
     of_query, of_key = partials.sum(0)

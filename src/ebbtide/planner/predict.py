@@ -65,6 +65,7 @@ class Predictor:
     ) -> None:
         """`frozen`: the shapes of frozen models that are not the policy's."""
         self.shape, self.machine, self.sharing = shape, machine, sharing or MeshShape()
+        self.on_cpu = on_cpu
         self._rank = RankModel(shape, machine, itemsize=itemsize, on_cpu=on_cpu, mesh=self.sharing)
         self._train = TrainCosts(self._rank, frozen)
         self._generation, self._saves = GenerationCosts(self._rank), SaveCosts(self._rank)

@@ -34,6 +34,9 @@ from ebbtide.system.units import GIB, gib
 # fragmentation.
 MARGIN, SPARE, SPARE_SHARE = 0.03, 0.45, 0.1
 SAME = 0.005  # Two plans whose seconds differ by less are equally fast: the one with fewer changes is chosen.
+# Larger micro-batches are tried where everything fits: with them a small model, which waits for the host to launch its
+# kernels, does so less often. They take memory: a step must take less than this fraction of its seconds.
+LARGER_TOKENS, FASTER = (32768, 65536), 0.95
 
 Bottleneck = Literal["device", "cache", "host", "loading"]
 
@@ -119,15 +122,17 @@ class PlanSearch:
         return cls(predictor, max_workload(config), budget_gib, machine.host_gib, rehearsal)
 
     def choose(self, config: Config) -> PlanResult:
-        """The config unchanged if it fits with a KV cache of full size; otherwise the fastest candidate that leaves
-        settings made by hand alone; otherwise a misfit with the nearest candidate of all."""
+        """The config unchanged, or with larger micro-batches, if it fits with a KV cache of full size; otherwise the
+        fastest candidate that leaves settings made by hand alone; otherwise a misfit with the nearest of all."""
         config = self._resolve_balanced(config)
         unchanged = self._predict(config, {})
         lacks = self.bottleneck(unchanged)
         planned = config.memory.plan == "auto"
-        if lacks is None and (unchanged.prediction.cache_is_full_size or not planned):
-            return PlanResult(self._at_full_budget(unchanged))
         free = free_groups(config) if planned else ()
+        if lacks is None and (unchanged.prediction.cache_is_full_size or not planned):
+            grows = "micro-batch" in free and not self._predictor.on_cpu
+            best = self._with_larger_micro_batches(config, unchanged) if grows else unchanged
+            return PlanResult(self._at_full_budget(best), reasons=self._reasons(config, best))
         candidates = list(self._candidates(config, free))
         fitting = [one for one in candidates if self.bottleneck(one) is None]
         if fitting:
@@ -149,6 +154,17 @@ class PlanSearch:
         return PlanResult(
             smallest, lacks, min_gib=least, by_hand=by_hand, with_more_host=self._with_more_host(everything)
         )
+
+    def _with_larger_micro_batches(self, config: Config, unchanged: Candidate) -> Candidate:
+        """The config with the smallest micro-batches that are not much slower than larger ones."""
+        best = unchanged
+        for tokens in (tokens for tokens in LARGER_TOKENS if tokens > config.train.microbatch_tokens):
+            larger = self._predict(config, {"train.microbatch_tokens": tokens})
+            fits = self.bottleneck(larger) is None and larger.prediction.cache_is_full_size
+            if not fits or larger.prediction.seconds > FASTER * best.prediction.seconds:
+                break
+            best = larger
+        return best
 
     def nearest(self, config: Config) -> Candidate | None:
         """The candidate that fits with the fewest changes to any settings; among equals, the fastest."""
@@ -281,11 +297,8 @@ class PlanSearch:
             return [{}, *({"memory.activations": one} for one in self._activation_options(config))]
         if group == "micro-batch":
             least = config.min_microbatch_tokens
-            sizes = {
-                size
-                for size in (12288, 8192, 4096, 2048, 1024, 512, least)
-                if least <= size < config.train.microbatch_tokens
-            }
+            tried = (12288, 8192, 4096, 2048, 1024, 512, least)
+            sizes = {size for size in tried if least <= size < config.train.microbatch_tokens}
             return [{}, *({"train.microbatch_tokens": size} for size in sorted(sizes, reverse=True))]
         chunks = [size for size in (1024, 256) if size < config.train.head_chunk_tokens]
         return [{}, *({"train.head_chunk_tokens": size} for size in chunks)]

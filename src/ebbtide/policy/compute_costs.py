@@ -17,7 +17,7 @@ ATTENTION = 0.45  # Rate of attention, as a fraction of the rate of a large matm
 FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
 STARTS = 0.37e-3  # Seconds per block and forward, twice that in a backward, for launches of short kernels.
 # Operations of the host per block: for a forward alone, and for a forward with its backward, by what is recomputed.
-OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 160, "fused": 430}
+OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 110, "fused": 290}
 # The same for fused blocks: as a multiple of the bytes that their kernels read and write, and seconds per block.
 FUSED_BYTES, FUSED_STARTS = 1.1, 0.03e-3
 FUSED_MATMULS = 1.1  # Seconds of a block's matmuls, as a multiple of those of large ones.

@@ -63,9 +63,11 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     stay = min(shape.layers, keep_last + GROUPS_IN_FLIGHT) if offloaded else 0
     hidden = itemsize * shape.hidden
     # At the widest point of a block's backward there are the gradient of the output, the norm of the residual stream,
-    # and in the MLP the gradient of the product, which takes the product's place in turn. Rows of experts are gathered.
-    rows = shape.experts_per_token if shape.experts else 0
-    in_mlp = 2 * hidden + itemsize * (shape.mlp * max(1, rows) + 3 * rows * shape.hidden)
+    # and in the MLP the gradient of the product, which takes the product's place in turn.
+    in_mlp = 2 * hidden + itemsize * shape.mlp
+    if rows := shape.experts_per_token if shape.experts else 0:
+        # With experts: the gradients of each token's rows, and of their products; or, in the norm's backward, the rows.
+        in_mlp = max(hidden + rows * (hidden + itemsize * shape.mlp), (4 + rows) * hidden)
     # In attention's, what the MLP saved is gone; there are queries, keys and values of all heads, their gradients, that
     # of the output, and a sum in float32.
     in_attention = (7 * itemsize + 4) * shape.queries - sizes["moe_act" if shape.experts else "mlp_act"]
