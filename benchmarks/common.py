@@ -57,11 +57,12 @@ def beginning(text: str) -> Callable[[str], bool]:
     return lambda case: case.startswith(text)
 
 
-def save(name: str, rows: list[Row]) -> None:
-    """Prints the table and writes benchmarks/results/NAME.json."""
-    width = max(len(row.case) for row in rows)
-    for row in rows:
-        print(f"{row.case:<{width}}  {row.metric:<28} {row.value:>12.4g} {row.unit}")
+def save(name: str, rows: list[Row], *, prints: bool = True) -> None:
+    """Writes benchmarks/results/NAME.json, and prints the table."""
+    if prints:
+        width = max(len(row.case) for row in rows)
+        for row in rows:
+            print(f"{row.case:<{width}}  {row.metric:<28} {row.value:>12.4g} {row.unit}")
     RESULTS.mkdir(exist_ok=True)
     commit = _commit()
     result = {

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +125,26 @@ class Bench:
         return rows
 
 
-def compared(name: str) -> Iterator[Row]:
-    label, options, tokens, lengths = STAGES[name]
-    times = 2 if name == "135m-2" else 1
-    bench = Bench(options, tokens, lengths)
+def ours(name: str) -> Iterator[Row]:
+    """Fused blocks, and transformers' own of the same model."""
+    label, bench, times = begun(name, fused=True)
     yield from bench.measured(f"{label}, fused", nullcontext(), times)
     yield from bench.measured(f"{label}, transformers' own", own_forwards(bench.model), times)
-    del bench
-    free()
-    for kind, change in () if "--ours" in sys.argv else (("compiled", compile_blocks), ("Liger", use_liger)):
-        bench = Bench(options, tokens, lengths, fused=False)
-        try:
-            change(bench.model)
-            yield from bench.measured(f"{label}, {kind}", nullcontext(), times)
-        except Exception as error:  # noqa: BLE001 - a peer that does not run is a result
-            print(f"{label}, {kind}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        del bench
-        free()
+
+
+def peer(name: str, kind: str) -> Iterator[Row]:
+    label, bench, times = begun(name, fused=False)
+    try:
+        PEERS[kind](bench.model)
+        yield from bench.measured(f"{label}, {kind}", nullcontext(), times)
+    except Exception as error:  # noqa: BLE001 - a peer that does not run is a result
+        print(f"{label}, {kind}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def begun(name: str, *, fused: bool) -> tuple[str, Bench, int]:
+    """A stage's label, its model, and how often a forward and backward runs."""
+    label, options, tokens, lengths = STAGES[name]
+    return label, Bench(options, tokens, lengths, fused=fused), 2 if name == "135m-2" else 1
 
 
 def compile_blocks(model: Any) -> None:
@@ -156,6 +160,9 @@ def use_liger(model: Any) -> None:
     family = model.config.model_type
     apply: Callable[..., None] = getattr(liger, f"apply_liger_kernel_to_{family}")
     apply(model=model, fused_linear_cross_entropy=False)
+
+
+PEERS: dict[str, Callable[[Any], None]] = {"compiled": compile_blocks, "Liger": use_liger}
 
 
 def presets() -> Iterator[Row]:
@@ -219,14 +226,19 @@ def free() -> None:
 def main() -> None:
     named = [one for one in sys.argv[1:] if one != "--ours"] or [*STAGES, "presets", "accuracy"]
     allow_deterministic_matmuls(torch.device("cuda", 0))
-    rows: list[Row] = []
-    for name in named:
-        print(f"== {name}", flush=True)
-        stages = {"presets": presets, "accuracy": accuracy}
-        rows += stages[name]() if name in stages else compared(name)
+    whole: dict[str, Callable[[], Iterator[Row]]] = {"presets": presets, "accuracy": accuracy}
+    jobs = [(name, whole.get(name) or partial(ours, name)) for name in named]
+    if "--ours" not in sys.argv:
+        # The last is Liger: it changes transformers' classes for the rest of the process.
+        jobs += [
+            (f"{name}, {kind}", partial(peer, name, kind)) for kind in PEERS for name in named if name not in whole
+        ]
+    for title, job in jobs:
+        print(f"== {title}", flush=True)
+        rows = list(job())
         free()
-    done = {row.case for row in rows}
-    save("train", [*kept("train", lambda case: case in done), *rows])
+        done = {row.case for row in rows}
+        save("train", [*kept("train", done.__contains__), *rows], prints=title == jobs[-1][0])
 
 
 if __name__ == "__main__":
