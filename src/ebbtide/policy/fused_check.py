@@ -49,6 +49,7 @@ def fuse_blocks(
     if fused is not None:
         if joins:
             fused.join_weights()
+        _begin_backwards(device)
         # A sharded block has its weights only inside the whole model's forward, so that it is not checked.
         sharded = any(is_sharded(parameter) for parameter in model.parameters())
         why = "" if sharded else fused_problem(model, fused)
@@ -59,6 +60,12 @@ def fuse_blocks(
     if fused is not None:
         fused.close()
     return None
+
+
+def _begin_backwards(device: torch.device) -> None:
+    """Runs a backward without a matmul: if the first work of autograd's thread for a GPU is a matmul, torch warns that
+    the thread has no CUDA context yet."""
+    torch.ones((), device=device, requires_grad=True).exp().backward()
 
 
 def fused_problem(model: PreTrainedModel, fused: FusedBlocks) -> str:
