@@ -3,7 +3,7 @@ once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ebbtide.optim.layout import ALIGNMENT
-from ebbtide.optim.rule import AdamWState, StepArgs
+from ebbtide.optim.rule import AdamWState, Rule, StepArgs
 
 BLOCK = 1024  # elements per program
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
@@ -96,7 +96,7 @@ def build_chunk_steps(work: Sequence[Sequence[StepArgs]]) -> list[Callable[[Adam
     """Builds, for each chunk's segments, the function that steps them with the chunk's state. The kernel's tables for
     all chunks go to the device in one transfer each."""
     places = [list(_places(stretches)) for stretches in work]
-    numbers = [(rule.scale, rule.shrink, rule.step_size, rule.root) for stretches in work for *_, rule in stretches]
+    numbers = list(_numbers(rule for stretches in work for *_, rule in stretches))
     device = next(stretch.weight.device for stretches in work for stretch in stretches)
     rows = [len(stretches) for stretches in work]
     chunks = zip(
@@ -110,6 +110,16 @@ def build_chunk_steps(work: Sequence[Sequence[StepArgs]]) -> list[Callable[[Adam
     return [partial(_step, stretches, at, tables, most) for stretches, at, *tables in chunks]
 
 
+def _numbers(rules: Iterable[Rule]) -> Iterator[tuple[float, ...]]:
+    """The columns of numbers; nearly all parameters have the same."""
+    known: dict[tuple[float, ...], tuple[float, ...]] = {}
+    for rule in rules:
+        kind = rule.lr, rule.decay, rule.step, rule.scale
+        if kind not in known:
+            known[kind] = rule.numbers
+        yield known[kind]
+
+
 def _places(stretches: Sequence[StepArgs]) -> Iterator[tuple[int, ...]]:
     """The integer columns that `_update` reads for each segment; the first is its first program."""
     begin = 0
@@ -119,7 +129,7 @@ def _places(stretches: Sequence[StepArgs]) -> Iterator[tuple[int, ...]]:
             begin,
             size,
             first + start,
-            rule.key,
+            rule.key if rule.stochastic else 0,
             segment.offset,
             weight.data_ptr() + start * weight.itemsize,
             grad.data_ptr() + start * grad.itemsize,

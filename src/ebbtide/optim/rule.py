@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,7 @@ MIDDLE = 0x8000  # the middle of the lower 16 bits
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of a 32-bit hash
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One optimizer step of one parameter: everything but the tensors."""
 
     config: OptimizerConfig
@@ -53,7 +51,12 @@ class Rule:
         """The square root of the second moment's bias correction."""
         return math.sqrt(1 - self.config.betas[1] ** self.step)
 
-    @cached_property
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """What a kernel computes with, besides the betas and epsilon."""
+        return self.scale, self.shrink, self.step_size, self.root
+
+    @property
     def key(self) -> int:
         """The seed of this step's noise: 32 bits, hashed, so that no parameter's noise is another's, shifted."""
         x = (self.parameter * 0xC2B2AE3D + self.step * 0x85EBCA77 + 1) & 0xFFFFFFFF

@@ -22,8 +22,13 @@ if TYPE_CHECKING:  # these take seconds to import: a run on one rank does not wa
         """A module that FSDP has sharded."""
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether the tensor is a DTensor, of which each rank has a shard or a replica."""
+    if type(tensor) in _PLAIN:  # A step asks hundreds of times.
+        return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
