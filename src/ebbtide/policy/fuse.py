@@ -53,11 +53,12 @@ class FusedBlocks:
     """The fused blocks of a model. They are in use until `close`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        family, layers = family_of(model), layers_of(model)
-        assert layers is not None
-        self.blocks = [FusedBlock(block, family, _mlp(block, family)) for block in layers]
+        family = family_of(model)
+        self.blocks = build_blocks(model)
         self.activations: FusedActivations | None = None
         """What decides about the activations of the forwards that follow; None keeps all."""
+        self.exact = False
+        """Whether attention has the bits of the paged engine's."""
         self._config, self._off = model.config, False
         for number, block in enumerate(self.blocks):
             block.module.forward = _Forward(self, number, block.module.forward)
@@ -122,7 +123,8 @@ class _Forward:
             return self._own(hidden_states, *args, **named)
         block = self.blocks.blocks[self._number]
         cos, sin = (angles[0].contiguous() for angles in named["position_embeddings"])
-        attention = PackedAttention(named["cu_seq_lens_q"], named["max_length_q"], block.scale, block.window)
+        starts, longest = named["cu_seq_lens_q"], named["max_length_q"]
+        attention = PackedAttention(starts, longest, block.scale, block.window, self.blocks.exact)
         return block(hidden_states, Call(cos, sin, attention, self.blocks.saved(self._number)))
 
 
@@ -138,21 +140,40 @@ def own_forwards(model: PreTrainedModel) -> AbstractContextManager[None]:
     return nullcontext() if fused is None else fused.own_forwards()
 
 
+def build_blocks(model: PreTrainedModel) -> list[FusedBlock]:
+    """The fused computations of a model's blocks, which can be fused."""
+    family = family_of(model)
+    return [FusedBlock(block, family, _mlp(block, family)) for block in layers_of(model) or ()]
+
+
 def why_not_fused(model: PreTrainedModel, weight: Tensor) -> str:
-    """Why a model's blocks cannot be fused; empty if they can. `weight`: one of its weights, on the device."""
+    """Why a model's blocks cannot be fused for training; empty if they can. `weight`: one of its weights, on the
+    device."""
+    if problem := why_not_computed(model):
+        return problem
+    channels = {part_of(block, family_of(model).attention).head_dim for block in layers_of(model) or ()}
+    for count in channels:
+        if not has_flash(weight.device, weight.dtype, count, count):
+            kind = str(weight.dtype).removeprefix("torch.")
+            return f"it has heads of {count} channels in {kind}, for which there is no flash attention"
+    return ""
+
+
+def why_not_computed(model: PreTrainedModel) -> str:
+    """What a model has or lacks that fused blocks do not compute; empty if nothing."""
     config = model.config.get_text_config()
     family, inner, blocks = FAMILIES.get(config.model_type), decoder(model), layers_of(model)
     if family is None:
         return f"its family, {config.model_type}, is not one of {', '.join(FAMILIES)}"
-    if not blocks or part_of(inner, family.last_norm) is None:
-        return "it has no list of blocks"
+    if not blocks or None in [part_of(inner, path) for path in (family.embedding, family.rotary, family.last_norm)]:
+        return "it has no list of blocks, or no embedding, rotary embedding or norm around it"
     for number, block in enumerate(blocks):
-        if problem := _problem(block, family, weight):
+        if problem := _problem(block, family):
             return f"its block {number} {problem}"
     return ""
 
 
-def _problem(block: nn.Module, family: Family, weight: Tensor) -> str:
+def _problem(block: nn.Module, family: Family) -> str:
     """What a block has or lacks that fused blocks do not compute; empty if nothing."""
     names = {name for name, _ in block.named_parameters()}
     attention, query_norm = part_of(block, family.attention), part_of(block, family.query_norm)
@@ -167,9 +188,6 @@ def _problem(block: nn.Module, family: Family, weight: Tensor) -> str:
     channels = getattr(attention, "head_dim", 0)
     if not channels or channels % 2 or not hasattr(attention, "scaling") or getattr(attention, "attention_dropout", 0):
         return "has attention of another kind"
-    if not has_flash(weight.device, weight.dtype, channels, channels):
-        kind = str(weight.dtype).removeprefix("torch.")
-        return f"has heads of {channels} channels in {kind}, for which there is no flash attention"
     if query_norm is not None and query_norm.weight.numel() != channels:
         return "normalizes its queries over all heads"
     if part_of(block, family.experts) is not None:

@@ -131,41 +131,51 @@ class FusedBlock:
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
         """The block's output [1, T, H]. The weights are read now: FSDP gathers them for this call, and a call may be
         given others."""
-        weights: list[Tensor] = [getattr(owner, name) for owner, name in self._places]
+        weights = self.weights
         if torch.is_grad_enabled() and (hidden.requires_grad or any(one.requires_grad for one in weights)):
             found: Tensor = _Block.apply(hidden, self, call, *weights)  # type: ignore[no-untyped-call]
             return found
         return self.forward(hidden[0], dict(zip(self.names, weights, strict=True)), call, Dropped())[None]
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """The module's weights, in the order of `names`."""
+        return [getattr(owner, name) for owner, name in self._places]
+
     # Forward
 
     def forward(self, x: Tensor, weights: Weights, call: Call, saved: Saved) -> Tensor:
         saved.put("block_input", x)
-        qkv = self._project(_normed(x, weights[self._weight_of_norms[0]], self._attn_norm), weights)
+        qkv = self.project(self.enter(x, None, weights)[1], weights)
         saved.put("core_attn", qkv)
         mixed, sums = call.attention.forward(*self._rotate(qkv, weights, call))
         del qkv
         saved.put("attn_proj", mixed, sums)
-        added, normed = self._after_attention(x, mixed, weights)
+        added, normed = self.after_attention(x, mixed, weights)
         del mixed, sums, x
         saved.put("mlp_norm", added)
         return self.mlp.forward(normed, weights, saved).add_(added)
 
-    def _project(self, normed: Tensor, weights: Weights) -> Tensor:
-        matrix = self._qkv(weights).t()
-        return torch.addmm(self._qkv_bias(weights), normed, matrix) if self._qkv_bias.names else normed @ matrix
+    def enter(self, x: Tensor, delta: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
+        """The residual stream at the block's input, which is x + delta, and its norm."""
+        return add_norm(x, delta, weights[self._weight_of_norms[0]], self._attn_norm)
+
+    def project(self, normed: Tensor, weights: Weights) -> Tensor:
+        """Queries, keys and values of all heads [T, (heads + 2 kv heads) * channels]."""
+        return self._qkv.product(normed, weights, self._qkv_bias)
 
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
-        query, key = rotate(qkv, self._rotary(weights, call))
+        query, key = rotate(qkv, self.rotary(weights, call.cos, call.sin))
         value = qkv[:, (self.heads + self.kv_heads) * self.channels :].unflatten(1, (self.kv_heads, self.channels))
         return query, key, value
 
-    def _rotary(self, weights: Weights, call: Call) -> Rotary:
+    def rotary(self, weights: Weights, cos: Tensor, sin: Tensor) -> Rotary:
+        """How its queries and keys rotate by angles [T, channels]."""
         norms = (weights[self._norms[0]], weights[self._norms[1]]) if self._norms else None
-        return Rotary(self.heads, self.kv_heads, self.channels, norms, self._qk_norm, call.cos, call.sin)
+        return Rotary(self.heads, self.kv_heads, self.channels, norms, self._qk_norm, cos, sin)
 
-    def _after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    def after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and its norm."""
         output, bias = weights[self._output], weights.get(self._output_bias)
         flat = mixed.flatten(1)
@@ -180,14 +190,12 @@ class FusedBlock:
         attn_norm, mlp_norm = (weights[name] for name in self._weight_of_norms)
         (x,) = _taken(saved, "block_input")
         # What was dropped, from what comes before it.
-        qkv = recompute_or(
-            saved.take("core_attn"), lambda: self._project(_normed(x, attn_norm, self._attn_norm), weights)
-        )
+        qkv = recompute_or(saved.take("core_attn"), lambda: self.project(self.enter(x, None, weights)[1], weights))
         attended = saved.take("attn_proj")
         mixed, sums = attended or call.attention.forward(*self._rotate(qkv, weights, call))
         del attended
         after = saved.take("mlp_norm")
-        added = after[0] if after else self._after_attention(x, mixed, weights)[0]
+        added = after[0] if after else self.after_attention(x, mixed, weights)[0]
         remake = partial(_normed, added, mlp_norm, self._mlp_norm)
         dnormed, finish = self.mlp.backward(grad, remake, weights, saved, grads if wants else None)
         dadded, grads[self._weight_of_norms[1]] = self._norm_backward(
@@ -198,7 +206,7 @@ class FusedBlock:
             grads[self._output] = dadded.t() @ mixed.flatten(1)
             grads[self._output_bias] = dadded.sum(0) if self._output_bias in weights else None
         dmixed = (dadded @ weights[self._output]).unflatten(1, (self.heads, self.channels))
-        rotary = self._rotary(weights, call)
+        rotary = self.rotary(weights, call.cos, call.sin)
         parts = call.attention.backward(dmixed, *rotate_expanded(qkv, rotary), mixed, sums)
         del dmixed, mixed, sums
         dqkv, dquery_norm, dkey_norm = rotate_backward(qkv, rotary, *parts)
