@@ -36,6 +36,9 @@ class Paged:
     def take(self, tokens: int) -> list[int]:
         return [self._free.pop() for _ in range(-(-tokens // self.block))]
 
+    def give(self, *lists: list[int]) -> None:
+        self._free += [block for blocks in lists for block in blocks]
+
     def slots(self, blocks: list[int], tokens: int) -> list[int]:
         return [blocks[place // self.block] * self.block + place % self.block for place in range(tokens)]
 

@@ -40,7 +40,7 @@ def _root(low, high, eps, channels: tl.constexpr):
 
 
 @triton.jit
-def _rotate_heads(
+def rotate_heads(
     x,  # one token's heads
     weight,
     cos,
@@ -55,7 +55,11 @@ def _rotate_heads(
     norms: tl.constexpr,
     wide: tl.constexpr,
     copies: tl.constexpr,  # of each head in the output
+    step: tl.constexpr,  # numbers from a head to the next in the output
+    writes,  # whether anything is written
 ):
+    """Normalises and rotates all heads of a token. Trainer and sampler both call this, with the same tiles and warps,
+    so that their bits are the same."""
     half: tl.constexpr = channels // 2
     kind: tl.constexpr = out.dtype.element_ty
     head, column = tl.arange(0, padded_heads)[:, None], tl.arange(0, padded)[None, :]
@@ -73,9 +77,9 @@ def _rotate_heads(
     first = (low * cos_low).to(kind).to(tl.float32) + (-high * sin_low).to(kind).to(tl.float32)
     second = (high * cos_high).to(kind).to(tl.float32) + (low * sin_high).to(kind).to(tl.float32)
     for copy in tl.static_range(copies):
-        target = out + (head * copies + copy) * channels + column
-        tl.store(target, first.to(kind), mask=inside)
-        tl.store(target + half, second.to(kind), mask=inside)
+        target = out + (head * copies + copy) * step + column
+        tl.store(target, first.to(kind), mask=inside & writes)
+        tl.store(target + half, second.to(kind), mask=inside & writes)
 
 
 @triton.jit
@@ -107,12 +111,14 @@ def _rotate(
     sin += token * channels
     query += token * heads * channels
     key += token * kv_heads * copies * channels
-    _rotate_heads(
-        qkv, query_weight, cos, sin, query, eps, offset, heads, channels, padded_heads, padded, norms, wide, 1
+    rotate_heads(
+        qkv, query_weight, cos, sin, query, eps, offset, heads, channels, padded_heads, padded, norms, wide, 1,
+        channels, True,
     )  # fmt: skip
     qkv += heads * channels
-    _rotate_heads(
-        qkv, key_weight, cos, sin, key, eps, offset, kv_heads, channels, padded_kv_heads, padded, norms, wide, copies
+    rotate_heads(
+        qkv, key_weight, cos, sin, key, eps, offset, kv_heads, channels, padded_kv_heads, padded, norms, wide, copies,
+        channels, True,
     )  # fmt: skip
     if expands:
         qkv += kv_heads * channels
@@ -160,7 +166,7 @@ def _rotated(
     query = torch.empty((tokens, rotary.heads, rotary.channels), dtype=qkv.dtype, device=qkv.device)
     key = torch.empty((tokens, keys, rotary.channels), dtype=qkv.dtype, device=qkv.device)
     value = torch.empty_like(key) if expands else key
-    sizes = _sizes(rotary)
+    sizes = rotary_sizes(rotary)
     weights, norm = rotary.norms or (qkv, qkv), rotary.norm
     _launch_rotate(
         tokens,
@@ -170,7 +176,7 @@ def _rotated(
         rotary.norms is not None,
         norm.wide,
         expands,
-        warps=2 if sizes[3] * sizes[5] <= 1024 else 4,
+        warps=rotary_warps(sizes),
     )
     return query, key, value
 
@@ -314,7 +320,7 @@ def rotate_backward(
     programs = persistent_programs(qkv, tokens, 64 if norms is None else 4)
     dqkv = torch.empty_like(qkv)
     partials = torch.empty((programs, 2, rotary.channels), dtype=torch.float32, device=qkv.device)
-    sizes = _sizes(rotary)
+    sizes = rotary_sizes(rotary)
     _launch_rotate_backward(
         programs,
         (qkv, *(norms or (qkv, qkv)), rotary.cos.contiguous(), rotary.sin.contiguous(), *grads, dqkv, partials),
@@ -336,7 +342,11 @@ def _heads_together(grad: Tensor) -> Tensor:
     return grad if grad[:1].is_contiguous() else grad.contiguous()
 
 
-def _sizes(rotary: Rotary) -> list[int]:
+def rotary_sizes(rotary: Rotary) -> list[int]:
     """Query heads, key heads and channels, and the powers of two that heads and half the channels are padded to."""
     sizes = [rotary.heads, rotary.kv_heads, rotary.channels]
     return sizes + [triton.next_power_of_2(size) for size in (rotary.heads, rotary.kv_heads, rotary.channels // 2)]
+
+
+def rotary_warps(sizes: list[int]) -> int:
+    return 2 if sizes[3] * sizes[5] <= 1024 else 4

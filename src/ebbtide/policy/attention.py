@@ -98,6 +98,8 @@ class PackedAttention:
     scale: float
     window: int | None = None
     """How many tokens a token sees, including itself; None is all before it."""
+    exact: bool = False
+    """Whether the forward has the bits of the paged engine's."""
 
     def _flash(self) -> dict[str, Any]:
         left = -1 if self.window is None or self.window >= self.longest else self.window - 1
@@ -106,6 +108,10 @@ class PackedAttention:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(the mixed values [T, heads, channels], what the backward needs besides), of queries [T, heads, channels],
         and keys and values [T, kv heads, channels]."""
+        if self.exact:
+            from ebbtide.model.attention_kernels import attend_packed  # It needs triton, which torch brings on a GPU.
+
+            return attend_packed(query, key, value, self.starts, self.longest, self.scale, self.window)
         if has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1]):
             return flash_forward(query, key, value, **self._flash())
         return self._mix(query, key, value), query.new_empty(0)

@@ -31,15 +31,19 @@ def _reduce(
     lses,
     logprobs,
     entropies,
+    scales,  # [rows], if each row has its own
     columns,
     stride,
     scale,
     softcap,
     capped: tl.constexpr,
+    by_row: tl.constexpr,
     block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
+    if by_row:
+        scale = tl.load(scales + row)
     # Per lane: the largest x so far, the sum of exp(x - largest), and the sum of exp(x - largest) * x. Merged once at
     # the end.
     largest = tl.full([block], -float("inf"), tl.float32)
@@ -95,8 +99,11 @@ def _gradient(
     tl.store(place, (grad * slope).to(logits.dtype.element_ty), mask=inside)
 
 
-def reduce(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `logprob_reference.reduce`."""
+def reduce(
+    logits: Tensor, targets: Tensor, scale: float | Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `logprob_reference.reduce`. A scale for each row [c] gives the bits of one for all."""
+    by_row = isinstance(scale, Tensor)
     count, columns = logits.shape
     lse = torch.empty(count, dtype=torch.float32, device=logits.device)
     logprobs, entropy = torch.empty_like(lse), torch.empty_like(lse)
@@ -106,13 +113,16 @@ def reduce(logits: Tensor, targets: Tensor, scale: float, softcap: float | None)
         lse,
         logprobs,
         entropy,
+        scale if by_row else lse,
         columns,
         logits.stride(0),
-        scale,
+        1.0 if by_row else scale,
         softcap or 0.0,
         softcap is not None,
+        by_row,
         BLOCK,
         num_warps=8,
+        enable_fp_fusion=False,  # so that both variants round alike
     )
     return lse, logprobs, entropy
 

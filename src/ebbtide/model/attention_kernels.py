@@ -1,0 +1,232 @@
+"""Causal attention as Triton kernels, in an order that trainer and sampler share to the bit.
+
+For a query the keys of its sequence are taken in strips of `STRIP` at fixed positions, by an online softmax; the strips
+of a split, `SPLIT` keys at fixed positions, make one result, and the results of splits are merged from first to last.
+So the bits of a token's output depend on its sequence alone: not on other sequences, on how many queries are computed
+together, or on which keys were computed by an earlier call. Strips and splits that a query does not see change nothing.
+
+Here are the pieces, and the kernel for many queries of a sequence: packed, as in training, or with keys and values in a
+paged cache, as in prefill. rollout/paged/decode_kernels.py has the one for a single query of each sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.model.block_kernels import UNFUSED
+
+STRIP = 64  # keys that enter the online softmax at once
+SPLIT = 512  # keys whose results are merged with those of other splits
+# Queries of a program, and its warps. All kernels have the same: other tiles compile to other instructions, which may
+# add in another order.
+TILE, WARPS = 64, 4
+
+
+@triton.jit
+def online_softmax(q, k, v, seen, scale, largest, total, acc, precision: tl.constexpr):
+    """Adds a strip of keys and values to the state of an online softmax: the largest score, the sum of exp, and the
+    weighted values."""
+    scores = tl.dot(q, tl.trans(k), input_precision=precision).to(tl.float32) * scale
+    scores = tl.where(seen, scores, -float("inf"))
+    new = tl.maximum(largest, tl.max(scores, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    shrink = tl.exp(largest - safe)
+    weights = tl.exp(scores - safe[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision).to(tl.float32)
+    return new, total, acc
+
+
+@triton.jit
+def finish_split(largest, total, acc):
+    """(the result of a split, the log of its sum of exp: minus infinity if it has no keys)."""
+    some = total > 0
+    divisor = tl.where(some, total, 1.0)
+    return acc / divisor[:, None], tl.where(some, largest + tl.log(divisor), -float("inf"))
+
+
+@triton.jit
+def split_weights(largest, part):
+    """(the new largest log of a sum of exp, the factors of what was merged before, and of a split with the log
+    `part`)."""
+    new = tl.maximum(largest, part)
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    return new, tl.exp(largest - safe), tl.exp(part - safe)
+
+
+@triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "window", "tokens", "per_sequence"])
+def _attend(
+    query,  # [T, heads, channels]
+    key,  # [T, kv heads, channels], a token every `key_step` numbers; not read if paged
+    value,
+    addresses,  # [layers, 2] int64: of the cache's keys [blocks, kv heads, block, channels] and values, if paged
+    tiles,  # [tiles, 2]: the sequence, and its first query, if paged
+    sequences,  # [S + 1]: starts; if paged [S, 4]: first token in `query`, tokens, first position, prompt's length
+    prompt_tables,  # [S, blocks], if paged
+    own_tables,  # [S, blocks], if paged
+    out,  # [T, heads, channels]
+    sums,  # [heads, T]: the log of the sum of exp; not written if paged
+    layer,
+    prompt_width,
+    own_width,
+    window,
+    key_step,
+    value_step,
+    tokens,
+    per_sequence,  # tiles of a sequence, if not paged
+    scale,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    channels: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+    split: tl.constexpr,
+    strip: tl.constexpr,
+    tile: tl.constexpr,
+    windowed: tl.constexpr,
+    paged: tl.constexpr,
+    precision: tl.constexpr,
+):
+    number, head = tl.program_id(0), tl.program_id(1)
+    kv_head = head // (heads // kv_heads)
+    if paged:
+        sequence, begin = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1)
+        first, count = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+        start, prompt = tl.load(sequences + 4 * sequence + 2), tl.load(sequences + 4 * sequence + 3)
+        kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
+        keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
+        values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
+    else:
+        sequence, begin = number // per_sequence, number % per_sequence * tile
+        first = tl.load(sequences + sequence)
+        count = tl.load(sequences + sequence + 1) - first
+        start, prompt = first * 0, first * 0
+        if begin >= count:
+            return
+        keys = key + first.to(tl.int64) * key_step + kv_head * channels
+        values = value + first.to(tl.int64) * value_step + kv_head * channels
+    row = begin + tl.arange(0, tile)
+    inside = row < count
+    position = start + row
+    channel = tl.arange(0, padded)
+    real = channel < channels
+    place = ((first + row).to(tl.int64) * heads + head) * channels
+    q = tl.load(query + place[:, None] + channel[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+    end = start + tl.minimum(count, begin + tile)
+    since = 0
+    if windowed:
+        since = tl.maximum(0, start + begin - window + 1) // split * split
+    merged = tl.zeros([tile, padded], tl.float32)
+    merged_total = tl.zeros([tile], tl.float32)
+    highest = tl.full([tile], -float("inf"), tl.float32)
+    for part in range(since, end, split):
+        largest = tl.full([tile], -float("inf"), tl.float32)
+        total = tl.zeros([tile], tl.float32)
+        acc = tl.zeros([tile, padded], tl.float32)
+        for at in range(part, tl.minimum(end, part + split), strip):
+            token = at + tl.arange(0, strip)
+            there = token < end
+            if paged:
+                of_prompt = token < prompt
+                of_own = token - prompt
+                in_prompt = tl.load(
+                    prompt_tables + sequence.to(tl.int64) * prompt_width + token // block,
+                    mask=there & of_prompt,
+                    other=0,
+                )
+                in_own = tl.load(
+                    own_tables + sequence.to(tl.int64) * own_width + of_own // block,
+                    mask=there & (of_own >= 0),
+                    other=0,
+                )
+                at_block = tl.where(of_prompt, in_prompt, in_own).to(tl.int64)
+                slot = tl.where(of_prompt, token, of_own) % block
+                key_place = ((at_block * kv_heads + kv_head) * block + slot) * channels
+                value_place = key_place
+            else:
+                key_place, value_place = token.to(tl.int64) * key_step, token.to(tl.int64) * value_step
+            valid = there[:, None] & real[None, :]
+            k = tl.load(keys + key_place[:, None] + channel[None, :], mask=valid, other=0.0)
+            v = tl.load(values + value_place[:, None] + channel[None, :], mask=valid, other=0.0)
+            seen = (position[:, None] >= token[None, :]) & there[None, :]
+            if windowed:
+                seen = seen & (position[:, None] - token[None, :] < window)
+            largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+        result, log_total = finish_split(largest, total, acc)
+        highest, shrink, weight = split_weights(highest, log_total)
+        merged = merged * shrink[:, None] + weight[:, None] * result
+        merged_total = merged_total * shrink + weight
+    divisor = tl.where(merged_total > 0, merged_total, 1.0)
+    target = out + place[:, None] + channel[None, :]
+    tl.store(target, (merged / divisor[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & real[None, :])
+    if not paged:
+        tl.store(sums + head.to(tl.int64) * tokens + first + row, highest + tl.log(divisor), mask=inside)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """The `input_precision` of `tl.dot`: float32 is not rounded to TF32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def attend_packed(
+    query: Tensor,  # [T, heads, channels]
+    key: Tensor,  # [T, kv heads, channels]; tokens may lie apart, here and in the values
+    value: Tensor,
+    starts: Tensor,  # [S + 1] int32: where each sequence starts, and T
+    longest: int,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(the mixed values [T, heads, channels], the logs of the sums of exp [heads, T]) of attention within packed
+    sequences."""
+    tokens, heads, channels = query.shape
+    query, (key, value) = query.contiguous(), (_heads_together(one) for one in (key, value))
+    out, sums = torch.empty_like(query), torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
+    per_sequence = triton.cdiv(longest, TILE)
+    _attend[((len(starts) - 1) * per_sequence, heads)](
+        query, key, value, starts, starts, starts, starts, starts, out, sums,
+        0, 0, 0, window or 0, key.stride(0), value.stride(0), tokens, per_sequence, scale,
+        heads, key.shape[1], channels, padded_channels(channels), 1, SPLIT, STRIP, TILE, window is not None, False,
+        dot_precision(query.dtype), num_warps=WARPS, **UNFUSED,
+    )  # fmt: skip
+    return out, sums
+
+
+def attend_to_cache(
+    query: Tensor,  # [T, heads, channels]
+    addresses: Tensor,  # [layers, 2] int64
+    layer: int,
+    kv_heads: int,
+    block: int,
+    tiles: Tensor,  # [tiles, 2] int32: the sequence, and its first query
+    # [S, 4] int32: first token in `query`, number of tokens, position of the first, length of the prompt
+    sequences: Tensor,
+    prompt_tables: Tensor,  # [S, blocks] int32
+    own_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of the new tokens of all sequences, which lie one after the other, to all tokens of their sequences in
+    a paged cache: [T, heads, channels]."""
+    tokens, heads, channels = query.shape
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    _attend[(len(tiles), heads)](
+        query, query, query, addresses, tiles, sequences, prompt_tables, own_tables, out, query,
+        layer, prompt_tables.shape[1], own_tables.shape[1], window or 0, 0, 0, tokens, 0, scale,
+        heads, kv_heads, channels, padded_channels(channels), block, SPLIT, STRIP, TILE, window is not None, True,
+        dot_precision(query.dtype), num_warps=WARPS, **UNFUSED,
+    )  # fmt: skip
+    return out
+
+
+def padded_channels(channels: int) -> int:
+    return max(16, int(triton.next_power_of_2(channels)))
+
+
+def _heads_together(states: Tensor) -> Tensor:
+    """The same numbers, with the heads of a token one after another."""
+    return states if states[:1].is_contiguous() else states.contiguous()
