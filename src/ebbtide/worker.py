@@ -43,6 +43,7 @@ from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
 from ebbtide.planner.run_plan import RunPlan, plan_run
 from ebbtide.policy.datum import Datum
+from ebbtide.policy.exact import make_exact
 from ebbtide.policy.frozen import FrozenModel
 from ebbtide.policy.head import Head
 from ebbtide.policy.losses import Loss
@@ -195,6 +196,9 @@ class Worker:
         mode = config.rollout_weights(comm.shards)
         rollout_weights = shard_policy(policy, comm, self._channel, residency.device, mode)
         policy.fuse_blocks(self.report.note)
+        if config.rollout.exact:
+            make_exact(policy, config, comm.size + (self._channel is not None))
+            self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
         with rollout_weights.materialized() as model:
             policy.verify(model)
         if config.generates:

@@ -38,7 +38,7 @@ class Run(Algorithm):
             if config.has_reference:
                 worker.logprobs(batch.data, "reference_logprobs", progress, model="reference")
 
-        done = train_on(worker, batch.data, self._loss, step)
+        done = train_on(worker, batch.data, self._loss, step, recorded=config.records_old_logprobs)
         metrics = batch.metrics(config.pass_reward) | self._rollouts.metrics() | done.metrics
         return done._replace(metrics=metrics, samples=batch.samples)
 

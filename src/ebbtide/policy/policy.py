@@ -131,6 +131,10 @@ class Policy:
         whether the weights may move to lie side by side."""
         self._fused = fuse_blocks(self.model, self.device, self._ranks.mesh, note, joins=joins)
 
+    @property
+    def fused(self) -> FusedBlocks | None:
+        return self._fused
+
     def _logprobs(
         self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,12 @@ def build_engine(loaded: LoadedModel, config: Config, make_room: Callable[[int],
 
         longest = rollout.max_prompt_tokens, rollout.max_new_tokens
         return build_verified_engine(
-            loaded, rollout.max_num_seqs, longest=longest, samples=rollout.group_size, make_room=make_room
+            loaded,
+            rollout.max_num_seqs,
+            longest=longest,
+            samples=rollout.group_size,
+            make_room=make_room,
+            exact=rollout.exact,
         )
     from ebbtide.rollout.huggingface import HuggingFaceEngine
 

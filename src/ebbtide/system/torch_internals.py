@@ -38,6 +38,7 @@ __all__ = [
     "dump_allocations",
     "flash_backward",
     "flash_forward",
+    "forbid_split_k",
     "foreach_copy",
     "foreach_norm",
     "forward_pre_hooks",
@@ -151,6 +152,14 @@ def allow_deterministic_matmuls(device: torch.device) -> None:
         one.mm(one)
     finally:
         del os.environ[name]
+
+
+def forbid_split_k() -> None:
+    """Lets no matmul in bfloat16 split its inner dimension, in this process: a row then has the same bits among few
+    rows as among many, on GPUs of the Hopper generation. torch has this switch for cuBLASLt alone, in the second of
+    two numbers."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
 
 
 # Operations without a public backward of their own

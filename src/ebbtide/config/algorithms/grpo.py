@@ -49,8 +49,15 @@ class GrpoConfig(Config):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether an extra forward computes the old log-probs; with one update per batch, the log-probs of the training
-        forward are the old ones."""
-        return self.loss.old_logprobs == "trainer" and (self.train.minibatches > 1 or self.train.epochs > 1)
+        forward are the old ones, and with exact ones, those that were recorded."""
+        several = self.train.minibatches > 1 or self.train.epochs > 1
+        return self.loss.old_logprobs == "trainer" and several and not self.records_old_logprobs
+
+    @property
+    def records_old_logprobs(self) -> bool:
+        """Whether the sampler's log-probs are the trainer's before the first update on a batch, to the bit: tokens that
+        older weights sampled have others."""
+        return self.rollout.exact and not self.rollout.partial.extra_prompts
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:

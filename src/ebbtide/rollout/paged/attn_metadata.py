@@ -8,22 +8,36 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ebbtide.rollout.paged import attention_kernels, decode_kernels, prefill_kernels
+from ebbtide.model.attention_kernels import attend_to_cache
+from ebbtide.model.block_reference import Rotary
+from ebbtide.rollout.paged import (
+    attention_kernels,
+    cache_kernels,
+    decode_kernels,
+    exact_decode_kernels,
+    prefill_kernels,
+)
 
 
 @dataclass(frozen=True)
 class PassMetadata(ABC):
-    """The slot mapping of a pass; subclasses add what its tokens attend to."""
+    """The slot mapping of a pass; subclasses add what its tokens attend to. `exact`: with the bits of training."""
 
     addresses: Tensor  # [layers, 2] int64: the addresses of the cache's keys and values
     kv_heads: int
     block: int
     slots: Tensor  # [T] int32: where new keys and values are written; -1 for padding
+    exact: bool
 
     @abstractmethod
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Computes attention of queries [T, heads, channels] to the cache, where the new keys and values already
         are."""
+
+    def rope_and_write_cache(self, layer: int, qkv: Tensor, rotary: Rotary) -> Tensor:
+        """Returns the queries [T, heads, channels] of `qkv` [T, (heads + 2 kv heads) * channels] after norm and RoPE,
+        and writes keys and values to the cache."""
+        return cache_kernels.rope_and_write_cache(qkv, rotary, self.addresses, layer, self.slots, self.block)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         attention_kernels.write_cache(key, value, self.addresses, layer, self.slots, self.block)
@@ -33,9 +47,10 @@ class PassMetadata(ABC):
 @dataclass(frozen=True)
 class DecodeMetadata(PassMetadata):
     """A decode pass: one new token for each sample, where the samples of a group lie next to each other.
-    The fields are the arguments of `decode_kernels.decode`, which describes them."""
+    The fields are the arguments of `decode_kernels.decode` and `exact_decode_kernels.decode`, which describe them."""
 
     firsts: Tensor  # [B + 1] int32
+    groups: Tensor  # [B] int32
     prompt_tables: Tensor  # [B, blocks] int32
     prompt_lengths: Tensor  # [B] int32
     own_tables: Tensor  # [B, blocks] int32
@@ -44,28 +59,18 @@ class DecodeMetadata(PassMetadata):
     samples: int
 
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        return decode_kernels.decode(
-            query,
-            self.addresses,
-            layer,
-            self.kv_heads,
-            self.block,
-            self.firsts,
-            self.prompt_tables,
-            self.prompt_lengths,
-            self.own_tables,
-            self.own_lengths,
-            self.own_starts,
-            self.samples,
-            scale,
-            window,
-        )
+        cache = query, self.addresses, layer, self.kv_heads, self.block
+        prompts = self.prompt_tables, self.prompt_lengths
+        own = self.own_tables, self.own_lengths, self.own_starts
+        if self.exact:
+            return exact_decode_kernels.decode(*cache, self.firsts, self.groups, *prompts, *own, scale, window)
+        return decode_kernels.decode(*cache, self.firsts, *prompts, *own, self.samples, scale, window)
 
 
 @dataclass(frozen=True)
 class PrefillMetadata(PassMetadata):
     """A prefill pass: the new tokens of several sequences, one after the other. The fields are the arguments of
-    `prefill_kernels.prefill`, which describes them."""
+    `attend_to_cache`, which describes them."""
 
     tiles: Tensor  # [tiles, 2] int32
     sequences: Tensor  # [S, 4] int32
@@ -73,7 +78,8 @@ class PrefillMetadata(PassMetadata):
     own_tables: Tensor  # [S, blocks] int32
 
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        return prefill_kernels.prefill(
+        attend = attend_to_cache if self.exact else prefill_kernels.prefill
+        return attend(
             query,
             self.addresses,
             layer,

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ebbtide.errors import UserError
+from ebbtide.model.attention_kernels import TILE
 from ebbtide.model.load import decoder, head_weight, logit_scaling
+from ebbtide.policy import logprob_kernels
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.paged import sample_kernels
@@ -21,8 +24,8 @@ from ebbtide.rollout.paged.attn_metadata import PassMetadata, PrefillMetadata
 from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, graph_batch_size
 from ebbtide.rollout.paged.cuda_graphs import needs_host_sync
 from ebbtide.rollout.paged.decode_graph import DecodeGraph, DecodeInputs
+from ebbtide.rollout.paged.exact_model import ExactModel
 from ebbtide.rollout.paged.fused_model import FusedModel, can_fuse
-from ebbtide.rollout.paged.prefill_kernels import TILE
 from ebbtide.rollout.paged.runner import PendingTokens, SampleOp
 from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, PromptGroup, ScheduledSample, Scheduler
 from ebbtide.system.units import ceil_div
@@ -36,8 +39,9 @@ RING = 3  # decode steps whose pinned host buffers are in use at once
 class CudaRunner:
     """Its calls return while the tokens are in flight: `PendingTokens.wait` waits for them."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, block: int) -> None:
-        self._model, self._batch, self._block = model, batch, block
+    def __init__(self, model: PreTrainedModel, batch: int, block: int, *, exact: bool = False) -> None:
+        """`exact`: log-probs have the bits of training, which runs fused blocks."""
+        self._model, self._batch, self._block, self._exact = model, batch, block, exact
         self._device = model.device
         self._costs = model_cache_costs(model.config)
         self._scale, self._softcap = logit_scaling(model.config)
@@ -50,11 +54,16 @@ class CudaRunner:
         self._widths = (0, 0)
         self._cache: KVCache | None = None
         self._open = ExitStack()
-        self._fused: FusedModel | None = None
-        if can_fuse(model):
-            self._fused = FusedModel(model)
+        self._fused: FusedModel | ExactModel | None = None
+        if exact or can_fuse(model):
+            self._fused = ExactModel(model) if exact else FusedModel(model)
             if not self._fused_matches_model():
                 self._fused = None
+                if exact:
+                    raise UserError(
+                        "`rollout.exact: true`: the sampler's fused blocks do not compute what the model's own forward"
+                        " does. Set `rollout.exact: false`"
+                    )
         self._captures = not needs_host_sync(model, known=self._fused is not None)
 
     @property
@@ -118,8 +127,9 @@ class CudaRunner:
             coarse = numbers.astype(numpy.float32)
             uniform = self._to_device([*coarse.tolist(), *(numbers - coarse).tolist()], torch.float32)
             temperatures = self._to_device([op.sampling.temperature for op in part], torch.float32)
+            scales = self._to_device([self._logit_scale(op.sampling) for op in part], torch.float32)
             cut_by = part if any(_cuts(op.sampling) for op in part) else None
-            self._sample(logits, temperatures, uniform, rows, found, cut_by)
+            self._sample(logits, temperatures, scales, uniform, rows, found, cut_by)
             result[:, first : first + len(part)] = found
         return self._pending(flat, result, torch.empty(result.shape, pin_memory=True))
 
@@ -158,6 +168,7 @@ class CudaRunner:
             self._costs.kv_heads,
             size,
             self._to_device(slots, torch.int32),
+            self._exact,
             self._to_device(tiles, torch.int32).view(-1, 2),
             self._to_device(sequences, torch.int32).view(-1, 4),
             *padded,
@@ -183,7 +194,8 @@ class CudaRunner:
         else:
             graph.run()
         if cut:
-            self._sample(graph.logits, graph.temperature, graph.uniform, graph.inputs["rows"], graph.result, ops)
+            given = graph.temperature, graph.scale, graph.uniform, graph.inputs["rows"]
+            self._sample(graph.logits, *given, graph.result, ops)
         host = self._host_results[self._step % RING][: 3 * size].view(3, size)
         self._step += 1
         return self._pending(ops, graph.result, host)
@@ -197,6 +209,7 @@ class CudaRunner:
         own_starts: list[int] = []
         slots: list[int] = []
         firsts: list[int] = []
+        groups: list[int] = []
         group = -1
         for place, op in enumerate(ops):
             sample = op.sample
@@ -205,6 +218,7 @@ class CudaRunner:
             if sample.group.number != group:
                 group = sample.group.number
                 firsts.append(place)
+            groups.append(len(firsts) - 1)
             if known[row] != (sample.admission, len(blocks)):
                 if known[row][0] != sample.admission:
                     read = sample.group.block_table.blocks
@@ -224,6 +238,7 @@ class CudaRunner:
         values["rows"][:count] = where
         values["tokens"][:count] = tokens
         values["slots"][:count] = slots
+        values["groups"][:count] = groups
         values["own_lengths"][:count] = own_lengths
         values["own_starts"][:count] = own_starts
         values["firsts"][: len(firsts)] = begins
@@ -233,6 +248,7 @@ class CudaRunner:
         coarse[0, :count] = numbers
         coarse[1, :count] = numbers - coarse[0, :count]
         values["temperature"].view(numpy.float32)[:count] = [op.sampling.temperature for op in ops]
+        values["scale"].view(numpy.float32)[:count] = [self._logit_scale(op.sampling) for op in ops]
         values["own_tables"].reshape(-1, self._widths[1])[:count] = self._own_tables[where]
         values["prompt_tables"].reshape(-1, self._widths[0])[: len(firsts)] = self._prompt_tables[where[begins]]
         return int(numpy.diff([*firsts, count]).max())
@@ -245,7 +261,7 @@ class CudaRunner:
             padding = DecodeInputs(torch.zeros(len(self._device_inputs), dtype=torch.int32), size, self._widths)
             padding.numpy()["rows"].fill(self._batch)
             inputs = DecodeInputs(self._device_inputs, size, self._widths)
-            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples)
+            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples, exact=self._exact)
             sample = None if cut else self._sample
             graph = DecodeGraph(inputs, metadata, self._last_tokens, self._decode_logits, sample)
             graph.warm_up(padding)
@@ -273,6 +289,10 @@ class CudaRunner:
         """Returns the logits [T, V] of all tokens of a pass."""
         return self._logits(self._forward(tokens, positions, metadata))
 
+    def _logit_scale(self, sampling: SamplingParams) -> float:
+        """What logits are multiplied with, as in training; greedy log-probs are at temperature 1."""
+        return self._scale / (sampling.temperature or 1.0)
+
     def _logits(self, hidden: Tensor) -> Tensor:
         weight, bias = head_weight(self._model)
         return linear(hidden, weight, bias)
@@ -281,6 +301,7 @@ class CudaRunner:
         self,
         logits: Tensor,
         temperatures: Tensor,
+        scales: Tensor,
         uniform: Tensor,
         rows: Tensor,
         result: Tensor,
@@ -313,6 +334,9 @@ class CudaRunner:
         sample_kernels.sample_tokens(
             logits, temperatures, least, uniform, rows, self._last_tokens, result, self._scale, self._softcap
         )
+        if self._exact:
+            tokens = result[0].view(torch.int32).long()
+            result[1] = logprob_kernels.reduce(logits, tokens, scales, self._softcap)[1]
 
     def _pending(self, ops: Sequence[SampleOp], result: Tensor, host: Tensor) -> PendingTokens:
         host.copy_(result, non_blocking=True)

@@ -50,14 +50,16 @@ class DecodeInputs:
             arrays[name].fill(value)
         return arrays
 
-    def metadata(self, addresses: Tensor, kv_heads: int, block: int, samples: int) -> DecodeMetadata:
+    def metadata(self, addresses: Tensor, kv_heads: int, block: int, samples: int, *, exact: bool) -> DecodeMetadata:
         """Returns the attention metadata that reads these fields, for groups of at most `samples` samples."""
         return DecodeMetadata(
             addresses,
             kv_heads,
             block,
             self["slots"],
+            exact,
             self["firsts"],
+            self["groups"],
             self["prompt_tables"].view(self.rows, -1),
             self["prompt_lengths"],
             self["own_tables"].view(self.rows, -1),
@@ -76,16 +78,16 @@ class DecodeGraph:
         metadata: DecodeMetadata,
         last_tokens: Tensor,
         compute_logits: Callable[[Tensor, Tensor, PassMetadata], Tensor],
-        sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None,
+        sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] | None,
     ) -> None:
         """`last_tokens` has the newest token of each row. `compute_logits` computes the logits of tokens at positions.
-        `sample` samples from logits by temperatures, uniform numbers and rows into a result; None: the caller samples
-        from `logits`, outside of the graph."""
+        `sample` samples from logits by temperatures, scales, uniform numbers and rows into a result; None: the caller
+        samples from `logits`, outside of the graph."""
         self.inputs, self._metadata, self._last_tokens = inputs, metadata, last_tokens
         self._compute_logits, self._sample = compute_logits, sample
         self._graph = torch.cuda.CUDAGraph()
         self.result = torch.zeros((3, inputs.rows), device=inputs.data.device)
-        self.temperature = inputs["temperature"].view(torch.float32)
+        self.temperature, self.scale = (inputs[name].view(torch.float32) for name in ("temperature", "scale"))
         self.uniform = inputs["uniform"].view(torch.float32).view(2, inputs.rows)
         self.logits: Tensor
 
@@ -114,12 +116,12 @@ class DecodeGraph:
         if self._sample is None:
             self.logits = logits
         else:
-            self._sample(logits, self.temperature, self.uniform, inputs["rows"], self.result)
+            self._sample(logits, self.temperature, self.scale, self.uniform, inputs["rows"], self.result)
 
 
 def _field_sizes(rows: int, widths: tuple[int, int]) -> dict[str, int]:
     """Returns the fields of `DecodeInputs` and their sizes."""
-    once = ("rows", "tokens", "slots", "own_lengths", "own_starts", "prompt_lengths", "temperature")
+    once = ("rows", "tokens", "slots", "groups", "own_lengths", "own_starts", "prompt_lengths", "temperature", "scale")
     tables = {"prompt_tables": rows * widths[0], "own_tables": rows * widths[1]}
     return {**dict.fromkeys(once, rows), "uniform": 2 * rows, "firsts": rows + 1, **tables}
 

@@ -34,14 +34,15 @@ def build_verified_engine(
     longest: tuple[int, int],
     samples: int = 1,
     make_room: Callable[[int], None] = lambda size: None,
+    exact: bool = False,
 ) -> PagedEngine:
     """Builds an engine for prompts and completions of at most `longest` tokens, with `samples` samples for each prompt.
     It raises if the engine does not compute what the model's own forward computes. `make_room` is called with the bytes
-    of a KV cache before it is allocated, except for this check."""
+    of a KV cache before it is allocated, except for this check. `exact`: see `PagedEngine`."""
     model, total = loaded.model, sum(longest)
     both = probes(model.config, total, min(len(loaded.tokenizer), loaded.vocabulary_rows))
     _check_cache(check_attention(model, total, both), model.config)
-    engine = PagedEngine(loaded, batch, longest=longest, make_room=make_room)
+    engine = PagedEngine(loaded, batch, longest=longest, make_room=make_room, exact=exact)
     new = min(NEW, len(both[0].completion))
     # As many samples for a prompt as a run will have, so that no kernel is compiled only for this check.
     requests = [Request(both[0].prompt, list(range(min(samples, 16)))), Request(both[1].prompt, [0])]

@@ -1,0 +1,50 @@
+"""Exact mode (`rollout.exact`): the log-prob that the sampler records for a token is the trainer's, to the bit.
+
+Both run the same fused blocks, with attention in one order of keys (model/attention_kernels.py), matmuls that do not
+split their inner dimension, and log-probs reduced by one kernel. The backward is as in any run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.errors import UserError
+from ebbtide.system.torch_internals import forbid_split_k
+
+if TYPE_CHECKING:
+    from ebbtide.config.root import Config
+    from ebbtide.policy.policy import Policy
+
+
+def make_exact(policy: Policy, config: Config, ranks: int) -> None:
+    """Gives the policy's log-probs the bits of the sampler's, or says why it cannot."""
+    if why := _why_not_exact(policy, config, ranks):
+        raise UserError(f"`rollout.exact: true` is not possible here: {why}. Set `rollout.exact: false`")
+    forbid_split_k()
+    assert policy.fused is not None
+    policy.fused.exact = True
+
+
+def _why_not_exact(policy: Policy, config: Config, ranks: int) -> str:
+    rollout = config.rollout
+    if rollout.engine != "paged":
+        return f"`rollout.engine: {rollout.engine}` computes with kernels of its own"
+    if rollout.replay is not None:
+        return "`rollout.replay` reads log-probs from a file"
+    if ranks > 1:
+        return "it runs on one GPU, not on several ranks"
+    if policy.fused is None:
+        return "the model's blocks are not fused, as on a CPU, in float32, or in a family without fused blocks"
+    return "" if policy.model.dtype == torch.bfloat16 else "it needs `model.dtype: bfloat16`"
+
+
+def check_exact(figures: dict[str, float]) -> None:
+    """Stops a run whose first update of a step, on tokens that the same weights sampled, found other log-probs."""
+    if off := figures.get("mismatch_max"):
+        raise UserError(
+            f"`rollout.exact: true`: the trainer's log-prob of a token is {off:.3g} nats from the sampler's, and they"
+            " should be equal to the bit. This is a bug in a kernel: please report it with the model, the GPU and the"
+            " version of torch. To continue without exact log-probs, set `rollout.exact: false`"
+        )

@@ -1,0 +1,82 @@
+"""Norm and RoPE of queries and keys for exact mode, with keys and values written to the paged KV cache: the bits of
+training (model/rope_kernels.py). attention_kernels.py describes the cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.model.block_kernels import UNFUSED
+from ebbtide.model.block_reference import Rotary
+from ebbtide.model.rope_kernels import rotary_sizes, rotary_warps, rotate_heads
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rope_and_write_cache(
+    qkv,  # [T, (heads + 2 kv_heads) * channels]
+    query_weight,
+    key_weight,
+    cos,  # [T, channels]
+    sin,
+    query,  # [T, heads, channels]
+    addresses,  # [layers, 2] int64
+    slots,  # [T]: -1 for padding
+    layer,
+    eps,
+    offset,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    channels: tl.constexpr,
+    padded_heads: tl.constexpr,
+    padded_kv_heads: tl.constexpr,
+    padded: tl.constexpr,
+    norms: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = channels // 2
+    qkv += token * (heads + 2 * kv_heads) * channels
+    cos += token * channels
+    sin += token * channels
+    rotate_heads(
+        qkv, query_weight, cos, sin, query + token * heads * channels, eps, offset, heads, channels, padded_heads,
+        padded, norms, wide, 1, channels, True,
+    )  # fmt: skip
+    slot = tl.load(slots + token).to(tl.int64)
+    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
+    place = (slot // block * kv_heads * block + slot % block) * channels  # of the first head; the next lies a block on
+    keys = tl.load(addresses + 2 * layer).to(kind) + place
+    qkv += heads * channels
+    rotate_heads(
+        qkv, key_weight, cos, sin, keys, eps, offset, kv_heads, channels, padded_kv_heads, padded, norms, wide, 1,
+        block * channels, slot >= 0,
+    )  # fmt: skip
+    qkv += kv_heads * channels
+    head, column = tl.arange(0, padded_kv_heads)[:, None], tl.arange(0, padded)[None, :]
+    inside = (head < kv_heads) & (column < half) & (slot >= 0)
+    source, target = qkv + head * channels + column, tl.load(addresses + 2 * layer + 1).to(kind) + place
+    target += head * block * channels + column
+    tl.store(target, tl.load(source, mask=inside), mask=inside)
+    tl.store(target + half, tl.load(source + half, mask=inside), mask=inside)
+
+
+def rope_and_write_cache(
+    qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
+    rotary: Rotary,
+    addresses: Tensor,
+    layer: int,
+    slots: Tensor,  # [T] int32
+    block: int,
+) -> Tensor:
+    """Returns the queries after norm and RoPE, [T, heads, channels]; the keys and values are written to the cache."""
+    query = torch.empty((len(qkv), rotary.heads, rotary.channels), dtype=qkv.dtype, device=qkv.device)
+    sizes, norm = rotary_sizes(rotary), rotary.norm
+    _rope_and_write_cache[(len(qkv),)](
+        qkv, *(rotary.norms or (qkv, qkv)), rotary.cos, rotary.sin, query, addresses, slots, layer,
+        norm.eps, norm.offset, *sizes, rotary.norms is not None, norm.wide, block,
+        num_warps=rotary_warps(sizes), **UNFUSED,
+    )  # fmt: skip
+    return query

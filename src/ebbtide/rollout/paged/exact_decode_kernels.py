@@ -1,0 +1,253 @@
+"""Paged attention for decode in exact mode, with one query for each sample, as Triton kernels, in the order of
+model/attention_kernels.py: a group's prompt is loaded once for all of its samples.
+
+Splits let few samples keep a whole GPU busy (split-KV, as flash-decoding). First each program loads the part of one
+split that is the group's prompt, in whole strips, for all samples of the group together; then each loads the rest of
+one split for one sample, and begins with the state that the prompt's strips of that split left. The last kernel merges
+the splits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.model.attention_kernels import (
+    SPLIT,
+    STRIP,
+    TILE,
+    WARPS,
+    dot_precision,
+    finish_split,
+    online_softmax,
+    padded_channels,
+    split_weights,
+)
+from ebbtide.model.block_kernels import UNFUSED
+
+
+@triton.jit(do_not_specialize=["layer", "prompt_width", "rows", "window"])
+def _read_prompts(
+    query,  # [B, heads, channels]
+    addresses,  # [layers, 2] int64: addresses of the keys [blocks, kv heads, block, channels] and of the values
+    firsts,  # [B + 1]: the first row of each prompt's group, then B as padding
+    prompt_tables,  # [B, blocks]
+    prompt_lengths,  # [B]: 0 where there is none
+    own_lengths,  # [B]
+    mixed,  # [splits, B, heads, channels] fp32: the result of a split, or the state's weighted values
+    sums,  # [splits, B, heads] fp32: log of the sum of exp, or the state's sum
+    highest,  # [B, heads] fp32: the state's largest score
+    layer,
+    prompt_width,
+    rows,
+    window,
+    scale,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    channels: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+    split: tl.constexpr,
+    strip: tl.constexpr,
+    lanes: tl.constexpr,  # queries of a program: samples x heads for each key-value head, and padding up to a tile
+    windowed: tl.constexpr,
+    precision: tl.constexpr,
+):
+    group, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    each: tl.constexpr = heads // kv_heads
+    prompt = tl.load(prompt_lengths + group)
+    begin = number * split
+    end = tl.minimum(prompt // strip * strip, begin + split)
+    if begin >= end:
+        return
+    first, last = tl.load(firsts + group), tl.load(firsts + group + 1)
+    table = prompt_tables + group.to(tl.int64) * prompt_width
+    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
+    keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
+    values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
+    lane, channel = tl.arange(0, lanes), tl.arange(0, padded)
+    real = channel < channels
+    per_pass: tl.constexpr = lanes // each  # samples
+    for row in range(first, last, per_pass):
+        rows_now = row + lane // each
+        inside = (rows_now < last) & (lane < per_pass * each)
+        query_head = head * each + lane % each
+        place = (rows_now.to(tl.int64) * heads + query_head) * channels
+        q = tl.load(query + place[:, None] + channel[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+        position = prompt + tl.load(own_lengths + rows_now, mask=inside, other=1) - 1
+        largest = tl.full([lanes], -float("inf"), tl.float32)
+        total = tl.zeros([lanes], tl.float32)
+        acc = tl.zeros([lanes, padded], tl.float32)
+        for at in range(begin, end, strip):
+            token = at + tl.arange(0, strip)
+            number_of = tl.load(table + token // block)
+            source = ((number_of.to(tl.int64) * kv_heads + head) * block + token % block) * channels
+            k = tl.load(keys + source[:, None] + channel[None, :], mask=real[None, :], other=0.0)
+            v = tl.load(values + source[:, None] + channel[None, :], mask=real[None, :], other=0.0)
+            seen = position[:, None] >= token[None, :]
+            if windowed:
+                seen = seen & (position[:, None] - token[None, :] < window)
+            largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+        target = (number * rows + rows_now).to(tl.int64) * heads + query_head
+        whole = end == begin + split
+        result, log_total = finish_split(largest, total, acc)
+        result, log_total = tl.where(whole, result, acc), tl.where(whole, log_total, total)
+        tl.store(mixed + target[:, None] * channels + channel[None, :], result, mask=inside[:, None] & real[None, :])
+        tl.store(sums + target, log_total, mask=inside)
+        tl.store(highest + rows_now * heads + query_head, largest, mask=inside & (end < begin + split))
+
+
+@triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "rows", "window"])
+def _read_own(
+    query,  # [B, heads, channels]
+    addresses,
+    groups,  # [B]: the group of each row, whose table has its prompt
+    prompt_tables,  # [B, blocks]
+    own_tables,  # [B, blocks]
+    own_lengths,  # [B]
+    own_starts,  # [B]: the prompt's length for each row
+    mixed,
+    sums,
+    highest,
+    layer,
+    prompt_width,
+    own_width,
+    rows,
+    window,
+    scale,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    channels: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+    split: tl.constexpr,
+    strip: tl.constexpr,
+    lanes: tl.constexpr,
+    windowed: tl.constexpr,
+    precision: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    each: tl.constexpr = heads // kv_heads
+    prompt, own = tl.load(own_starts + row), tl.load(own_lengths + row)
+    length = prompt + own
+    number = prompt // split + tl.program_id(2)
+    begin = number * split
+    if (begin >= length) | (own == 0):
+        return
+    read = prompt // strip * strip  # by the group, in the strips before it
+    since, end = tl.maximum(begin, read), tl.minimum(length, begin + split)
+    prompt_table = prompt_tables + tl.load(groups + row).to(tl.int64) * prompt_width
+    own_table = own_tables + row.to(tl.int64) * own_width
+    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
+    keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
+    values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
+    lane, channel = tl.arange(0, lanes), tl.arange(0, padded)
+    real = channel < channels
+    inside = lane < each
+    query_head = head * each + lane
+    place = (row.to(tl.int64) * heads + query_head) * channels
+    q = tl.load(query + place[:, None] + channel[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+    target = (number * rows + row).to(tl.int64) * heads + query_head
+    at_target = mixed + target[:, None] * channels + channel[None, :]
+    begun = inside & (since > begin)
+    acc = tl.load(at_target, mask=begun[:, None] & real[None, :], other=0.0)
+    total = tl.load(sums + target, mask=begun, other=0.0)
+    largest = tl.load(highest + row * heads + query_head, mask=begun, other=-float("inf"))
+    for at in range(since, end, strip):
+        token = at + tl.arange(0, strip)
+        there = token < end
+        of_prompt = token < prompt
+        of_own = token - prompt
+        in_prompt = tl.load(prompt_table + token // block, mask=of_prompt, other=0)
+        in_own = tl.load(own_table + of_own // block, mask=there & (of_own >= 0), other=0)
+        at_block = tl.where(of_prompt, in_prompt, in_own).to(tl.int64)
+        slot = tl.where(of_prompt, token, of_own) % block
+        source = ((at_block * kv_heads + head) * block + slot) * channels
+        valid = there[:, None] & real[None, :]
+        k = tl.load(keys + source[:, None] + channel[None, :], mask=valid, other=0.0)
+        v = tl.load(values + source[:, None] + channel[None, :], mask=valid, other=0.0)
+        seen = there[None, :] & (lane >= 0)[:, None]
+        if windowed:
+            seen = seen & (length - 1 - token < window)[None, :]
+        largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+    result, log_total = finish_split(largest, total, acc)
+    tl.store(at_target, result, mask=inside[:, None] & real[None, :])
+    tl.store(sums + target, log_total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merge_splits(
+    mixed,  # [splits, B, heads, channels] fp32
+    sums,  # [splits, B, heads]
+    own_starts,  # [B]: the prompt's length for each row
+    own_lengths,  # [B]
+    out,  # [B, heads, channels]
+    rows,
+    heads: tl.constexpr,
+    channels: tl.constexpr,
+    padded: tl.constexpr,
+    split: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    channel = tl.arange(0, padded)
+    real = channel < channels
+    own = tl.load(own_lengths + row)
+    count = tl.where(own > 0, tl.cdiv(tl.load(own_starts + row) + own, split), 0)
+    largest = -float("inf")
+    total = 0.0
+    merged = tl.zeros([padded], tl.float32)
+    for number in range(0, count):
+        place = (number * rows + row).to(tl.int64) * heads + head
+        largest, shrink, weight = split_weights(largest, tl.load(sums + place))
+        merged = merged * shrink + weight * tl.load(mixed + place * channels + channel, mask=real, other=0.0)
+        total = total * shrink + weight
+    result = merged / tl.where(total > 0, total, 1.0)
+    tl.store(out + (row.to(tl.int64) * heads + head) * channels + channel, result.to(out.dtype.element_ty), mask=real)
+
+
+def decode(
+    query: Tensor,  # [B, heads, channels]
+    addresses: Tensor,  # [layers, 2] int64
+    layer: int,
+    kv_heads: int,
+    block: int,
+    firsts: Tensor,  # [B + 1] int32: the first row of each group, then B as padding
+    groups: Tensor,  # [B] int32: the group of each row
+    prompt_tables: Tensor,  # [B, blocks] int32: of each group
+    prompt_lengths: Tensor,  # [B] int32: the length of each group's prompt; 0 past the last group
+    own_tables: Tensor,  # [B, blocks] int32
+    own_lengths: Tensor,  # [B] int32: own tokens, the new one among them; 0 for padding
+    own_starts: Tensor,  # [B] int32: the prompt's length for each row
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Computes attention of one new token for each sample to its prompt and its own tokens: [B, heads, channels]."""
+    rows, heads, channels = query.shape
+    query = query.contiguous()
+    each, padded = heads // kv_heads, padded_channels(channels)
+    prompt_splits = triton.cdiv(block * prompt_tables.shape[1], SPLIT)
+    own_splits = triton.cdiv(block * own_tables.shape[1], SPLIT) + 1  # they begin inside a split
+    splits = triton.cdiv(block * (prompt_tables.shape[1] + own_tables.shape[1]), SPLIT)
+    mixed = torch.empty((splits, rows, heads, channels), dtype=torch.float32, device=query.device)
+    sums = torch.empty((splits, rows, heads), dtype=torch.float32, device=query.device)
+    highest = torch.empty((rows, heads), dtype=torch.float32, device=query.device)
+    lanes = max(TILE, triton.next_power_of_2(each))
+    sizes = heads, kv_heads, channels, padded, block, SPLIT, STRIP
+    last = window is not None, dot_precision(query.dtype)
+    _read_prompts[(rows, kv_heads, prompt_splits)](
+        query, addresses, firsts, prompt_tables, prompt_lengths, own_lengths, mixed, sums, highest,
+        layer, prompt_tables.shape[1], rows, window or 0, scale, *sizes, lanes, *last,
+        num_warps=WARPS, num_stages=3, **UNFUSED,
+    )  # fmt: skip
+    _read_own[(rows, kv_heads, own_splits)](
+        query, addresses, groups, prompt_tables, own_tables, own_lengths, own_starts, mixed, sums, highest,
+        layer, prompt_tables.shape[1], own_tables.shape[1], rows, window or 0, scale, *sizes, lanes, *last,
+        num_warps=WARPS, num_stages=3, **UNFUSED,
+    )  # fmt: skip
+    out = torch.empty_like(query)
+    _merge_splits[(rows, heads)](
+        mixed, sums, own_starts, own_lengths, out, rows, heads, channels, padded, SPLIT, num_warps=1, **UNFUSED
+    )
+    return out

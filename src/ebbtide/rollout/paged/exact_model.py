@@ -1,0 +1,67 @@
+"""A model's forward for the paged engine in exact mode, of the very blocks of training: the same matmuls, and the same
+kernels between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ebbtide.model.block_functions import add_norm
+from ebbtide.model.families import family_of, part_of
+from ebbtide.model.load import decoder
+from ebbtide.policy.fuse import build_blocks
+from ebbtide.policy.fused_block import Dropped, FusedBlock, norm_of
+from ebbtide.system.torch_internals import forward_pre_hooks
+
+if TYPE_CHECKING:
+    from ebbtide.rollout.paged.attn_metadata import PassMetadata
+
+
+class ExactModel:
+    """Computes the last hidden states from token ids and positions."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        inner, family = decoder(model), family_of(model)
+        self._embedding, self._rotary = part_of(inner, family.embedding), part_of(inner, family.rotary)
+        self._scale = (
+            getattr(model.config.get_text_config(), family.embedding_scale) if family.embedding_scale else None
+        )
+        self._blocks = build_blocks(model)
+        self._last_norm = part_of(inner, family.last_norm)
+        self._norm = norm_of(inner, family.last_norm, family)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, metadata: PassMetadata) -> Tensor:
+        """Returns the hidden states [T, H]."""
+        hidden: Tensor = self._embedding(tokens)
+        if self._scale is not None:
+            hidden = hidden * self._scale
+        cos, sin = (angles[0].contiguous() for angles in self._rotary(hidden[None], positions[None]))
+        delta: Tensor | None = None
+        for layer, block in enumerate(self._blocks):
+            hidden, delta = self._run_block(layer, block, hidden, delta, cos, sin, metadata)
+        return add_norm(hidden, delta, self._last_norm.weight, self._norm)[1]
+
+    def _run_block(
+        self,
+        layer: int,
+        block: FusedBlock,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        metadata: PassMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns the residual stream as two tensors: `hidden`, and `delta`, which is yet to be added to
+        it."""
+        # The block's own forward is not called, so its hooks are, such as the one that gathers its weights.
+        for hook in forward_pre_hooks(block.module):
+            hook(block.module, ())
+        weights = dict(zip(block.names, block.weights, strict=True))
+        hidden, normed = block.enter(hidden, delta, weights)
+        qkv = block.project(normed, weights)
+        query = metadata.rope_and_write_cache(layer, qkv, block.rotary(weights, cos, sin))
+        mixed = metadata.attend_to_cache(layer, query, block.scale, block.window)
+        hidden, normed = block.after_attention(hidden, mixed, weights)
+        return hidden, block.mlp.forward(normed, weights, Dropped())

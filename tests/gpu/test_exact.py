@@ -1,0 +1,83 @@
+"""Exact mode on a GPU: the log-probs that the sampler records are the trainer's, to the bit."""
+
+import random
+
+import pytest
+import torch
+
+from conftest import family
+from ebbtide.model.load import load_model
+from ebbtide.policy.datum import Datum
+from ebbtide.policy.exact import make_exact
+from ebbtide.policy.policy import Policy
+from ebbtide.progress import no_progress
+from ebbtide.rollout.engine import Request, SamplingParams
+from ebbtide.rollout.paged.engine import PagedEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    torch.backends.cuda.preferred_blas_library("default")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
+def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
+    chance = random.Random(f"{name} {seed}")
+    kv_heads, channels = chance.choice([1, 2, 3, 8]), chance.choice([64, 128, 256])
+    heads = kv_heads * chance.choice([1, 2, 7])
+    longest = chance.choice([100, 600, 1500])
+    config = tiny(
+        {
+            **family(name),
+            "device": "cuda",
+            "model.dtype": "bfloat16",
+            "model.scratch.hidden": 64 * chance.randint(2, 20),
+            "model.scratch.heads": heads,
+            "model.scratch.kv_heads": kv_heads,
+            "model.scratch.head_dim": channels,
+            "model.scratch.mlp": 64 * chance.randint(1, 60),
+            "model.scratch.layers": 2,
+            "model.scratch.context": 4096,
+            "rollout.temperature": chance.choice([1.0, 0.7]),
+            "rollout.max_prompt_tokens": longest,
+            "rollout.max_new_tokens": 400,
+            "train.microbatch_tokens": 4096,
+            "train.head_chunk_tokens": chance.choice([5, 64, 2048]),
+        }
+    )
+    loaded = load_model(config)
+    torch.manual_seed(seed)
+    for parameter in loaded.model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    policy = Policy(loaded, config)
+    policy.fuse_blocks(pytest.fail)
+    make_exact(policy, config, 1)
+    vocabulary = loaded.vocabulary_rows
+    prompts = [[chance.randrange(vocabulary) for _ in range(chance.randint(1, longest))] for _ in range(6)]
+    requests = [Request(prompt, [chance.randrange(99) for _ in range(chance.choice([1, 3, 8]))]) for prompt in prompts]
+    sampling = SamplingParams(chance.choice([3, 70, 400]), config.rollout.temperature, ignore_eos=True)
+    samples = sum(len(request.seeds) for request in requests)
+    few = 2 + (longest + 400) // 64  # blocks: of one sample and little more, so that samples are preempted
+    for options in ({}, {"chunk": chance.randint(3, 90)}, {"blocks": few}, {"batch": 2, "share_prompts": False}):
+        batch = options.pop("batch", chance.choice([samples, 5]))
+        engine = PagedEngine(loaded, batch, longest=(longest, 400), exact=True, **options)
+        for _ in range(2):  # the second time from captured graphs
+            groups = engine.generate(requests, sampling, no_progress)
+        data, recorded = [], []
+        for request, group in zip(requests, groups, strict=True):
+            for completion in group:
+                data.append(Datum.completion(request.prompt, completion.tokens))
+                recorded += completion.logprobs
+        for tokens in (longest + 400, 4096, 60000):
+            policy.config = config.model_copy(
+                update={"train": config.train.model_copy(update={"microbatch_tokens": max(4096, tokens)})}
+            )
+            chance.shuffle(order := list(range(len(data))))
+            policy.compute_logprobs("found", [data[place] for place in order], no_progress)
+            found = torch.cat([torch.as_tensor(datum.values["found"]).cpu() for datum in data])
+            assert torch.equal(found.float(), torch.tensor(recorded)), (options, tokens)

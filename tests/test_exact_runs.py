@@ -1,0 +1,67 @@
+"""`rollout.exact` on a CPU, where there is no exact mode: what is refused, what is compared, and what is left out."""
+
+import pytest
+
+from ebbtide.algorithms import updates
+from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.errors import UserError
+from ebbtide.policy.exact import check_exact
+from test_loop import run
+
+TWO = {"train.minibatches": 2}
+
+
+def test_a_cpu_has_none(tiny, tmp_path) -> None:
+    with pytest.raises(
+        UserError, match=r"`rollout.exact: true` is not possible here: the model's blocks are not fused"
+    ):
+        run(tiny, tmp_path / "run", {"rollout.exact": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rollout.engine": "huggingface"}, "`rollout.engine: huggingface` computes with kernels of its own"),
+        ({"model.dtype": "float32"}, "blocks are not fused"),
+    ],
+)
+def test_the_reason_is_named(tiny, tmp_path, changes, why) -> None:
+    with pytest.raises(UserError, match=why):
+        run(tiny, tmp_path / "run", {"rollout.exact": True, **changes})
+
+
+def test_a_difference_stops_the_run() -> None:
+    check_exact({"mismatch_max": 0.0})
+    with pytest.raises(UserError, match=r"0.001 nats from the sampler's.*`rollout.exact: false`"):
+        check_exact({"mismatch_max": 0.001})
+
+
+def test_the_first_update_is_compared(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("ebbtide.worker.make_exact", lambda *_: None)
+    seen: list[float] = []
+    monkeypatch.setattr(updates, "check_exact", lambda figures: seen.append(figures["mismatch_max"]))
+    lines, *_ = run(tiny, tmp_path / "run", {"rollout.exact": True, **TWO})
+    assert len(seen) == sum("loss" in line for line in lines)
+    assert any(seen)  # a CPU's sampler and trainer differ by float noise: the forward was compared, not the recorded
+
+
+def test_recorded_logprobs_are_the_old_ones(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("ebbtide.worker.make_exact", lambda *_: None)
+    monkeypatch.setattr(updates, "check_exact", lambda figures: None)
+    recorded, *_ = run(tiny, tmp_path / "recorded", {"rollout.exact": True, **TWO})
+    computed, *_ = run(tiny, tmp_path / "computed", TWO)
+    for ours, theirs in zip(recorded, computed, strict=True):
+        for name in ("loss", "grad_norm", "clip_fraction"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+def test_older_weights_samples_need_a_forward(tiny) -> None:
+    def needs(**rollout: object) -> bool:
+        config = tiny({"train.minibatches": 2, **{f"rollout.{key}": value for key, value in rollout.items()}})
+        assert isinstance(config, GrpoConfig)
+        return config.needs_old_logprobs
+
+    assert needs()
+    assert not needs(exact=True)
+    assert needs(exact=True, **{"partial.extra_prompts": 2})
