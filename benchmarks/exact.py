@@ -1,0 +1,154 @@
+"""What exact log-probs (`rollout.exact`) cost, and that they are exact.
+
+    python benchmarks/exact.py [matmuls] [attention] [steps] [minibatches]
+
+matmuls: products of few rows without split-K, beside cuBLAS's choice: whether they have the bits of the product of
+8,192 rows, and microseconds, for the shapes of Qwen3 models. attention: the forward over packed sequences beside
+torch's flash kernel. steps: GRPO steps of the Qwen3-1.7B and 0.6B shapes with 16 x 8 and 64 x 8 samples of 126 + 256
+tokens, with exact log-probs and without, in turns; and how far the sampler's are from the trainer's. minibatches: two
+updates per step, with the recorded log-probs as the old ones. Weights are random. Stages that are not named keep the
+figures of an earlier run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from common import Row, kept, save, seconds
+from grpo_step import SMALL, steps
+
+from ebbtide.model.attention_kernels import attend_packed
+from ebbtide.system.torch_internals import flash_forward, forbid_split_k
+
+MODELS = {  # hidden, query heads, key heads, channels, MLP
+    "0.6B": (1024, 16, 8, 128, 3072),
+    "1.7B": (2048, 16, 8, 128, 6144),
+    "4B": (2560, 32, 8, 128, 9728),
+    "8B": (4096, 32, 8, 128, 12288),
+}
+VOCABULARY, MANY = 151936, 8192
+ROWS = (1, 16, 32, 64, 128, 256, 512)
+TURNS = 3
+
+
+def allow_split_k() -> None:
+    torch.backends.cuda.preferred_blas_library("cublas")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+
+
+def captured(work: Callable[[], object], times: int = 20) -> Callable[[], object]:
+    """So many calls as a CUDA graph: what they take of the device alone."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            work()
+    return graph.replay
+
+
+def matmuls() -> Iterator[Row]:
+    for model, (hidden, heads, kv_heads, channels, mlp) in MODELS.items():
+        shapes = {
+            "qkv": (hidden, (heads + 2 * kv_heads) * channels),
+            "output": (heads * channels, hidden),
+            "gate and up": (hidden, 2 * mlp),
+            "down": (mlp, hidden),
+            "head": (hidden, VOCABULARY),
+        }
+        for name, (depth, width) in shapes.items():
+            # Several weights in turn, as a pass reads each of them once: more than the L2 cache holds.
+            count = max(1, min(12, 2**27 // (depth * width)))
+            weights = [torch.randn(width, depth, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+            x = torch.randn(MANY, depth, device="cuda", dtype=torch.bfloat16)
+            allow_split_k()
+            many = x @ weights[0].t()
+            for rows in ROWS:
+                few, case = x[:rows].contiguous(), f"{model}, {name}, {rows} rows"
+                for kind, choose in (("cuBLAS", allow_split_k), ("no split-K", forbid_split_k)):
+                    choose()
+                    same = (few @ weights[0].t() == many[:rows]).float().mean().item()
+
+                    def work(few: torch.Tensor = few, weights: list[torch.Tensor] = weights) -> None:
+                        for weight in weights:
+                            few @ weight.t()
+
+                    taken = seconds(captured(work)) / 20 / count
+                    yield Row(case, f"{kind}, time", 1e6 * taken, "us")
+                    yield Row(case, f"{kind}, the bits of {MANY:,} rows", 100 * same, "%")
+            allow_split_k()
+            del weights, x, many
+
+
+def attention() -> Iterator[Row]:
+    for model, (_, heads, kv_heads, channels, _) in MODELS.items():
+        for length in (382, 1024, 4096):
+            count = round(16384 / length)
+            tokens = count * length
+            query, key, value = (
+                torch.randn(tokens, many, channels, device="cuda", dtype=torch.bfloat16)
+                for many in (heads, kv_heads, kv_heads)
+            )
+            starts = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
+            case, scale = f"{model}, {tokens:,} tokens of {length:,}", channels**-0.5
+            given = {"starts": starts, "longest": length, "scale": scale, "window": (-1, 0)}
+            flash: Callable[[], tuple[torch.Tensor, ...]] = partial(flash_forward, query, key, value, **given)
+            exact = partial(attend_packed, query, key, value, starts, length, scale)
+            (theirs, their_sums), (ours, our_sums) = flash(), exact()
+            apart = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            yield Row(case, "off flash", 100 * apart.item(), "%")
+            yield Row(case, "log-sum-exp off flash, largest", (our_sums - their_sums).abs().max().item(), "nats")
+            yield Row(case, "flash", 1e3 * seconds(flash), "ms")
+            yield Row(case, "exact", 1e3 * seconds(exact), "ms")
+
+
+def compared(case: str, options: list[str]) -> Iterator[Row]:
+    """Steps with exact log-probs and without, in turns."""
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    for _ in range(TURNS):
+        for exact in (False, True):
+            allow_split_k()
+            lines = steps([*options, f"rollout.exact={exact}".lower()])
+            found[exact] += [line for line in lines if line["step"] > 1]  # the first compiles and captures
+    allow_split_k()
+    for phase in ("", "generate", "logprob", "train"):
+        name = f"seconds/{phase}" if phase else "seconds"
+        off, on = (statistics.median(line.get(name, 0.0) for line in found[exact]) for exact in (False, True))
+        yield Row(case, f"{phase or 'whole step'}, off", off, "s")
+        yield Row(case, f"{phase or 'whole step'}, exact", on, "s")
+        if off > 0.01:
+            yield Row(case, f"{phase or 'whole step'}, exact over off", on / off, "x")
+    for exact in (False, True):
+        largest = max(line["mismatch_max"] for line in found[exact])
+        yield Row(case, f"largest mismatch, {'exact' if exact else 'off'}", largest, "nats")
+
+
+def whole_steps() -> Iterator[Row]:
+    for model, sizes in (("1.7B", []), ("0.6B", SMALL)):
+        for prompts in (16, 64):
+            yield from compared(f"{model}, {prompts} x 8", [*sizes, f"rollout.prompts_per_step={prompts}"])
+
+
+def minibatches() -> Iterator[Row]:
+    yield from compared("1.7B, 16 x 8, two updates per step", ["train.minibatches=2"])
+
+
+def main() -> None:
+    stages: dict[str, Callable[[], Iterator[Row]]] = {
+        "matmuls": matmuls,
+        "attention": attention,
+        "steps": whole_steps,
+        "minibatches": minibatches,
+    }
+    for name in sys.argv[1:] or list(stages):
+        rows = list(stages[name]())
+        done = {row.case for row in rows}
+        save("exact", [*kept("exact", done.__contains__), *rows])
+
+
+if __name__ == "__main__":
+    main()
