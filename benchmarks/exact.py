@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from common import Row, kept, save, seconds
 from grpo_step import SMALL, steps
 
 from ebbtide.model.attention_kernels import attend_packed
-from ebbtide.system.torch_internals import flash_forward, forbid_split_k
+from ebbtide.system.torch_internals import flash_forward, without_split_k
 
 MODELS = {  # hidden, query heads, key heads, channels, MLP
     "0.6B": (1024, 16, 8, 128, 3072),
@@ -35,11 +36,6 @@ ROWS = (1, 16, 32, 64, 128, 256, 512)
 TURNS = 3
 
 
-def allow_split_k() -> None:
-    torch.backends.cuda.preferred_blas_library("cublas")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-
-
 def captured(work: Callable[[], object], times: int = 20) -> Callable[[], object]:
     """So many calls as a CUDA graph: what they take of the device alone."""
     work()
@@ -49,6 +45,11 @@ def captured(work: Callable[[], object], times: int = 20) -> Callable[[], object
         for _ in range(times):
             work()
     return graph.replay
+
+
+def products(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        x @ weight.t()
 
 
 def matmuls() -> Iterator[Row]:
@@ -65,22 +66,15 @@ def matmuls() -> Iterator[Row]:
             count = max(1, min(12, 2**27 // (depth * width)))
             weights = [torch.randn(width, depth, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
             x = torch.randn(MANY, depth, device="cuda", dtype=torch.bfloat16)
-            allow_split_k()
-            many = x @ weights[0].t()
             for rows in ROWS:
                 few, case = x[:rows].contiguous(), f"{model}, {name}, {rows} rows"
-                for kind, choose in (("cuBLAS", allow_split_k), ("no split-K", forbid_split_k)):
-                    choose()
-                    same = (few @ weights[0].t() == many[:rows]).float().mean().item()
-
-                    def work(few: torch.Tensor = few, weights: list[torch.Tensor] = weights) -> None:
-                        for weight in weights:
-                            few @ weight.t()
-
-                    taken = seconds(captured(work)) / 20 / count
+                for kind, around in (("cuBLAS", nullcontext), ("no split-K", without_split_k)):
+                    with around():
+                        many = x @ weights[0].t()
+                        same = (few @ weights[0].t() == many[:rows]).float().mean().item()
+                        taken = seconds(captured(partial(products, few, weights))) / 20 / count
                     yield Row(case, f"{kind}, time", 1e6 * taken, "us")
                     yield Row(case, f"{kind}, the bits of {MANY:,} rows", 100 * same, "%")
-            allow_split_k()
             del weights, x, many
 
 
@@ -111,10 +105,8 @@ def compared(case: str, options: list[str]) -> Iterator[Row]:
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for _ in range(TURNS):
         for exact in (False, True):
-            allow_split_k()
             lines = steps([*options, f"rollout.exact={exact}".lower()])
             found[exact] += [line for line in lines if line["step"] > 1]  # the first compiles and captures
-    allow_split_k()
     for phase in ("", "generate", "logprob", "train"):
         name = f"seconds/{phase}" if phase else "seconds"
         off, on = (statistics.median(line.get(name, 0.0) for line in found[exact]) for exact in (False, True))

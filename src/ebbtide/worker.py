@@ -60,7 +60,7 @@ from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.session import Session
 from ebbtide.rollout.weights.build import shard_policy
 from ebbtide.rollout.weights.channel import RolloutChannel
-from ebbtide.system.torch_internals import allow_deterministic_matmuls
+from ebbtide.system.torch_internals import allow_deterministic_matmuls, without_split_k
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
@@ -133,10 +133,12 @@ class Worker:
         with ExitStack() as stack:
             seed_everything(self.config.seed, self.config.deterministic)
             device = pick_device(self.config.device)
-            if self.config.deterministic:
-                allow_deterministic_matmuls(device)
             if device.type == "cuda" and (binding := bind_to_numa_node(pci_address(device))):
                 self.report.note(binding)
+            if self.config.deterministic:
+                allow_deterministic_matmuls(device)
+            if self.config.rollout.exact and device.type == "cuda":
+                stack.enter_context(without_split_k())
             plan, host_needs = self._decide(device) if self._trains else (None, {})
             stack.enter_context(enforce_budget(device, self.config.memory.budget_gib))
             placement = plan_holdings(self.config, self.comm.shards)

@@ -5,27 +5,30 @@ import random
 import pytest
 import torch
 
-from conftest import family
+from conftest import FAMILIES, family
 from ebbtide.model.load import load_model
+from ebbtide.policy.attention import PackedAttention
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.exact import make_exact
+from ebbtide.policy.exact import HOPPER, make_exact
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.system.torch_internals import without_split_k
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture(autouse=True)
-def _as_before():
-    yield
-    torch.backends.cuda.preferred_blas_library("default")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+def _without_split_k():
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        pytest.skip("exact mode is for GPUs of the Hopper generation")
+    with without_split_k():
+        yield
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
     chance = random.Random(f"{name} {seed}")
     kv_heads, channels = chance.choice([1, 2, 3, 8]), chance.choice([64, 128, 256])
@@ -60,7 +63,8 @@ def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
     vocabulary = loaded.vocabulary_rows
     prompts = [[chance.randrange(vocabulary) for _ in range(chance.randint(1, longest))] for _ in range(6)]
     requests = [Request(prompt, [chance.randrange(99) for _ in range(chance.choice([1, 3, 8]))]) for prompt in prompts]
-    sampling = SamplingParams(chance.choice([3, 70, 400]), config.rollout.temperature, ignore_eos=True)
+    cut = chance.choice([{}, {"top_p": 0.8}, {"top_k": 3}])
+    sampling = SamplingParams(chance.choice([3, 70, 400]), config.rollout.temperature, ignore_eos=True, **cut)
     samples = sum(len(request.seeds) for request in requests)
     few = 2 + (longest + 400) // 64  # blocks: of one sample and little more, so that samples are preempted
     for options in ({}, {"chunk": chance.randint(3, 90)}, {"blocks": few}, {"batch": 2, "share_prompts": False}):
@@ -74,10 +78,25 @@ def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
                 data.append(Datum.completion(request.prompt, completion.tokens))
                 recorded += completion.logprobs
         for tokens in (longest + 400, 4096, 60000):
-            policy.config = config.model_copy(
-                update={"train": config.train.model_copy(update={"microbatch_tokens": max(4096, tokens)})}
-            )
+            train = config.train.model_copy(update={"microbatch_tokens": tokens})
+            policy.config = config.model_copy(update={"train": train})
             chance.shuffle(order := list(range(len(data))))
             policy.compute_logprobs("found", [data[place] for place in order], no_progress)
             found = torch.cat([torch.as_tensor(datum.values["found"]).cpu() for datum in data])
             assert torch.equal(found.float(), torch.tensor(recorded)), (options, tokens)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_gradients_are_those_of_flash_attention(window) -> None:
+    torch.manual_seed(0)
+    starts = torch.tensor([0, 1, 38, 738, 802], dtype=torch.int32, device="cuda")
+    query, grad = (torch.randn(802, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    key, value = (torch.randn(802, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    found = []
+    for exact in (True, False):
+        attention = PackedAttention(starts, 700, 0.1, window, exact)
+        mixed, sums = attention.forward(query, key, value)
+        each = (query, *(states.repeat_interleave(4, 1) for states in (key, value)))
+        found.append((mixed, sums, *attention.backward(grad, *each, mixed, sums)))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()

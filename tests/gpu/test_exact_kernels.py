@@ -15,6 +15,15 @@ def same(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.allclose(ours, wanted, atol=2e-6) if INTERPRETED else torch.equal(ours, wanted)
 
 
+def reference_sums(query: torch.Tensor, key: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    """The logs of the sums of exp [heads, T] of a sequence."""
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = torch.einsum("qhc,khc->hqk", query.double(), keys.double()) * scale
+    place = torch.arange(len(query), device=DEVICE)
+    before = place[:, None] - place
+    return scores.masked_fill((before < 0) | (before >= (window or len(query))), -torch.inf).logsumexp(-1)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "channels"), [(4, 2, 24), (16, 8, 128), (9, 3, 64)])
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,6 +86,10 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
             whole = packed[begin : begin + prompt + length]
             exact = reference(*sequences[number], scale, 0, window)
             torch.testing.assert_close(whole, exact, **near)
+            log_sums = reference_sums(*sequences[number][:2], scale, window)
+            torch.testing.assert_close(
+                sums[:, begin : begin + prompt + length].double(), log_sums, atol=1e-4, rtol=1e-4
+            )
             # The own tokens, by chunks of other sizes than those of training.
             for first in range(0, length, 50):
                 count = min(50, length - first)

@@ -6,7 +6,7 @@ So the bits of a token's output depend on its sequence alone: not on other seque
 together, or on which keys were computed by an earlier call. Strips and splits that a query does not see change nothing.
 
 Here are the pieces, and the kernel for many queries of a sequence: packed, as in training, or with keys and values in a
-paged cache, as in prefill. rollout/paged/decode_kernels.py has the one for a single query of each sequence.
+paged cache, as in prefill. rollout/paged/exact_decode_kernels.py has the one for a single query of each sequence.
 """
 
 from __future__ import annotations

@@ -46,36 +46,13 @@ class JoinedWeights:
 
     def __call__(self, weights: dict[str, Tensor]) -> Tensor:
         """The weights of a call, as one."""
-        whole = self._adjacent(weights)
-        return torch.cat([weights[name].detach() for name in self.names]) if whole is None else whole
-
-    def product(self, x: Tensor, weights: dict[str, Tensor], biases: JoinedWeights | None = None) -> Tensor:
-        """The products of x [T, K] with all weights, side by side, with biases if there are any. Autograd is to record
-        none of it."""
-        biased = biases is not None and bool(biases.names)
-        if self._adjacent(weights) is not None or x.shape[0] >= x.shape[1]:
-            matrix = self(weights).t()
-            return torch.addmm(biases(weights), x, matrix) if biases is not None and biased else x @ matrix
-        # With few rows, such as in decoding, to copy the weights would take longer than the products.
-        parts = [weights[name] for name in self.names]
-        out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts))
-        targets = out.split([part.shape[0] for part in parts], 1)
-        for number, (part, target) in enumerate(zip(parts, targets, strict=True)):
-            if biases is not None and biased:
-                torch.addmm(weights[biases.names[number]], x, part.t(), out=target)
-            else:
-                torch.mm(x, part.t(), out=target)
-        return out
-
-    def _adjacent(self, weights: dict[str, Tensor]) -> Tensor | None:
-        """The weights of a call, as one, if they follow each other in memory."""
         parts = [weights[name] for name in self.names]
         places = [part.data_ptr() for part in parts]
         # The same addresses hold the same numbers, unless the memory was given back: then the whole, which has none of
         # its own, is elsewhere.
         if self._whole is None or places != self._places or self._whole.data_ptr() != places[0]:
             self._places, self._whole = places, joined(parts)
-        return self._whole
+        return torch.cat([part.detach() for part in parts]) if self._whole is None else self._whole
 
     def split(self, whole: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Name -> its part of a tensor like the whole, such as its gradient."""

@@ -10,34 +10,51 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
-from ebbtide.system.torch_internals import forbid_split_k
+from ebbtide.policy.losses import build_loss, loss_head
 
 if TYPE_CHECKING:
     from ebbtide.config.root import Config
     from ebbtide.policy.policy import Policy
 
+HOPPER = 9  # The compute capability of its GPUs.
+# More tokens would take more workspace than is planned for; more query heads of a key head, other tiles.
+LONGEST, MOST_HEADS = 16_000, 64
+
 
 def make_exact(policy: Policy, config: Config, ranks: int) -> None:
-    """Gives the policy's log-probs the bits of the sampler's, or says why it cannot."""
+    """Gives the policy's log-probs the bits of the sampler's, or says why it cannot. Both are to run in a context
+    `without_split_k`."""
     if why := _why_not_exact(policy, config, ranks):
         raise UserError(f"`rollout.exact: true` is not possible here: {why}. Set `rollout.exact: false`")
-    forbid_split_k()
     assert policy.fused is not None
     policy.fused.exact = True
 
 
 def _why_not_exact(policy: Policy, config: Config, ranks: int) -> str:
     rollout = config.rollout
+    if not isinstance(config, GrpoConfig):
+        return f"`algorithm: {config.algorithm}` does not train on the log-probs that are recorded"
     if rollout.engine != "paged":
         return f"`rollout.engine: {rollout.engine}` computes with kernels of its own"
     if rollout.replay is not None:
         return "`rollout.replay` reads log-probs from a file"
+    if config.max_sequence_tokens > LONGEST:
+        return f"its sequences have more than {LONGEST:,} tokens"
     if ranks > 1:
         return "it runs on one GPU, not on several ranks"
     if policy.fused is None:
         return "the model's blocks are not fused, as on a CPU, in float32, or in a family without fused blocks"
-    return "" if policy.model.dtype == torch.bfloat16 else "it needs `model.dtype: bfloat16`"
+    if policy.model.dtype != torch.bfloat16:
+        return "it needs `model.dtype: bfloat16`"
+    if any(block.heads > MOST_HEADS * block.kv_heads for block in policy.fused.blocks):
+        return f"a key head of the model has more than {MOST_HEADS} query heads"
+    if loss_head(build_loss(config.loss)) is not None:
+        return f"`loss.kind: {config.loss.kind}` computes log-probs of its own"
+    if torch.cuda.get_device_capability(policy.device)[0] != HOPPER:
+        return "matmuls of few and of many rows have the same bits only on GPUs of the Hopper generation"
+    return ""
 
 
 def check_exact(figures: dict[str, float]) -> None:

@@ -162,7 +162,8 @@ class FusedBlock:
 
     def project(self, normed: Tensor, weights: Weights) -> Tensor:
         """Queries, keys and values of all heads [T, (heads + 2 kv heads) * channels]."""
-        return self._qkv.product(normed, weights, self._qkv_bias)
+        matrix = self._qkv(weights).t()
+        return torch.addmm(self._qkv_bias(weights), normed, matrix) if self._qkv_bias.names else normed @ matrix
 
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""

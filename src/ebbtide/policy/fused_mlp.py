@@ -22,7 +22,7 @@ class FusedGatedMLP:
         self.names = (*self.joinable, self._down)
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
-        halves = self._halves.product(normed, weights)
+        halves = normed @ self._halves(weights).t()
         saved.put("mlp_act", halves)
         return activate(halves, self._activation) @ weights[self._down].t()
 

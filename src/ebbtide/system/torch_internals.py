@@ -8,7 +8,8 @@ checkpoint/index.py, which imports no torch; their test is there too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,6 @@ __all__ = [
     "dump_allocations",
     "flash_backward",
     "flash_forward",
-    "forbid_split_k",
     "foreach_copy",
     "foreach_norm",
     "forward_pre_hooks",
@@ -58,6 +58,7 @@ __all__ = [
     "tensor_version",
     "tree_leaves",
     "tree_map",
+    "without_split_k",
 ]
 
 # Tensors, storages and modules
@@ -154,12 +155,21 @@ def allow_deterministic_matmuls(device: torch.device) -> None:
         del os.environ[name]
 
 
-def forbid_split_k() -> None:
-    """Lets no matmul in bfloat16 split its inner dimension, in this process: a row then has the same bits among few
-    rows as among many, on GPUs of the Hopper generation. torch has this switch for cuBLASLt alone, in the second of
-    two numbers."""
+@contextmanager
+def without_split_k() -> Iterator[None]:
+    """Inside this context no matmul in bfloat16 splits its inner dimension: a row then has the same bits among few rows
+    as among many, on GPUs of the Hopper generation. torch has this switch for cuBLASLt alone, as the second of two
+    values."""
+    settings = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library()
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction_split_k
     torch.backends.cuda.preferred_blas_library("cublaslt")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    settings.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
+        torch.backends.cuda.preferred_blas_library(library)
 
 
 # Operations without a public backward of their own

@@ -187,7 +187,8 @@ class CudaRunner:
         cut = any(_cuts(op.sampling) for op in ops)
         inputs = DecodeInputs(self._host_inputs[self._step % RING], size, self._widths)
         largest = self._fill(inputs, ops)
-        graph = self._graph(size, min(16, 1 << (largest - 1).bit_length()), cut)  # groups of similar size share a graph
+        # Groups of similar size share a graph; those of exact mode are the same for all sizes.
+        graph = self._graph(size, 1 if self._exact else min(16, 1 << (largest - 1).bit_length()), cut)
         graph.inputs.data.copy_(inputs.data, non_blocking=True)
         if self._captures:
             graph.replay()
@@ -238,7 +239,6 @@ class CudaRunner:
         values["rows"][:count] = where
         values["tokens"][:count] = tokens
         values["slots"][:count] = slots
-        values["groups"][:count] = groups
         values["own_lengths"][:count] = own_lengths
         values["own_starts"][:count] = own_starts
         values["firsts"][: len(firsts)] = begins
@@ -248,7 +248,9 @@ class CudaRunner:
         coarse[0, :count] = numbers
         coarse[1, :count] = numbers - coarse[0, :count]
         values["temperature"].view(numpy.float32)[:count] = [op.sampling.temperature for op in ops]
-        values["scale"].view(numpy.float32)[:count] = [self._logit_scale(op.sampling) for op in ops]
+        if self._exact:
+            values["groups"][:count] = groups
+            values["scale"].view(numpy.float32)[:count] = [self._logit_scale(op.sampling) for op in ops]
         values["own_tables"].reshape(-1, self._widths[1])[:count] = self._own_tables[where]
         values["prompt_tables"].reshape(-1, self._widths[0])[: len(firsts)] = self._prompt_tables[where[begins]]
         return int(numpy.diff([*firsts, count]).max())

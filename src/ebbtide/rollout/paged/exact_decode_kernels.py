@@ -233,17 +233,17 @@ def decode(
     mixed = torch.empty((splits, rows, heads, channels), dtype=torch.float32, device=query.device)
     sums = torch.empty((splits, rows, heads), dtype=torch.float32, device=query.device)
     highest = torch.empty((rows, heads), dtype=torch.float32, device=query.device)
-    lanes = max(TILE, triton.next_power_of_2(each))
+    assert each <= TILE
     sizes = heads, kv_heads, channels, padded, block, SPLIT, STRIP
     last = window is not None, dot_precision(query.dtype)
     _read_prompts[(rows, kv_heads, prompt_splits)](
         query, addresses, firsts, prompt_tables, prompt_lengths, own_lengths, mixed, sums, highest,
-        layer, prompt_tables.shape[1], rows, window or 0, scale, *sizes, lanes, *last,
+        layer, prompt_tables.shape[1], rows, window or 0, scale, *sizes, TILE, *last,
         num_warps=WARPS, num_stages=3, **UNFUSED,
     )  # fmt: skip
     _read_own[(rows, kv_heads, own_splits)](
         query, addresses, groups, prompt_tables, own_tables, own_lengths, own_starts, mixed, sums, highest,
-        layer, prompt_tables.shape[1], own_tables.shape[1], rows, window or 0, scale, *sizes, lanes, *last,
+        layer, prompt_tables.shape[1], own_tables.shape[1], rows, window or 0, scale, *sizes, TILE, *last,
         num_warps=WARPS, num_stages=3, **UNFUSED,
     )  # fmt: skip
     out = torch.empty_like(query)

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.model.attention_kernels import TILE
 from ebbtide.rollout.paged.attention_kernels import STRIP, _online_softmax, dot_precision
-
-TILE = 64  # queries of a program
 
 
 @triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "window"])
