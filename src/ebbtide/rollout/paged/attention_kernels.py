@@ -1,5 +1,5 @@
-"""What the decode and prefill kernels of paged attention share: the layout of the KV cache, the kernel that writes new
-keys and values to it, and the online softmax.
+"""What the decode and prefill kernels of paged attention share: the layout of the KV cache, and the kernel that writes
+new keys and values to it.
 
 The cache layout is [blocks, kv heads, block, channels]: a block's tokens of one key-value head are contiguous. Lengths,
 block tables and the addresses of the cache are read on the device: a captured launch serves every step and every cache.
@@ -7,27 +7,9 @@ block tables and the addresses of the cache are read on the device: a captured l
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-STRIP = 64  # keys that a program loads at once
-
-
-@triton.jit
-def _online_softmax(q, k, v, seen, scale, largest, total, acc, precision: tl.constexpr):
-    """Adds a strip of keys and values to the state of an online softmax: the largest score, the sum of exp, and the
-    weighted values."""
-    scores = tl.dot(q, tl.trans(k), input_precision=precision).to(tl.float32) * scale
-    scores = tl.where(seen, scores, -float("inf"))
-    new = tl.maximum(largest, tl.max(scores, 1))
-    safe = tl.where(new == -float("inf"), 0.0, new)
-    shrink = tl.exp(largest - safe)
-    weights = tl.exp(scores - safe[:, None])
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision).to(tl.float32)
-    return new, total, acc
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -57,11 +39,6 @@ def _write_cache(
     target = ((slot // block * kv_heads + head) * block + slot % block) * channels + channel
     tl.store(keys + target, tl.load(key + token * key_token + head * key_head + channel, mask=real), mask=real)
     tl.store(values + target, tl.load(value + token * value_token + head * value_head + channel, mask=real), mask=real)
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Returns the `input_precision` of `tl.dot`: float32 is not rounded to TF32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def write_cache(key: Tensor, value: Tensor, addresses: Tensor, layer: int, slots: Tensor, block: int) -> None:

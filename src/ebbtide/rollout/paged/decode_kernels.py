@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.rollout.paged.attention_kernels import STRIP, _online_softmax, dot_precision
+from ebbtide.model.attention_kernels import STRIP, dot_precision, online_softmax
 
 SPLIT = 512  # tokens of a split, or more where contexts are long
 MOST_SPLITS = 16
@@ -103,7 +103,7 @@ def _decode_splits(
             seen = there[None, :]
             if windowed:
                 seen = seen & (position[:, None] - (start + token)[None, :] < window)
-            largest, total, acc = _online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+            largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
         some = total > 0
         out = acc / tl.where(some, total, 1.0)[:, None]
         target = (place_of * rows + rows_now).to(tl.int64) * heads + query_head

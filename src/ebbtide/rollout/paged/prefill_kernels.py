@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.model.attention_kernels import TILE
-from ebbtide.rollout.paged.attention_kernels import STRIP, _online_softmax, dot_precision
+from ebbtide.model.attention_kernels import STRIP, TILE, dot_precision, online_softmax
 
 
 @triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "window"])
@@ -79,7 +78,7 @@ def _prefill(
         seen = (position[:, None] >= token[None, :]) & there[None, :]
         if windowed:
             seen = seen & (position[:, None] - token[None, :] < window)
-        largest, total, acc = _online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+        largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out + place[:, None] + channel[None, :], result.to(out.dtype.element_ty), mask=inside[:, None] & real[None, :]
