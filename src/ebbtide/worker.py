@@ -137,7 +137,7 @@ class Worker:
                 self.report.note(binding)
             if self.config.deterministic:
                 allow_deterministic_matmuls(device)
-            if self.config.rollout.exact and device.type == "cuda":
+            if self.config.rollout.exact and self._trains and device.type == "cuda":
                 stack.enter_context(without_split_k())
             plan, host_needs = self._decide(device) if self._trains else (None, {})
             stack.enter_context(enforce_budget(device, self.config.memory.budget_gib))
@@ -205,7 +205,9 @@ class Worker:
             policy.verify(model)
         if config.generates:
             self.engine = rollout_weights.engine(
-                lambda model: build_engine(replace(loaded, model=model), config, residency.make_room),
+                lambda model: build_engine(
+                    replace(loaded, model=model), config, residency.make_room, exact=config.rollout.exact
+                ),
                 lambda: self.optimizer.steps if self.optimizer is not None else {},
             )
         residency.register("weights", [local(parameter) for parameter in policy.model.parameters()])

@@ -18,6 +18,7 @@ from ebbtide.system.torch_internals import (
     nccl_group,
     record_allocations,
     stop_recording_allocations,
+    without_split_k,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -87,3 +88,15 @@ def test_matmuls_are_deterministic_without_a_variable_that_each_would_parse() ->
         torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_split_k_is_forbidden_for_a_while() -> None:
+    settings, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    with without_split_k():
+        assert not settings.allow_bf16_reduced_precision_reduction_split_k
+        assert torch.backends.cuda.preferred_blas_library() != library
+        few, many = (torch.ones(rows, 6144, device="cuda", dtype=torch.bfloat16) for rows in (16, 8192))
+        weight = torch.ones(2048, 6144, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(few @ weight.t(), (many @ weight.t())[:16])
+    assert settings.allow_bf16_reduced_precision_reduction_split_k
+    assert torch.backends.cuda.preferred_blas_library() == library

@@ -1,7 +1,8 @@
-"""Launches of Triton kernels that take the host a third of the usual time, which is what a small model waits for.
+"""Launches of Triton kernels that take the host less time, which is what a small model waits for.
 
-`kernel[grid](...)` finds out at each launch which compiled kernel its arguments ask for: 40 us on the host of an H200.
-Here what decides that is compared with earlier launches, and the compiled kernel is launched itself.
+`kernel[grid](...)` finds out at each launch which compiled kernel its arguments ask for. Here what decides that is
+compared with earlier launches, and the compiled kernel is launched itself: a residual add with its norm takes the host
+of an H200 30 us instead of 43.
 """
 
 from __future__ import annotations

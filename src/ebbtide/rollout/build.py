@@ -9,8 +9,11 @@ from ebbtide.model.load import LoadedModel
 from ebbtide.rollout.engine import Engine
 
 
-def build_engine(loaded: LoadedModel, config: Config, make_room: Callable[[int], None]) -> Engine:
-    """`make_room` is called with the bytes of a KV cache before it is allocated."""
+def build_engine(
+    loaded: LoadedModel, config: Config, make_room: Callable[[int], None], *, exact: bool = False
+) -> Engine:
+    """`make_room` is called with the bytes of a KV cache before it is allocated. `exact`: log-probs have the bits of
+    training (policy/exact.py); without a trainer there are none to agree with."""
     rollout = config.rollout
     if rollout.engine == "vllm":
         from ebbtide.rollout.vllm_engine import VllmEngine
@@ -26,7 +29,7 @@ def build_engine(loaded: LoadedModel, config: Config, make_room: Callable[[int],
             longest=longest,
             samples=rollout.group_size,
             make_room=make_room,
-            exact=rollout.exact,
+            exact=exact,
         )
     from ebbtide.rollout.huggingface import HuggingFaceEngine
 
