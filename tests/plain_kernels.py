@@ -1,50 +1,29 @@
-"""What the kernels of fused decoding compute, in plain torch, for the tests of fused blocks on a CPU."""
+"""The KV cache of fused decoding in plain torch, for the tests of fused blocks on a CPU."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from torch import Tensor, arange
+from torch.nn.functional import scaled_dot_product_attention
 
-from torch import Tensor, rsqrt
-from torch.nn.functional import scaled_dot_product_attention, silu
-
-from tidal import rotated
+from ebbtide.model.block_functions import rotate
+from ebbtide.model.block_reference import Rotary
 
 
 class PlainPass:
     """The attention metadata of one pass over one sequence."""
 
-    addresses = slots = None
-    block = 4
-
     def __init__(self) -> None:
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
-        self.kernels = SimpleNamespace(
-            add_norm=add_norm,
-            rope_and_write_cache=self.rope_and_write_cache,
-            silu_and_mul=lambda gate, up: silu(gate) * up,
-        )
 
-    def rope_and_write_cache(
-        self, query, key, value, norms, eps, cos, sin, addresses, layer, slots, block, channels
-    ) -> Tensor:
-        q, k, v = (states.view(len(states), -1, channels) for states in (query, key, value))
-        if norms is not None:
-            q, k = norm(q, norms[0], eps), norm(k, norms[1], eps)
-        self._cache[layer] = rotated(k, cos[:, None], sin[:, None]), v
-        return rotated(q, cos[:, None], sin[:, None])
+    def rope_and_write_cache(self, layer: int, qkv: Tensor, rotary: Rotary) -> Tensor:
+        query, key = rotate(qkv, rotary)
+        values = qkv[:, (rotary.heads + rotary.kv_heads) * rotary.channels :]
+        self._cache[layer] = key, values.unflatten(1, (rotary.kv_heads, rotary.channels))
+        return query
 
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        assert window is None
         states = (each.transpose(0, 1) for each in (query, *self._cache[layer]))  # [heads, T, channels]
-        mixed = scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True)
+        before = arange(len(query))[:, None] - arange(len(query))  # by how many tokens a key is before a query
+        seen = (before >= 0) & (before < (window or len(query)))
+        mixed = scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True)
         return mixed.transpose(0, 1)
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return weight * (wide * rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    added = x if delta is None else x + delta
-    return added, norm(added, weight, eps)

@@ -1,33 +1,49 @@
 """`rollout.exact` on a CPU, where there is no exact mode: what is refused, what is compared, and what is left out."""
 
 import pytest
+import torch
 
 from ebbtide.algorithms import updates
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.policy.exact import check_exact
+from ebbtide.policy.exact import check_exact, decide_exact
 from test_loop import run
+
+
+def tiny_exact(config: Config) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"exact": True})})
+
 
 TWO = {"train.minibatches": 2}
 
 
 def test_a_cpu_has_none(tiny, tmp_path) -> None:
-    with pytest.raises(
-        UserError, match=r"`rollout.exact: true` is not possible here: the model's blocks are not fused"
-    ):
+    with pytest.raises(UserError, match=r"`rollout.exact: true` is not possible here: it runs on a GPU"):
         run(tiny, tmp_path / "run", {"rollout.exact": True})
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"rollout.engine": "huggingface"}, "`rollout.engine: huggingface` computes with kernels of its own"),
-        ({"model.dtype": "float32"}, "blocks are not fused"),
-    ],
-)
-def test_the_reason_is_named(tiny, tmp_path, changes, why) -> None:
-    with pytest.raises(UserError, match=why):
-        run(tiny, tmp_path / "run", {"rollout.exact": True, **changes})
+def test_the_reason_is_named(tiny, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"`rollout.engine: huggingface` computes with kernels of its own"):
+        run(tiny, tmp_path / "run", {"rollout.exact": True, "rollout.engine": "huggingface"})
+
+
+def test_null_decides_and_says_why_not(tiny) -> None:
+    found, why = decide_exact(tiny(), torch.device("cpu"), 1)
+    assert found.rollout.exact is False
+    assert why == "it runs on a GPU"
+    assert decide_exact(tiny(), torch.device("cuda"), 2)[1] == "it runs on one GPU, not on several ranks"
+    for chosen in (True, False):
+        config = tiny({"rollout.exact": chosen})
+        assert decide_exact(config, torch.device("cpu"), 1) == (config, "")
+
+
+def test_a_model_without_fused_blocks_runs_without_it(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("ebbtide.worker.decide_exact", lambda config, *_: (tiny_exact(config), ""))
+    monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "its blocks are not fused")
+    lines, *_ = run(tiny, tmp_path / "run")
+    assert any("loss" in line for line in lines)
+    assert "exact: false" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_a_difference_stops_the_run() -> None:
@@ -37,6 +53,7 @@ def test_a_difference_stops_the_run() -> None:
 
 
 def test_the_first_update_is_compared(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
     monkeypatch.setattr("ebbtide.worker.make_exact", lambda *_: None)
     seen: list[float] = []
     monkeypatch.setattr(updates, "check_exact", lambda figures: seen.append(figures["mismatch_max"]))
@@ -46,6 +63,7 @@ def test_the_first_update_is_compared(tiny, tmp_path, monkeypatch) -> None:
 
 
 def test_recorded_logprobs_are_the_old_ones(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
     monkeypatch.setattr("ebbtide.worker.make_exact", lambda *_: None)
     monkeypatch.setattr(updates, "check_exact", lambda figures: None)
     recorded, *_ = run(tiny, tmp_path / "recorded", {"rollout.exact": True, **TWO})

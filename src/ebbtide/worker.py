@@ -30,6 +30,7 @@ from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
+from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import enforce_budget
 from ebbtide.memory.host import bind_to_numa_node, pci_address
 from ebbtide.memory.plan import HoldingName, Phase
@@ -43,7 +44,7 @@ from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
 from ebbtide.planner.run_plan import RunPlan, plan_run
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.exact import make_exact
+from ebbtide.policy.exact import decide_exact, make_exact, why_not_exact
 from ebbtide.policy.frozen import FrozenModel
 from ebbtide.policy.head import Head
 from ebbtide.policy.losses import Loss
@@ -137,8 +138,13 @@ class Worker:
                 self.report.note(binding)
             if self.config.deterministic:
                 allow_deterministic_matmuls(device)
-            if self.config.rollout.exact and self._trains and device.type == "cuda":
-                stack.enter_context(without_split_k())
+            chosen = self.config.rollout.exact
+            if self._trains:
+                self.config, why = decide_exact(self.config, device, self._ranks)
+                if why and device.type == "cuda" and "generate" in self.config.cycle:
+                    self.report.note(f"not exact (`rollout.exact`): {why}")
+                if self.config.rollout.exact and device.type == "cuda":
+                    stack.enter_context(without_split_k())
             plan, host_needs = self._decide(device) if self._trains else (None, {})
             stack.enter_context(enforce_budget(device, self.config.memory.budget_gib))
             placement = plan_holdings(self.config, self.comm.shards)
@@ -148,7 +154,7 @@ class Worker:
             if self._has_report:
                 self.residency.record_history(self.report.path / HISTORY)
             with self.report.working("loading the model"), self.residency.startup():
-                self._load(host_needs)
+                self._load(host_needs, plan, exact=chosen)
             with self.report.working("pinning host memory"):
                 saves = self.config.checkpoint is not None and self.config.checkpoint.async_save
                 self.residency.pin(copied=SAVED_HOLDINGS if saves else ())
@@ -184,7 +190,8 @@ class Worker:
         report.set_plan(self.config, plan)  # writes config.yaml: nothing in it changes from here on
         return plan, host_needs
 
-    def _load(self, host_needs: dict[str, int]) -> None:
+    def _load(self, host_needs: dict[str, int], plan: RunPlan | None, *, exact: bool | None) -> None:
+        """`exact`: what the user chose; None leaves it to the run."""
         config, residency, comm = self.config, self.residency, self.comm
         device = comm.load_device(residency.device)
         # A checkpoint that is loaded later replaces the weights that the run started from.
@@ -199,14 +206,22 @@ class Worker:
         rollout_weights = shard_policy(policy, comm, self._channel, residency.device, mode)
         policy.fuse_blocks(self.report.note)
         if config.rollout.exact:
-            make_exact(policy, config, comm.size + (self._channel is not None))
-            self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
+            if not (why := why_not_exact(policy, config, self._ranks)):
+                make_exact(policy)
+                self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
+            elif exact:
+                raise UserError(f"`rollout.exact: true` is not possible here: {why}. Set `rollout.exact: false`")
+            else:
+                rollout = config.rollout.model_copy(update={"exact": False})
+                self.config = config = config.model_copy(update={"rollout": rollout})
+                self.report.set_plan(config, plan)
+                self.report.note(f"not exact (`rollout.exact`): {why}")
         with rollout_weights.materialized() as model:
             policy.verify(model)
         if config.generates:
             self.engine = rollout_weights.engine(
                 lambda model: build_engine(
-                    replace(loaded, model=model), config, residency.make_room, exact=config.rollout.exact
+                    replace(loaded, model=model), config, residency.make_room, exact=bool(config.rollout.exact)
                 ),
                 lambda: self.optimizer.steps if self.optimizer is not None else {},
             )
@@ -220,6 +235,11 @@ class Worker:
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes
+
+    @property
+    def _ranks(self) -> int:
+        """All ranks of the run, those that only sample as well."""
+        return self.comm.size + (self._channel is not None)
 
     @property
     def resumed(self) -> Checkpoint | None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from conftest import FAMILIES, family
+from ebbtide.model.linear import HOPPER, linear
 from ebbtide.model.load import load_model
 from ebbtide.policy.attention import PackedAttention
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.exact import HOPPER, make_exact
+from ebbtide.policy.exact import make_exact, why_not_exact
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
 from ebbtide.rollout.engine import Request, SamplingParams
@@ -33,13 +34,14 @@ def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
     chance = random.Random(f"{name} {seed}")
     kv_heads, channels = chance.choice([1, 2, 3, 8]), chance.choice([64, 128, 256])
     heads = kv_heads * chance.choice([1, 2, 7])
+    hidden = 64 * heads * chance.randint(1, max(1, 20 // heads))  # transformers wants a multiple of the heads
     longest = chance.choice([100, 600, 1500])
     config = tiny(
         {
             **family(name),
             "device": "cuda",
             "model.dtype": "bfloat16",
-            "model.scratch.hidden": 64 * chance.randint(2, 20),
+            "model.scratch.hidden": hidden,
             "model.scratch.heads": heads,
             "model.scratch.kv_heads": kv_heads,
             "model.scratch.head_dim": channels,
@@ -59,7 +61,8 @@ def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
         parameter.data += 0.1 * torch.randn_like(parameter)
     policy = Policy(loaded, config)
     policy.fuse_blocks(pytest.fail)
-    make_exact(policy, config, 1)
+    assert not why_not_exact(policy, config, 1)
+    make_exact(policy)
     vocabulary = loaded.vocabulary_rows
     prompts = [[chance.randrange(vocabulary) for _ in range(chance.randint(1, longest))] for _ in range(6)]
     requests = [Request(prompt, [chance.randrange(99) for _ in range(chance.choice([1, 3, 8]))]) for prompt in prompts]
@@ -100,3 +103,20 @@ def test_gradients_are_those_of_flash_attention(window) -> None:
         found.append((mixed, sums, *attention.backward(grad, *each, mixed, sums)))
     for ours, theirs in zip(*found, strict=True):
         assert (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("depth", "width"), [(6144, 2048), (4864, 896), (896, 1152), (576, 3584), (2048, 6200), (64, 40)]
+)
+def test_matmuls_of_few_rows_have_the_bits_of_many(depth, width, biased) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(width, depth, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(width, device="cuda", dtype=torch.bfloat16) if biased else None
+    x = torch.randn(3000, depth, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        many = linear(x, weight, bias)
+        for rows in (1, 2, 3, 16, 17, 32, 33, 64, 65, 96, 128, 129, 700):
+            assert torch.equal(linear(x[:rows], weight, bias), many[:rows]), rows
+    wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(many, wanted.bfloat16(), atol=0.5, rtol=0.02)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from test_paged_kernels import DEVICE, INTERPRETED, NEAR, Paged, integers, reference, table
+from test_paged_kernels import DEVICE, DTYPES, INTERPRETED, NEAR, Paged, integers, reference, table
 
 from ebbtide.model.block_reference import Norm, Rotary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
-DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # it multiplies no bfloat16 matrices
 
 
 def same(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -56,9 +55,11 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
     """Sequences of a group, packed as in training; their prompt and their own tokens read by chunks into a cache; and
     their last tokens alone, with the prompt read once for the group."""
     from ebbtide.model.attention_kernels import TILE, attend_packed, attend_to_cache
-    from ebbtide.rollout.paged.attention_kernels import write_cache
-    from ebbtide.rollout.paged.exact_decode_kernels import decode
+    from ebbtide.rollout.paged.cache_kernels import write_cache
+    from ebbtide.rollout.paged.decode_kernels import decode
 
+    if dtype == torch.float32 and channels == 256 and not INTERPRETED:
+        pytest.skip("float32 with 256 channels takes more shared memory than a GPU has")
     torch.manual_seed(0)
     block, scale = 16, channels**-0.5
     cache = Paged(kv_heads, channels, block, dtype)
@@ -105,7 +106,7 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
             torch.stack([states[0][-1] for states in own]), cache.addresses, 0, kv_heads, block,
             integers([0, *[rows] * rows]), integers([0] * rows), table([of_prompt], rows, len(of_prompt)),
             integers([prompt, *[0] * (rows - 1)]), table(of_own, rows, max(map(len, of_own))),
-            integers(own_lengths), integers([prompt] * rows), scale, window,
+            integers(own_lengths), integers([prompt] * rows), rows, scale, window,
         )  # fmt: skip
         assert same(found, torch.stack([packed[int(end) - 1] for end in starts[1:]]))
         cache.give(of_prompt, *of_own)

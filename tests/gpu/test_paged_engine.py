@@ -61,7 +61,7 @@ def test_the_tokens_are_those_of_transformers(tiny, name, sampling) -> None:
                 )
         if sampling.ignore_eos:
             assert (engine.preempted > 0) == ("blocks" in options)
-    assert engine._runner.is_fused == (name not in ("gemma", "mistral"))  # Mistral has a window
+    assert engine._runner.is_fused
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
 from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.sampling import sample_tokens
@@ -17,11 +17,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda
 NEAR = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
 
 
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # it multiplies no bfloat16 matrices
+
+
 class Paged:
     """A cache of two layers in which sequences lie in blocks at random places."""
 
     def __init__(self, kv_heads: int, channels: int, block: int, dtype: torch.dtype) -> None:
-        self.block, self.count = block, 200
+        self.block, self.count = block, 300
         shape = (self.count, kv_heads, block, channels)
         self.layers = [[torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2)] for _ in range(2)]
         self.addresses = torch.tensor(
@@ -66,13 +69,15 @@ def reference(
     ("heads", "kv_heads", "channels", "block", "window"),
     [(4, 2, 32, 16, None), (16, 8, 128, 64, None), (14, 2, 64, 64, 40), (4, 1, 80, 16, None)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_attends_to_the_prompt_and_to_own_tokens(heads, kv_heads, channels, block, window, dtype) -> None:
     from ebbtide.rollout.paged.decode_kernels import decode
 
     torch.manual_seed(0)
     cache = Paged(kv_heads, channels, block, dtype)
-    groups = [(5, [1]), (300, [1, 17, 70, 33, 2, 9]), (64, [290, 64]), (1, [3])]
+    groups = [(5, [1]), (300, [1, 17, 70, 33, 2, 9]), (64, [290, 64]), (1, [3]), (700, [400, 1]), (512, [9])]
+    longest = 700
+    group_of = [number for number, (_, many) in enumerate(groups) for _ in many]
     prompts = [cache.take(length) for length, _ in groups]
     own = [cache.take(length) for _, lengths in groups for length in lengths]
     lengths = [length for _, lengths in groups for length in lengths]
@@ -89,16 +94,16 @@ def test_decoding_attends_to_the_prompt_and_to_own_tokens(heads, kv_heads, chann
         kv_heads,
         block,
         integers(firsts + [rows] * (size + 1 - len(firsts))),
-        table(prompts, size, -(-300 // block)),
+        integers(group_of + [0] * 3),
+        table(prompts, size, -(-longest // block)),
         integers([length for length, _ in groups] + [0] * (size - len(groups))),
-        table(own, size, -(-300 // block)),
+        table(own, size, -(-400 // block)),
         integers(lengths + [0] * 3),
         integers(starts + [0] * 3),
         4,
         channels**-0.5,
         window,
     )
-    group_of = [number for number, (_, many) in enumerate(groups) for _ in many]
     for row in range(rows):
         slots = cache.slots(prompts[group_of[row]], starts[row]) + cache.slots(own[row], lengths[row])
         wanted = reference(
@@ -112,10 +117,10 @@ def test_decoding_attends_to_the_prompt_and_to_own_tokens(heads, kv_heads, chann
     ("heads", "kv_heads", "channels", "block", "window"),
     [(4, 2, 32, 16, None), (16, 8, 128, 64, None), (6, 2, 48, 16, 70)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, channels, block, window, dtype) -> None:
-    from ebbtide.rollout.paged.attention_kernels import write_cache
-    from ebbtide.rollout.paged.prefill_kernels import TILE, prefill
+    from ebbtide.model.attention_kernels import TILE, attend_to_cache
+    from ebbtide.rollout.paged.cache_kernels import write_cache
 
     torch.manual_seed(0)
     cache = Paged(kv_heads, channels, block, dtype)
@@ -134,7 +139,7 @@ def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, ch
     write_cache(key, value, cache.addresses, 0, integers([*slots[:-1], -1]), block)
     assert torch.equal(cache.at(0, 0, slots[:-1]), key[:-1])
     assert torch.equal(cache.at(0, 1, slots[:-1]), value[:-1])
-    found = prefill(
+    found = attend_to_cache(
         query,
         cache.addresses,
         0,
@@ -161,43 +166,6 @@ def test_reading_is_causal_attention_over_the_whole_sequence(heads, kv_heads, ch
             window,
         )
         torch.testing.assert_close(found[begin : begin + count], wanted, **NEAR[dtype])
-
-
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_between_the_matrices(norms, dtype) -> None:
-    from ebbtide.rollout.paged import block_kernels
-
-    def normed(x, weight):
-        wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-    def turned(x, cos, sin):
-        half = x.shape[-1] // 2
-        return x * cos[:, None] + torch.cat([-x[..., half:], x[..., :half]], -1) * sin[:, None]
-
-    torch.manual_seed(0)
-    x, more, weight = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((5, 48), (5, 48), (48,)))
-    added, found = block_kernels.add_norm(x, more, weight, 1e-6)
-    assert torch.equal(added, x + more)
-    torch.testing.assert_close(found, normed(x + more, weight), **NEAR[dtype])
-    torch.testing.assert_close(block_kernels.add_norm(x, None, weight, 1e-6)[1], normed(x, weight), **NEAR[dtype])
-    torch.testing.assert_close(block_kernels.silu_and_mul(x, more), silu(x) * more, **NEAR[dtype])
-
-    cache = Paged(2, 24, 16, dtype)
-    states = [torch.randn(5, width, device=DEVICE).to(dtype) for width in (4 * 24, 2 * 24, 2 * 24)]
-    weights = [torch.randn(24, device=DEVICE).to(dtype) for _ in range(2)]
-    cos, sin = (torch.randn(5, 24, device=DEVICE).to(dtype) for _ in range(2))
-    slots = [3, 70, 71, 5, -1]
-    query = block_kernels.rope_and_write_cache(
-        *states, tuple(weights) if norms else None, 1e-6, cos, sin, cache.addresses, 1, integers(slots), 16, 24
-    )
-    q, k, v = (state.view(5, -1, 24) for state in states)
-    if norms:
-        q, k = normed(q, weights[0]), normed(k, weights[1])
-    torch.testing.assert_close(query, turned(q, cos, sin), **NEAR[dtype])
-    torch.testing.assert_close(cache.at(1, 0, slots[:-1]), turned(k, cos, sin)[:-1], **NEAR[dtype])
-    assert torch.equal(cache.at(1, 1, slots[:-1]), v[:-1])
 
 
 @pytest.mark.parametrize("vocabulary", [11, 9000])

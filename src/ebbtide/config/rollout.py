@@ -83,12 +83,12 @@ class RolloutConfig(Section):
     own weights and sample the same tokens up to float noise. `vllm`: vLLM in this process, with a copy of the weights
     and its own random numbers."""
 
-    exact: bool = False
+    exact: bool | None = None
     """Exact on-policy log-probs (bitwise consistency, batch invariance): what the sampler records for a token equals,
     to the bit, what the trainer computes for it under the same weights, whatever else is in a batch. Then `mismatch`
     is 0, and the recorded log-probs are the old ones, without a forward for them; every token of a step's first update
     is compared. (Partial rollouts have tokens of older weights, and none of that.) Needs GRPO, `rollout.engine: paged`,
-    fused blocks in bfloat16, and one GPU of the Hopper generation."""
+    fused blocks in bfloat16, and one GPU of the Hopper generation; `null`: on where that is so."""
 
     vllm: VllmConfig | None = None
     """Settings of `engine: vllm`; `null` is the defaults."""

@@ -4,9 +4,11 @@ For a query the keys of its sequence are taken in strips of `STRIP` at fixed pos
 of a split, `SPLIT` keys at fixed positions, make one result, and the results of splits are merged from first to last.
 So the bits of a token's output depend on its sequence alone: not on other sequences, on how many queries are computed
 together, or on which keys were computed by an earlier call. Strips and splits that a query does not see change nothing.
+Nor do the tiles and warps of a program: a matmul on the tensor cores of a Hopper GPU adds in one order in all of its
+instructions, and the sum of exp is one of integers.
 
 Here are the pieces, and the kernel for many queries of a sequence: packed, as in training, or with keys and values in a
-paged cache, as in prefill. rollout/paged/exact_decode_kernels.py has the one for a single query of each sequence.
+paged cache, as in prefill. rollout/paged/decode_kernels.py has the one for a single query of each sequence.
 """
 
 from __future__ import annotations
@@ -20,9 +22,16 @@ from ebbtide.model.block_kernels import UNFUSED
 
 STRIP = 64  # keys that enter the online softmax at once
 SPLIT = 512  # keys whose results are merged with those of other splits
-# Queries of a program, and its warps. All kernels have the same: other tiles compile to other instructions, which may
-# add in another order.
-TILE, WARPS = 64, 4
+TILE, WARPS = 64, 4  # queries of a program, and its warps
+
+
+@triton.jit
+def sum_of_weights(weights):
+    """The sums over keys [queries] of numbers from 0 to 1, each rounded to a multiple of 2^-23. They are added as
+    integers, so that the sum does not depend on the order, which differs with the warps of a program."""
+    # The bits of 1 + w are those of 1, plus w * 2^23.
+    steps = (weights + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
+    return tl.sum(steps, 1).to(tl.float32) * 1.1920928955078125e-07
 
 
 @triton.jit
@@ -35,7 +44,7 @@ def online_softmax(q, k, v, seen, scale, largest, total, acc, precision: tl.cons
     safe = tl.where(new == -float("inf"), 0.0, new)
     shrink = tl.exp(largest - safe)
     weights = tl.exp(scores - safe[:, None])
-    total = total * shrink + tl.sum(weights, 1)
+    total = total * shrink + sum_of_weights(weights)
     acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=precision).to(tl.float32)
     return new, total, acc
 

@@ -111,11 +111,6 @@ class Family:
         return {**self.defaults, **given, **renamed}
 
     @property
-    def can_fuse_decoding(self) -> bool:
-        """Whether its blocks compute what the kernels of fused decoding do, as far as the family decides that."""
-        return self.norm_offset == 0 and not self.norm_in_float32
-
-    @property
     def attention_matrices(self) -> tuple[str, str, str, str]:
         return self.query, self.key, self.value, self.output
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ebbtide.model.linear import linear
 from ebbtide.system.torch_internals import storage_id
 
 
@@ -46,13 +47,28 @@ class JoinedWeights:
 
     def __call__(self, weights: dict[str, Tensor]) -> Tensor:
         """The weights of a call, as one."""
+        whole = self._adjacent(weights)
+        return torch.cat([weights[name].detach() for name in self.names]) if whole is None else whole
+
+    def product(self, x: Tensor, weights: dict[str, Tensor], biases: JoinedWeights | None = None) -> Tensor:
+        """The products of x [T, K] with all weights, side by side, with biases if there are any."""
+        given = biases if biases is not None and biases.names else None
+        if self._adjacent(weights) is not None or x.shape[0] >= x.shape[1]:
+            return linear(x, self(weights), None if given is None else given(weights))
+        # With few rows, such as in decoding, to copy the weights would take longer than the products.
+        names = [None] * len(self.names) if given is None else given.names
+        pairs = zip(self.names, names, strict=True)
+        return torch.cat([linear(x, weights[name], weights[bias] if bias else None) for name, bias in pairs], 1)
+
+    def _adjacent(self, weights: dict[str, Tensor]) -> Tensor | None:
+        """The weights of a call, as one, if they follow each other in memory."""
         parts = [weights[name] for name in self.names]
         places = [part.data_ptr() for part in parts]
         # The same addresses hold the same numbers, unless the memory was given back: then the whole, which has none of
         # its own, is elsewhere.
         if self._whole is None or places != self._places or self._whole.data_ptr() != places[0]:
             self._places, self._whole = places, joined(parts)
-        return torch.cat([part.detach() for part in parts]) if self._whole is None else self._whole
+        return self._whole
 
     def split(self, whole: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Name -> its part of a tensor like the whole, such as its gradient."""

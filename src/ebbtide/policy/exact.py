@@ -11,28 +11,46 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.model import resolve_dtype
 from ebbtide.errors import UserError
+from ebbtide.model.linear import HOPPER
 from ebbtide.policy.losses import build_loss, loss_head
 
 if TYPE_CHECKING:
     from ebbtide.config.root import Config
     from ebbtide.policy.policy import Policy
 
-HOPPER = 9  # The compute capability of its GPUs.
 # More tokens would take more workspace than is planned for; more query heads of a key head, other tiles.
 LONGEST, MOST_HEADS = 16_000, 64
 
 
-def make_exact(policy: Policy, config: Config, ranks: int) -> None:
-    """Gives the policy's log-probs the bits of the sampler's, or says why it cannot. Both are to run in a context
-    `without_split_k`."""
-    if why := _why_not_exact(policy, config, ranks):
-        raise UserError(f"`rollout.exact: true` is not possible here: {why}. Set `rollout.exact: false`")
+def decide_exact(config: Config, device: torch.device, ranks: int) -> tuple[Config, str]:
+    """(the config with `rollout.exact` decided, where it is null; why it is off then)."""
+    if config.rollout.exact is not None:
+        return config, ""
+    why = _why_not_run(config, device, ranks)
+    rollout = config.rollout.model_copy(update={"exact": not why})
+    return config.model_copy(update={"rollout": rollout}), why
+
+
+def why_not_exact(policy: Policy, config: Config, ranks: int) -> str:
+    """Why the log-probs of a policy cannot have the bits of the sampler's; empty if they can."""
+    if why := _why_not_run(config, policy.device, ranks):
+        return why
+    if policy.fused is None:
+        return "the model's blocks are not fused, as in a family without fused blocks"
+    if any(block.heads > MOST_HEADS * block.kv_heads for block in policy.fused.blocks):
+        return f"a key head of the model has more than {MOST_HEADS} query heads"
+    return ""
+
+
+def make_exact(policy: Policy) -> None:
+    """Gives a policy's log-probs the bits of the sampler's. Both are to run in a context `without_split_k`."""
     assert policy.fused is not None
     policy.fused.exact = True
 
 
-def _why_not_exact(policy: Policy, config: Config, ranks: int) -> str:
+def _why_not_run(config: Config, device: torch.device, ranks: int) -> str:
     rollout = config.rollout
     if not isinstance(config, GrpoConfig):
         return f"`algorithm: {config.algorithm}` does not train on the log-probs that are recorded"
@@ -42,17 +60,15 @@ def _why_not_exact(policy: Policy, config: Config, ranks: int) -> str:
         return "`rollout.replay` reads log-probs from a file"
     if config.max_sequence_tokens > LONGEST:
         return f"its sequences have more than {LONGEST:,} tokens"
-    if ranks > 1:
-        return "it runs on one GPU, not on several ranks"
-    if policy.fused is None:
-        return "the model's blocks are not fused, as on a CPU, in float32, or in a family without fused blocks"
-    if policy.model.dtype != torch.bfloat16:
-        return "it needs `model.dtype: bfloat16`"
-    if any(block.heads > MOST_HEADS * block.kv_heads for block in policy.fused.blocks):
-        return f"a key head of the model has more than {MOST_HEADS} query heads"
     if loss_head(build_loss(config.loss)) is not None:
         return f"`loss.kind: {config.loss.kind}` computes log-probs of its own"
-    if torch.cuda.get_device_capability(policy.device)[0] != HOPPER:
+    if ranks > 1:
+        return "it runs on one GPU, not on several ranks"
+    if device.type != "cuda":
+        return "it runs on a GPU"
+    if resolve_dtype(config.model.dtype, device.type) != "bfloat16":
+        return "it needs `model.dtype: bfloat16`"
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
         return "matmuls of few and of many rows have the same bits only on GPUs of the Hopper generation"
     return ""
 
@@ -61,7 +77,7 @@ def check_exact(figures: dict[str, float]) -> None:
     """Stops a run whose first update of a step, on tokens that the same weights sampled, found other log-probs."""
     if off := figures.get("mismatch_max"):
         raise UserError(
-            f"`rollout.exact: true`: the trainer's log-prob of a token is {off:.3g} nats from the sampler's, and they"
+            f"`rollout.exact`: the trainer's log-prob of a token is {off:.3g} nats from the sampler's, and they"
             " should be equal to the bit. This is a bug in a kernel: please report it with the model, the GPU and the"
             " version of torch. To continue without exact log-probs, set `rollout.exact: false`"
         )

@@ -36,6 +36,7 @@ from ebbtide.model.block_functions import (
 )
 from ebbtide.model.families import Family, part_of
 from ebbtide.model.joined_weights import JoinedWeights
+from ebbtide.model.linear import linear
 from ebbtide.policy.attention import PackedAttention
 
 Grads = dict[str, Tensor | None]
@@ -162,8 +163,7 @@ class FusedBlock:
 
     def project(self, normed: Tensor, weights: Weights) -> Tensor:
         """Queries, keys and values of all heads [T, (heads + 2 kv heads) * channels]."""
-        matrix = self._qkv(weights).t()
-        return torch.addmm(self._qkv_bias(weights), normed, matrix) if self._qkv_bias.names else normed @ matrix
+        return self._qkv.product(normed, weights, self._qkv_bias)
 
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
@@ -178,9 +178,7 @@ class FusedBlock:
 
     def after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and its norm."""
-        output, bias = weights[self._output], weights.get(self._output_bias)
-        flat = mixed.flatten(1)
-        delta = flat @ output.t() if bias is None else torch.addmm(bias, flat, output.t())
+        delta = linear(mixed.flatten(1), weights[self._output], weights.get(self._output_bias))
         return add_norm(x, delta, weights[self._weight_of_norms[1]], self._mlp_norm)
 
     # Backward

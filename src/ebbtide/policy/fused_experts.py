@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ebbtide.model.block_functions import Activation, activate, activate_weighted_backward, combine
 from ebbtide.model.families import Family
+from ebbtide.model.linear import linear
 from ebbtide.policy.fused_block import Grads, Saved, Weights, recompute_or
 from ebbtide.system.torch_internals import grouped_mm
 
@@ -38,7 +39,7 @@ class Experts:
         self.names, self.joinable = (self._router, self._halves, self._down), ()
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
-        logits = normed @ weights[self._router].t()
+        logits = linear(normed, weights[self._router])
         saved.put("moe_router", logits)
         routing = self._route(logits)
         halves = self._project(normed, routing, weights)
@@ -72,7 +73,7 @@ class Experts:
         self, grad: Tensor, remake: Callable[[], Tensor], weights: Weights, saved: Saved, grads: Grads | None
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
         router, halves_weight, down = weights[self._router], weights[self._halves], weights[self._down]
-        logits = recompute_or(saved.take("moe_router"), lambda: remake() @ router.t())
+        logits = recompute_or(saved.take("moe_router"), lambda: linear(remake(), router))
         routing = self._route(logits)
         halves = recompute_or(saved.take("moe_act"), lambda: self._project(remake(), routing, weights))
         by_row = grad[routing.tokens]

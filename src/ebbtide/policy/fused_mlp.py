@@ -9,6 +9,7 @@ from torch import Tensor
 from ebbtide.model.block_functions import Activation, activate, activate_backward
 from ebbtide.model.families import Family
 from ebbtide.model.joined_weights import JoinedWeights
+from ebbtide.model.linear import linear
 from ebbtide.policy.fused_block import Grads, Saved, Weights, recompute_or
 
 
@@ -22,15 +23,15 @@ class FusedGatedMLP:
         self.names = (*self.joinable, self._down)
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
-        halves = normed @ self._halves(weights).t()
+        halves = self._halves.product(normed, weights)
         saved.put("mlp_act", halves)
-        return activate(halves, self._activation) @ weights[self._down].t()
+        return linear(activate(halves, self._activation), weights[self._down])
 
     def backward(
         self, grad: Tensor, remake: Callable[[], Tensor], weights: Weights, saved: Saved, grads: Grads | None
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
         matrix = self._halves(weights)
-        halves = recompute_or(saved.take("mlp_act"), lambda: remake() @ matrix.t())
+        halves = recompute_or(saved.take("mlp_act"), lambda: linear(remake(), matrix))
         # Each in the place of the one that it follows from.
         product, dhalves = activate_backward(halves, grad @ weights[self._down], self._activation)
         if grads is not None:

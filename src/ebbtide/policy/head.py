@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ebbtide.memory.gauge import transient
+from ebbtide.model.linear import linear
 from ebbtide.policy import logprob_reference
 from ebbtide.policy.head_costs import LOGITS, backward_bytes, forward_bytes
 

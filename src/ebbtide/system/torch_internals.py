@@ -8,6 +8,7 @@ checkpoint/index.py, which imports no torch; their test is there too.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -156,6 +157,20 @@ def allow_deterministic_matmuls(device: torch.device) -> None:
 
 
 @contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Inside this context nothing reaches the process's standard error."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@contextmanager
 def without_split_k() -> Iterator[None]:
     """Inside this context no matmul in bfloat16 splits its inner dimension: a row then has the same bits among few rows
     as among many, on GPUs of the Hopper generation. torch has this switch for cuBLASLt alone, as the second of two
@@ -163,7 +178,8 @@ def without_split_k() -> Iterator[None]:
     settings = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
     before = settings.allow_bf16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction_split_k
-    torch.backends.cuda.preferred_blas_library("cublaslt")
+    with _without_stderr():  # torch warns there, past Python, that this setting is experimental
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     settings.allow_bf16_reduced_precision_reduction = (False, False)
     try:
         yield

@@ -57,7 +57,7 @@ class GrpoConfig(Config):
     def records_old_logprobs(self) -> bool:
         """Whether the sampler's log-probs are the trainer's before the first update on a batch, to the bit: tokens that
         older weights sampled have others."""
-        return self.rollout.exact and not self.rollout.partial.extra_prompts
+        return bool(self.rollout.exact) and not self.rollout.partial.extra_prompts
 
     @property
     def forward_passes(self) -> Mapping[str, tuple[str, ...]]:

@@ -10,24 +10,18 @@ from torch import Tensor
 
 from ebbtide.model.attention_kernels import attend_to_cache
 from ebbtide.model.block_reference import Rotary
-from ebbtide.rollout.paged import (
-    attention_kernels,
-    cache_kernels,
-    decode_kernels,
-    exact_decode_kernels,
-    prefill_kernels,
-)
+from ebbtide.rollout.paged.cache_kernels import rope_and_write_cache, write_cache
+from ebbtide.rollout.paged.decode_kernels import decode
 
 
 @dataclass(frozen=True)
 class PassMetadata(ABC):
-    """The slot mapping of a pass; subclasses add what its tokens attend to. `exact`: with the bits of training."""
+    """The slot mapping of a pass; subclasses add what its tokens attend to."""
 
     addresses: Tensor  # [layers, 2] int64: the addresses of the cache's keys and values
     kv_heads: int
     block: int
     slots: Tensor  # [T] int32: where new keys and values are written; -1 for padding
-    exact: bool
 
     @abstractmethod
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
@@ -37,17 +31,17 @@ class PassMetadata(ABC):
     def rope_and_write_cache(self, layer: int, qkv: Tensor, rotary: Rotary) -> Tensor:
         """Returns the queries [T, heads, channels] of `qkv` [T, (heads + 2 kv heads) * channels] after norm and RoPE,
         and writes keys and values to the cache."""
-        return cache_kernels.rope_and_write_cache(qkv, rotary, self.addresses, layer, self.slots, self.block)
+        return rope_and_write_cache(qkv, rotary, self.addresses, layer, self.slots, self.block)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        attention_kernels.write_cache(key, value, self.addresses, layer, self.slots, self.block)
+        write_cache(key, value, self.addresses, layer, self.slots, self.block)
         return self.attend_to_cache(layer, query, scale, window)
 
 
 @dataclass(frozen=True)
 class DecodeMetadata(PassMetadata):
     """A decode pass: one new token for each sample, where the samples of a group lie next to each other.
-    The fields are the arguments of `decode_kernels.decode` and `exact_decode_kernels.decode`, which describe them."""
+    The fields are the arguments of `decode`, which describes them."""
 
     firsts: Tensor  # [B + 1] int32
     groups: Tensor  # [B] int32
@@ -60,11 +54,9 @@ class DecodeMetadata(PassMetadata):
 
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
         cache = query, self.addresses, layer, self.kv_heads, self.block
-        prompts = self.prompt_tables, self.prompt_lengths
+        prompts = self.firsts, self.groups, self.prompt_tables, self.prompt_lengths
         own = self.own_tables, self.own_lengths, self.own_starts
-        if self.exact:
-            return exact_decode_kernels.decode(*cache, self.firsts, self.groups, *prompts, *own, scale, window)
-        return decode_kernels.decode(*cache, self.firsts, *prompts, *own, self.samples, scale, window)
+        return decode(*cache, *prompts, *own, self.samples, scale, window)
 
 
 @dataclass(frozen=True)
@@ -78,8 +70,7 @@ class PrefillMetadata(PassMetadata):
     own_tables: Tensor  # [S, blocks] int32
 
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        attend = attend_to_cache if self.exact else prefill_kernels.prefill
-        return attend(
+        return attend_to_cache(
             query,
             self.addresses,
             layer,

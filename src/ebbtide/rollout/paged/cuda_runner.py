@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ebbtide.errors import UserError
 from ebbtide.model.attention_kernels import TILE
+from ebbtide.model.linear import linear
 from ebbtide.model.load import decoder, head_weight, logit_scaling
 from ebbtide.policy import logprob_kernels
 from ebbtide.policy.attention import use_attention
@@ -24,7 +24,6 @@ from ebbtide.rollout.paged.attn_metadata import PassMetadata, PrefillMetadata
 from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, graph_batch_size
 from ebbtide.rollout.paged.cuda_graphs import needs_host_sync
 from ebbtide.rollout.paged.decode_graph import DecodeGraph, DecodeInputs
-from ebbtide.rollout.paged.exact_model import ExactModel
 from ebbtide.rollout.paged.fused_model import FusedModel, can_fuse
 from ebbtide.rollout.paged.runner import PendingTokens, SampleOp
 from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, PromptGroup, ScheduledSample, Scheduler
@@ -40,7 +39,7 @@ class CudaRunner:
     """Its calls return while the tokens are in flight: `PendingTokens.wait` waits for them."""
 
     def __init__(self, model: PreTrainedModel, batch: int, block: int, *, exact: bool = False) -> None:
-        """`exact`: log-probs have the bits of training, which runs fused blocks."""
+        """`exact`: log-probs are reduced from logits as in training."""
         self._model, self._batch, self._block, self._exact = model, batch, block, exact
         self._device = model.device
         self._costs = model_cache_costs(model.config)
@@ -54,16 +53,14 @@ class CudaRunner:
         self._widths = (0, 0)
         self._cache: KVCache | None = None
         self._open = ExitStack()
-        self._fused: FusedModel | ExactModel | None = None
-        if exact or can_fuse(model):
-            self._fused = ExactModel(model) if exact else FusedModel(model)
-            if not self._fused_matches_model():
-                self._fused = None
-                if exact:
-                    raise UserError(
-                        "`rollout.exact: true`: the sampler's fused blocks do not compute what the model's own forward"
-                        " does. Set `rollout.exact: false`"
-                    )
+        self._fused = FusedModel(model) if can_fuse(model) else None
+        if self._fused is not None and not self._fused_matches_model():
+            self._fused = None
+        if exact and self._fused is None:
+            raise UserError(
+                "`rollout.exact`: the sampler's fused blocks do not compute what the model's own forward does. Set"
+                " `rollout.exact: false`"
+            )
         self._captures = not needs_host_sync(model, known=self._fused is not None)
 
     @property
@@ -168,7 +165,6 @@ class CudaRunner:
             self._costs.kv_heads,
             size,
             self._to_device(slots, torch.int32),
-            self._exact,
             self._to_device(tiles, torch.int32).view(-1, 2),
             self._to_device(sequences, torch.int32).view(-1, 4),
             *padded,
@@ -187,8 +183,8 @@ class CudaRunner:
         cut = any(_cuts(op.sampling) for op in ops)
         inputs = DecodeInputs(self._host_inputs[self._step % RING], size, self._widths)
         largest = self._fill(inputs, ops)
-        # Groups of similar size share a graph; those of exact mode are the same for all sizes.
-        graph = self._graph(size, 1 if self._exact else min(16, 1 << (largest - 1).bit_length()), cut)
+        # Groups of similar size share a graph.
+        graph = self._graph(size, min(16, 1 << (largest - 1).bit_length()), cut)
         graph.inputs.data.copy_(inputs.data, non_blocking=True)
         if self._captures:
             graph.replay()
@@ -248,9 +244,8 @@ class CudaRunner:
         coarse[0, :count] = numbers
         coarse[1, :count] = numbers - coarse[0, :count]
         values["temperature"].view(numpy.float32)[:count] = [op.sampling.temperature for op in ops]
-        if self._exact:
-            values["groups"][:count] = groups
-            values["scale"].view(numpy.float32)[:count] = [self._logit_scale(op.sampling) for op in ops]
+        values["groups"][:count] = groups
+        values["scale"].view(numpy.float32)[:count] = [self._logit_scale(op.sampling) for op in ops]
         values["own_tables"].reshape(-1, self._widths[1])[:count] = self._own_tables[where]
         values["prompt_tables"].reshape(-1, self._widths[0])[: len(firsts)] = self._prompt_tables[where[begins]]
         return int(numpy.diff([*firsts, count]).max())
@@ -263,7 +258,7 @@ class CudaRunner:
             padding = DecodeInputs(torch.zeros(len(self._device_inputs), dtype=torch.int32), size, self._widths)
             padding.numpy()["rows"].fill(self._batch)
             inputs = DecodeInputs(self._device_inputs, size, self._widths)
-            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples, exact=self._exact)
+            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples)
             sample = None if cut else self._sample
             graph = DecodeGraph(inputs, metadata, self._last_tokens, self._decode_logits, sample)
             graph.warm_up(padding)

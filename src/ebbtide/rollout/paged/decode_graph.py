@@ -50,14 +50,13 @@ class DecodeInputs:
             arrays[name].fill(value)
         return arrays
 
-    def metadata(self, addresses: Tensor, kv_heads: int, block: int, samples: int, *, exact: bool) -> DecodeMetadata:
+    def metadata(self, addresses: Tensor, kv_heads: int, block: int, samples: int) -> DecodeMetadata:
         """Returns the attention metadata that reads these fields, for groups of at most `samples` samples."""
         return DecodeMetadata(
             addresses,
             kv_heads,
             block,
             self["slots"],
-            exact,
             self["firsts"],
             self["groups"],
             self["prompt_tables"].view(self.rows, -1),

@@ -1,10 +1,10 @@
-"""Paged attention for decode, with one query for each sample, as Triton kernels: a group's prompt is loaded once for
-all of its samples.
+"""Paged attention for decode, with one query for each sample, as Triton kernels, in the order of
+model/attention_kernels.py: a group's prompt is loaded once for all of its samples.
 
-Decode cuts contexts into splits (split-KV, as flash-decoding) so that few samples keep a whole GPU busy. Each program
-loads one split of one key-value head: of a prompt for all samples of its group together, or of one sample's own tokens.
-It writes the attention output of its split, normalised, and the log of its sum of exp; a second kernel merges the
-splits.
+Splits let few samples keep a whole GPU busy (split-KV, as flash-decoding). First each program loads the part of one
+split that is the group's prompt, in whole strips, for all samples of the group together; then each loads the rest of
+one split for one sample, and begins with the state that the prompt's strips of that split left. The last kernel merges
+the splits, if there can be several.
 """
 
 from __future__ import annotations
@@ -14,29 +14,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ebbtide.model.attention_kernels import STRIP, dot_precision, online_softmax
+from ebbtide.model.attention_kernels import (
+    SPLIT,
+    STRIP,
+    dot_precision,
+    finish_split,
+    online_softmax,
+    padded_channels,
+    split_weights,
+)
+from ebbtide.model.block_kernels import UNFUSED
 
-SPLIT = 512  # tokens of a split, or more where contexts are long
-MOST_SPLITS = 16
+WARPS, STAGES = 4, 2
+MOST_SPLITS = 32  # Longer contexts than 32 x SPLIT have larger splits, and other bits than in training.
+LANES = 16, 64  # Queries of a program that reads a prompt: few, or many.
 
 
-@triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "rows", "prompt_splits", "window"])
-def _decode_splits(
+@triton.jit(do_not_specialize=["layer", "prompt_width", "rows", "window"])
+def _read_prompts(
     query,  # [B, heads, channels]
     addresses,  # [layers, 2] int64: addresses of the keys [blocks, kv heads, block, channels] and of the values
-    layer,
     firsts,  # [B + 1]: the first row of each prompt's group, then B as padding
     prompt_tables,  # [B, blocks]
     prompt_lengths,  # [B]: 0 where there is none
-    own_tables,  # [B, blocks]
     own_lengths,  # [B]
-    own_starts,  # [B]: the position of each sample's first own token
-    mixed,  # [splits, B, heads, channels] fp32
-    sums,  # [splits, B, heads] fp32: log of the sum of exp
+    mixed,  # [splits, B, heads, channels] fp32: the result of a split, or the state's weighted values
+    sums,  # [splits, B, heads] fp32: log of the sum of exp, or the state's sum
+    highest,  # [B, heads] fp32: the state's largest score
+    layer,
     prompt_width,
-    own_width,
     rows,
-    prompt_splits,
     window,
     scale,
     heads: tl.constexpr,
@@ -46,36 +53,24 @@ def _decode_splits(
     block: tl.constexpr,
     split: tl.constexpr,
     strip: tl.constexpr,
-    lanes: tl.constexpr,  # queries of a program: samples x heads for each key-value head, and padding
+    lanes: tl.constexpr,  # queries of a program: samples x heads for each key-value head, and padding up to a tile
     windowed: tl.constexpr,
     precision: tl.constexpr,
 ):
-    unit, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     each: tl.constexpr = heads // kv_heads
-    if unit < rows:  # a prompt, for its group
-        length = tl.load(prompt_lengths + unit)
-        first = tl.load(firsts + unit)
-        last = tl.load(firsts + unit + 1)
-        table = prompt_tables + unit.to(tl.int64) * prompt_width
-        start = first * 0
-        place_of = number
-    else:  # a sample's own tokens
-        first = unit - rows
-        last = first + 1
-        length = tl.load(own_lengths + first)
-        table = own_tables + first.to(tl.int64) * own_width
-        start = tl.load(own_starts + first)
-        place_of = prompt_splits + number
+    prompt = tl.load(prompt_lengths + group)
     begin = number * split
-    if begin >= length:
+    end = tl.minimum(prompt // strip * strip, begin + split)
+    if begin >= end:
         return
+    first, last = tl.load(firsts + group), tl.load(firsts + group + 1)
+    table = prompt_tables + group.to(tl.int64) * prompt_width
     kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
     keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
     values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
-    lane = tl.arange(0, lanes)
-    channel = tl.arange(0, padded)
+    lane, channel = tl.arange(0, lanes), tl.arange(0, padded)
     real = channel < channels
-    end = tl.minimum(length, begin + split)
     per_pass: tl.constexpr = lanes // each  # samples
     for row in range(first, last, per_pass):
         rows_now = row + lane // each
@@ -83,37 +78,119 @@ def _decode_splits(
         query_head = head * each + lane % each
         place = (rows_now.to(tl.int64) * heads + query_head) * channels
         q = tl.load(query + place[:, None] + channel[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+        position = prompt + tl.load(own_lengths + rows_now, mask=inside, other=1) - 1
         largest = tl.full([lanes], -float("inf"), tl.float32)
         total = tl.zeros([lanes], tl.float32)
         acc = tl.zeros([lanes, padded], tl.float32)
-        if windowed:
-            position = (
-                tl.load(own_starts + rows_now, mask=inside, other=0)
-                + tl.load(own_lengths + rows_now, mask=inside, other=1)
-                - 1
-            )
         for at in range(begin, end, strip):
             token = at + tl.arange(0, strip)
-            there = token < end
-            number_of = tl.load(table + token // block, mask=there, other=0)
+            number_of = tl.load(table + token // block)
             source = ((number_of.to(tl.int64) * kv_heads + head) * block + token % block) * channels
-            valid = there[:, None] & real[None, :]
-            k = tl.load(keys + source[:, None] + channel[None, :], mask=valid, other=0.0)
-            v = tl.load(values + source[:, None] + channel[None, :], mask=valid, other=0.0)
-            seen = there[None, :]
+            k = tl.load(keys + source[:, None] + channel[None, :], mask=real[None, :], other=0.0)
+            v = tl.load(values + source[:, None] + channel[None, :], mask=real[None, :], other=0.0)
+            seen = position[:, None] >= token[None, :]
             if windowed:
-                seen = seen & (position[:, None] - (start + token)[None, :] < window)
+                seen = seen & (position[:, None] - token[None, :] < window)
             largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
-        some = total > 0
-        out = acc / tl.where(some, total, 1.0)[:, None]
-        target = (place_of * rows + rows_now).to(tl.int64) * heads + query_head
-        tl.store(mixed + target[:, None] * channels + channel[None, :], out, mask=inside[:, None] & real[None, :])
-        tl.store(
-            sums + target, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=inside
-        )
+        target = (number * rows + rows_now).to(tl.int64) * heads + query_head
+        whole = end == begin + split
+        result, log_total = finish_split(largest, total, acc)
+        result, log_total = tl.where(whole, result, acc), tl.where(whole, log_total, total)
+        tl.store(mixed + target[:, None] * channels + channel[None, :], result, mask=inside[:, None] & real[None, :])
+        tl.store(sums + target, log_total, mask=inside)
+        tl.store(highest + rows_now * heads + query_head, largest, mask=inside & (end < begin + split))
 
 
-@triton.jit(do_not_specialize=["rows", "prompt_splits"])
+@triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "rows", "window"])
+def _read_own(
+    query,  # [B, heads, channels]
+    addresses,
+    groups,  # [B]: the group of each row, whose table has its prompt
+    prompt_tables,  # [B, blocks]
+    own_tables,  # [B, blocks]
+    own_lengths,  # [B]
+    own_starts,  # [B]: the prompt's length for each row
+    mixed,
+    sums,
+    highest,
+    out,  # [B, heads, channels], written if there is one split
+    layer,
+    prompt_width,
+    own_width,
+    rows,
+    window,
+    scale,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    channels: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+    split: tl.constexpr,
+    strip: tl.constexpr,
+    lanes: tl.constexpr,
+    windowed: tl.constexpr,
+    precision: tl.constexpr,
+    alone: tl.constexpr,  # whether there is one split
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    each: tl.constexpr = heads // kv_heads
+    lane, channel = tl.arange(0, lanes), tl.arange(0, padded)
+    real = channel < channels
+    inside = lane < each
+    query_head = head * each + lane
+    place = (row.to(tl.int64) * heads + query_head) * channels
+    whole = inside[:, None] & real[None, :]
+    prompt, own = tl.load(own_starts + row), tl.load(own_lengths + row)
+    length = prompt + own
+    number = prompt // split + tl.program_id(2)
+    begin = number * split
+    if own == 0:  # padding
+        if alone:
+            nothing = tl.zeros([lanes, padded], out.dtype.element_ty)
+            tl.store(out + place[:, None] + channel[None, :], nothing, mask=whole)
+        return
+    if begin >= length:
+        return
+    read = prompt // strip * strip  # by the group, in the strips before it
+    since, end = tl.maximum(begin, read), tl.minimum(length, begin + split)
+    prompt_table = prompt_tables + tl.load(groups + row).to(tl.int64) * prompt_width
+    own_table = own_tables + row.to(tl.int64) * own_width
+    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
+    keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
+    values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
+    q = tl.load(query + place[:, None] + channel[None, :], mask=whole, other=0.0)
+    target = (number * rows + row).to(tl.int64) * heads + query_head
+    at_target = mixed + target[:, None] * channels + channel[None, :]
+    begun = inside & (since > begin)
+    acc = tl.load(at_target, mask=begun[:, None] & real[None, :], other=0.0)
+    total = tl.load(sums + target, mask=begun, other=0.0)
+    largest = tl.load(highest + row * heads + query_head, mask=begun, other=-float("inf"))
+    for at in range(since, end, strip):
+        token = at + tl.arange(0, strip)
+        there = token < end
+        of_prompt = token < prompt
+        of_own = token - prompt
+        in_prompt = tl.load(prompt_table + token // block, mask=of_prompt, other=0)
+        in_own = tl.load(own_table + of_own // block, mask=there & (of_own >= 0), other=0)
+        at_block = tl.where(of_prompt, in_prompt, in_own).to(tl.int64)
+        slot = tl.where(of_prompt, token, of_own) % block
+        source = ((at_block * kv_heads + head) * block + slot) * channels
+        valid = there[:, None] & real[None, :]
+        k = tl.load(keys + source[:, None] + channel[None, :], mask=valid, other=0.0)
+        v = tl.load(values + source[:, None] + channel[None, :], mask=valid, other=0.0)
+        seen = there[None, :] & (lane >= 0)[:, None]
+        if windowed:
+            seen = seen & (length - 1 - token < window)[None, :]
+        largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+    result, log_total = finish_split(largest, total, acc)
+    if alone:
+        tl.store(out + place[:, None] + channel[None, :], result.to(out.dtype.element_ty), mask=whole)
+    else:
+        tl.store(at_target, result, mask=whole)
+        tl.store(sums + target, log_total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _merge_splits(
     mixed,  # [splits, B, heads, channels] fp32
     sums,  # [splits, B, heads]
@@ -121,7 +198,6 @@ def _merge_splits(
     own_lengths,  # [B]
     out,  # [B, heads, channels]
     rows,
-    prompt_splits,
     heads: tl.constexpr,
     channels: tl.constexpr,
     padded: tl.constexpr,
@@ -130,28 +206,18 @@ def _merge_splits(
     row, head = tl.program_id(0), tl.program_id(1)
     channel = tl.arange(0, padded)
     real = channel < channels
-    of_prompt = tl.cdiv(tl.load(own_starts + row), split)
-    of_own = tl.cdiv(tl.load(own_lengths + row), split)
+    own = tl.load(own_lengths + row)
+    count = tl.where(own > 0, tl.cdiv(tl.load(own_starts + row) + own, split), 0)
     largest = -float("inf")
     total = 0.0
-    acc = tl.zeros([padded], tl.float32)
-    for number in range(0, of_prompt + of_own):
-        at = tl.where(number < of_prompt, number, prompt_splits + number - of_prompt)
-        place = (at * rows + row).to(tl.int64) * heads + head
-        part = tl.load(sums + place)
-        new = tl.maximum(largest, part)
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        shrink, weight = tl.exp(largest - safe), tl.exp(part - safe)
-        acc = acc * shrink + weight * tl.load(mixed + place * channels + channel, mask=real, other=0.0)
+    merged = tl.zeros([padded], tl.float32)
+    for number in range(0, count):
+        place = (number * rows + row).to(tl.int64) * heads + head
+        largest, shrink, weight = split_weights(largest, tl.load(sums + place))
+        merged = merged * shrink + weight * tl.load(mixed + place * channels + channel, mask=real, other=0.0)
         total = total * shrink + weight
-        largest = new
-    result = acc / tl.where(total > 0, total, 1.0)
+    result = merged / tl.where(total > 0, total, 1.0)
     tl.store(out + (row.to(tl.int64) * heads + head) * channels + channel, result.to(out.dtype.element_ty), mask=real)
-
-
-def split_size(tokens: int) -> int:
-    """Returns the tokens of a split, so that a context of `tokens` tokens has at most `MOST_SPLITS`."""
-    return max(SPLIT, int(triton.next_power_of_2(triton.cdiv(tokens, MOST_SPLITS))))
 
 
 def decode(
@@ -161,10 +227,11 @@ def decode(
     kv_heads: int,
     block: int,
     firsts: Tensor,  # [B + 1] int32: the first row of each group, then B as padding
-    prompt_tables: Tensor,  # [B, blocks] int32
+    groups: Tensor,  # [B] int32: the group of each row
+    prompt_tables: Tensor,  # [B, blocks] int32: of each group
     prompt_lengths: Tensor,  # [B] int32: the length of each group's prompt; 0 past the last group
     own_tables: Tensor,  # [B, blocks] int32
-    own_lengths: Tensor,  # [B] int32: own tokens, the new one among them
+    own_lengths: Tensor,  # [B] int32: own tokens, the new one among them; 0 for padding
     own_starts: Tensor,  # [B] int32: the prompt's length for each row
     samples: int,  # the most samples that a group has
     scale: float,
@@ -173,48 +240,32 @@ def decode(
     """Computes attention of one new token for each sample to its prompt and its own tokens: [B, heads, channels]."""
     rows, heads, channels = query.shape
     query = query.contiguous()
-    longest = [block * tables.shape[1] for tables in (prompt_tables, own_tables)]
-    split = split_size(max(longest))
-    prompt_splits, own_splits = (triton.cdiv(length, split) for length in longest)
-    mixed = torch.empty((prompt_splits + own_splits, rows, heads, channels), dtype=torch.float32, device=query.device)
-    sums = torch.empty((prompt_splits + own_splits, rows, heads), dtype=torch.float32, device=query.device)
-    lanes = max(
-        16, triton.next_power_of_2(min(samples * (heads // kv_heads), 32)), triton.next_power_of_2(heads // kv_heads)
-    )
-    padded = max(16, triton.next_power_of_2(channels))
-    _decode_splits[(2 * rows, kv_heads, max(prompt_splits, own_splits))](
-        query,
-        addresses,
-        layer,
-        firsts,
-        prompt_tables,
-        prompt_lengths,
-        own_tables,
-        own_lengths,
-        own_starts,
-        mixed,
-        sums,
-        prompt_tables.shape[1],
-        own_tables.shape[1],
-        rows,
-        prompt_splits,
-        window or 0,
-        scale,
-        heads,
-        kv_heads,
-        channels,
-        padded,
-        block,
-        split,
-        STRIP,
-        lanes,
-        window is not None,
-        dot_precision(query.dtype),
-        num_warps=2,
-        num_stages=3,
-    )
+    each, padded = heads // kv_heads, padded_channels(channels)
+    prompt, own = (block * tables.shape[1] for tables in (prompt_tables, own_tables))
+    split = max(SPLIT, int(triton.next_power_of_2(triton.cdiv(prompt + own, MOST_SPLITS))))
+    prompt_splits, splits = triton.cdiv(prompt, split), triton.cdiv(prompt + own, split)
+    own_splits = min(splits, triton.cdiv(own, split) + 1)  # they begin inside a split
+    mixed = torch.empty((splits, rows, heads, channels), dtype=torch.float32, device=query.device)
+    sums = torch.empty((splits, rows, heads), dtype=torch.float32, device=query.device)
+    highest = torch.empty((rows, heads), dtype=torch.float32, device=query.device)
     out = torch.empty_like(query)
-    _merge_splits[(rows, heads)](
-        mixed, sums, own_starts, own_lengths, out, rows, prompt_splits, heads, channels, padded, split, num_warps=1
-    )
+    sizes = heads, kv_heads, channels, padded, block, split, STRIP
+    few, many = LANES
+    lanes = few if samples * each <= few else max(many, triton.next_power_of_2(each))
+    own_lanes = max(16, triton.next_power_of_2(each))  # A matmul has at least 16 rows.
+    last = window is not None, dot_precision(query.dtype)
+    _read_prompts[(rows, kv_heads, prompt_splits)](
+        query, addresses, firsts, prompt_tables, prompt_lengths, own_lengths, mixed, sums, highest,
+        layer, prompt_tables.shape[1], rows, window or 0, scale, *sizes, lanes, *last,
+        num_warps=WARPS, num_stages=STAGES, **UNFUSED,
+    )  # fmt: skip
+    _read_own[(rows, kv_heads, own_splits)](
+        query, addresses, groups, prompt_tables, own_tables, own_lengths, own_starts, mixed, sums, highest, out,
+        layer, prompt_tables.shape[1], own_tables.shape[1], rows, window or 0, scale, *sizes, own_lanes, *last,
+        splits == 1, num_warps=WARPS, num_stages=STAGES, **UNFUSED,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_splits[(rows, heads)](
+            mixed, sums, own_starts, own_lengths, out, rows, heads, channels, padded, split, num_warps=1, **UNFUSED
+        )
     return out
