@@ -5,15 +5,10 @@ import torch
 
 from ebbtide.algorithms import updates
 from ebbtide.config.algorithms.grpo import GrpoConfig
-from ebbtide.config.root import Config
+from ebbtide.config.planner_keys import keep_decided, with_changes
 from ebbtide.errors import UserError
 from ebbtide.policy.exact import check_exact, decide_exact
 from test_loop import run
-
-
-def tiny_exact(config: Config) -> Config:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"exact": True})})
-
 
 TWO = {"train.minibatches": 2}
 
@@ -39,7 +34,9 @@ def test_null_decides_and_says_why_not(tiny) -> None:
 
 
 def test_a_model_without_fused_blocks_runs_without_it(tiny, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("ebbtide.worker.decide_exact", lambda config, *_: (tiny_exact(config), ""))
+    monkeypatch.setattr(
+        "ebbtide.worker.decide_exact", lambda config, *_: (with_changes(config, {"rollout.exact": True}), "")
+    )
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "its blocks are not fused")
     lines, *_ = run(tiny, tmp_path / "run")
     assert any("loss" in line for line in lines)
@@ -83,3 +80,11 @@ def test_older_weights_samples_need_a_forward(tiny) -> None:
     assert needs()
     assert not needs(exact=True)
     assert needs(exact=True, **{"partial.extra_prompts": 2})
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resumed_run_keeps_what_it_decided(tiny, before) -> None:
+    then = {"rollout": {"exact": before}}
+    assert keep_decided(tiny(), then).rollout.exact is before
+    assert keep_decided(tiny({"rollout.exact": not before}), then).rollout.exact is not before
+    assert keep_decided(tiny(), {}).rollout.exact is None

@@ -28,6 +28,7 @@ from ebbtide.checkpoint.state import SAVED_HOLDINGS, DataOrder, RunState, Unfini
 from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.checkpoint import CheckpointConfig
 from ebbtide.config.model import ModelConfig
+from ebbtide.config.planner_keys import with_changes
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import UserError
@@ -212,8 +213,7 @@ class Worker:
             elif exact:
                 raise UserError(f"`rollout.exact: true` is not possible here: {why}. Set `rollout.exact: false`")
             else:
-                rollout = config.rollout.model_copy(update={"exact": False})
-                self.config = config = config.model_copy(update={"rollout": rollout})
+                self.config = config = with_changes(config, {"rollout.exact": False})
                 self.report.set_plan(config, plan)
                 self.report.note(f"not exact (`rollout.exact`): {why}")
         with rollout_weights.materialized() as model:

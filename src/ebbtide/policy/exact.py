@@ -12,6 +12,7 @@ import torch
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import resolve_dtype
+from ebbtide.config.planner_keys import with_changes
 from ebbtide.errors import UserError
 from ebbtide.model.linear import HOPPER
 from ebbtide.policy.losses import build_loss, loss_head
@@ -29,8 +30,7 @@ def decide_exact(config: Config, device: torch.device, ranks: int) -> tuple[Conf
     if config.rollout.exact is not None:
         return config, ""
     why = _why_not_run(config, device, ranks)
-    rollout = config.rollout.model_copy(update={"exact": not why})
-    return config.model_copy(update={"rollout": rollout}), why
+    return with_changes(config, {"rollout.exact": not why}), why
 
 
 def why_not_exact(policy: Policy, config: Config, ranks: int) -> str:
