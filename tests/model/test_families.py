@@ -156,6 +156,9 @@ def test_fused_decoding_refuses_models_of_other_parts(name: str, changes: dict[s
         ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
         ("mistral", {"sliding_window": 5}),
         ("gemma", {"hidden_act": "silu"}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("granite", {"residual_multiplier": 0.22, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}),
+        ("ministral", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
     ],
 )
 def test_fused_decoding_takes_what_families_allow(name: str, changes: dict[str, Any]) -> None:
@@ -220,14 +223,14 @@ def test_descriptions_need_neither_torch_nor_transformers() -> None:
 
 def test_a_family_without_an_entry_is_taken_for_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granite", **SHAPE)).eval()
-    assert "granite" not in FAMILIES
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("helium", **SHAPE)).eval()
+    assert "helium" not in FAMILIES
     assert family_of(model) is family_of(block_of(model)) is USUAL
     assert block_activations.activation_names(blocks_of(model)[0]) == DENSE
     assert tensor_plan(model, monkeypatch) == model.config.base_model_tp_plan
     assert not can_fuse(model)
     with pytest.raises(
-        UserError, match="family `granite`, which cannot be planned: choose one of llama, mistral, qwen2"
+        UserError, match="family `helium`, which cannot be planned: choose one of llama, mistral, qwen2"
     ):
         from_config(model.config.to_dict(), "it")
     model.config.base_model_tp_plan = None

@@ -320,6 +320,16 @@ def test_a_model_is_fused_once() -> None:
 VARIANTS = {
     "llama with biases": ("llama", {"attention_bias": True}),
     "llama with a window that it ignores": ("llama", {"sliding_window": 3}),
+    "smollm3 with rotary embeddings in some layers": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "granite with factors": (
+        "granite",
+        {"residual_multiplier": 0.22, "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    ),
+    "ministral with windows in some layers": (
+        "ministral",
+        {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "seed_oss": ("seed_oss", {}),
     "experts that are not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "experts without tokens": ("qwen3_moe", {"num_experts": 64, "num_local_experts": 64}),
     "a dense block among experts": ("qwen3_moe", {"mlp_only_layers": [0]}),

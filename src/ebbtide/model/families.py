@@ -71,6 +71,13 @@ class Family:
     """The attribute of the config with the number by which the decoder multiplies embeddings; empty if there is none,
     or if the embedding's module multiplies by it."""
 
+    residual_scale: str = ""
+    """The attribute of a block with the number by which it multiplies the outputs of attention and MLP before they are
+    added; empty if there is none."""
+
+    rotates: str = ""
+    """The attribute of a block's attention that says whether it has rotary embeddings; empty if all have."""
+
     # The names of its modules: of the decoder's
 
     embedding: str = "embed_tokens"
@@ -184,6 +191,25 @@ FAMILIES: dict[str, Family] = {
         gguf_name="qwen3moe",
         qk_norm=True,
         sparse=True,
+    ),
+    "smollm3": Family(
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4},
+        rotates="use_rope",
+    ),
+    "granite": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": None},
+        embedding_scale="embedding_multiplier",
+        residual_scale="residual_multiplier",
+    ),
+    "ministral": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": 8},
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+    ),
+    "seed_oss": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        output_bias="attention_out_bias",
     ),
     "gemma": Family(
         defaults={"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256},

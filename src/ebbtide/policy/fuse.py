@@ -186,7 +186,7 @@ def _problem(block: nn.Module, family: Family) -> str:
     if len({f"{path}.bias" in names for path in matrices}) > 1:
         return "has biases on some of its queries, keys and values"
     channels = getattr(attention, "head_dim", 0)
-    if not channels or channels % 2 or not hasattr(attention, "scaling") or getattr(attention, "attention_dropout", 0):
+    if not channels or channels % 2 or not hasattr(attention, "scaling"):
         return "has attention of another kind"
     if query_norm is not None and query_norm.weight.numel() != channels:
         return "normalizes its queries over all heads"

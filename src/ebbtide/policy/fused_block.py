@@ -108,6 +108,8 @@ class FusedBlock:
         self.scale = float(attention.scaling)
         owner = attention.config if family.window_in_config else attention
         self.window: int | None = getattr(owner, "sliding_window", None)
+        self._rotates = bool(getattr(attention, family.rotates)) if family.rotates else True
+        self._residual_scale = float(getattr(block, family.residual_scale)) if family.residual_scale else 1.0
         self._attn_norm, self._mlp_norm = (norm_of(block, path, family) for path in (family.attn_norm, family.mlp_norm))
         self._has_qk_norm = part_of(block, family.query_norm) is not None
         self._qk_norm = norm_of(block, family.query_norm, family) if self._has_qk_norm else Norm(0.0)
@@ -155,7 +157,14 @@ class FusedBlock:
         added, normed = self.after_attention(x, mixed, weights)
         del mixed, sums, x
         saved.put("mlp_norm", added)
-        return self.mlp.forward(normed, weights, saved).add_(added)
+        return self.run_mlp(normed, weights, saved).add_(added)
+
+    def run_mlp(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
+        """What the MLP adds to the residual stream."""
+        return self._scaled(self.mlp.forward(normed, weights, saved))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def enter(self, x: Tensor, delta: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
         """The residual stream at the block's input, which is x + delta, and its norm."""
@@ -174,12 +183,14 @@ class FusedBlock:
     def rotary(self, weights: Weights, cos: Tensor, sin: Tensor) -> Rotary:
         """How its queries and keys rotate by angles [T, channels]."""
         norms = (weights[self._norms[0]], weights[self._norms[1]]) if self._norms else None
+        if not self._rotates:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return Rotary(self.heads, self.kv_heads, self.channels, norms, self._qk_norm, cos, sin)
 
     def after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and its norm."""
         delta = linear(mixed.flatten(1), weights[self._output], weights.get(self._output_bias))
-        return add_norm(x, delta, weights[self._weight_of_norms[1]], self._mlp_norm)
+        return add_norm(x, self._scaled(delta), weights[self._weight_of_norms[1]], self._mlp_norm)
 
     # Backward
 
@@ -196,15 +207,17 @@ class FusedBlock:
         after = saved.take("mlp_norm")
         added = after[0] if after else self.after_attention(x, mixed, weights)[0]
         remake = partial(_normed, added, mlp_norm, self._mlp_norm)
-        dnormed, finish = self.mlp.backward(grad, remake, weights, saved, grads if wants else None)
+        dnormed, finish = self.mlp.backward(self._scaled(grad), remake, weights, saved, grads if wants else None)
         dadded, grads[self._weight_of_norms[1]] = self._norm_backward(
             added, mlp_norm, self._mlp_norm, dnormed, grad, finish
         )
         del after, added, remake, dnormed, grad, finish
+        doutput = self._scaled(dadded)
         if wants:
-            grads[self._output] = dadded.t() @ mixed.flatten(1)
-            grads[self._output_bias] = dadded.sum(0) if self._output_bias in weights else None
-        dmixed = (dadded @ weights[self._output]).unflatten(1, (self.heads, self.channels))
+            grads[self._output] = doutput.t() @ mixed.flatten(1)
+            grads[self._output_bias] = doutput.sum(0) if self._output_bias in weights else None
+        dmixed = (doutput @ weights[self._output]).unflatten(1, (self.heads, self.channels))
+        del doutput
         rotary = self.rotary(weights, call.cos, call.sin)
         parts = call.attention.backward(dmixed, *rotate_expanded(qkv, rotary), mixed, sums)
         del dmixed, mixed, sums

@@ -73,7 +73,7 @@ class FusedModel:
         if isinstance(block.mlp, Experts) and normed.dtype != torch.bfloat16:  # torch groups matmuls in bfloat16 alone
             found: Any = self._mlps[layer](normed[None])
             return hidden, (found[0] if isinstance(found, tuple) else found)[0]
-        return hidden, block.mlp.forward(normed, weights, Dropped())
+        return hidden, block.run_mlp(normed, weights, Dropped())
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
