@@ -7,7 +7,7 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.loss import LossConfig
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.mover import Mover
-from ebbtide.model.load import blocks_of, load_model
+from ebbtide.model.load import LoadedModel, blocks_of, load_model
 from ebbtide.policy.activation_plan import PlacedBlocks
 from ebbtide.policy.block_activations import ActivationChoice, locally_recomputable
 from ebbtide.policy.datum import trajectory
@@ -52,8 +52,17 @@ class Setup:
     """A tiny model of four blocks, some packed sequences in several micro-batches, and their gradients."""
 
     def __init__(
-        self, name: str, dtype: str = "float32", device: str = "cpu", size: int = 1, *, fused: bool = False, **more
+        self,
+        name: str,
+        dtype: str = "float32",
+        device: str = "cpu",
+        size: int = 1,
+        *,
+        fused: bool = False,
+        given: LoadedModel | None = None,
+        **more,
     ) -> None:
+        """`given`: a model that is used instead of one from nothing."""
         changes = {**family(name), **more, "model.scratch.layers": 4, "model.dtype": dtype, "device": device}
         if size > 1:  # long enough that copies take time
             changes |= {
@@ -64,7 +73,7 @@ class Setup:
             }
         config = GrpoConfig.model_validate(merged(TINY, changes))
         torch.manual_seed(0)
-        loaded = load_model(config)
+        loaded = given or load_model(config)
         self.model, self.policy, self.blocks = loaded.model, Policy(loaded, config), blocks_of(loaded.model)
         if fused:
             self.policy.fuse_blocks()

@@ -156,6 +156,7 @@ def test_fused_decoding_refuses_models_of_other_parts(name: str, changes: dict[s
         ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
         ("mistral", {"sliding_window": 5}),
         ("gemma", {"hidden_act": "silu"}),
+        ("gemma3_text", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
         ("smollm3", {"no_rope_layers": [1, 0]}),
         ("granite", {"residual_multiplier": 0.22, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}),
         ("ministral", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),

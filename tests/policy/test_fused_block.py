@@ -16,8 +16,8 @@ from ebbtide.config.memory import ActivationsConfig
 from ebbtide.errors import UserError
 from ebbtide.model.joined_weights import joined
 from ebbtide.model.load import LoadedModel, layers_of
-from ebbtide.model.shape import find_shape
-from ebbtide.policy import fuse, fused_block, fused_costs
+from ebbtide.model.shape import find_shape, from_config
+from ebbtide.policy import activation_costs, fuse, fused_block, fused_costs
 from ebbtide.policy.activation_costs import ActivationPolicy
 from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
 from ebbtide.policy.attention import PACKED, use_attention
@@ -77,6 +77,31 @@ def test_every_name_alone_and_any_mix_give_the_same_bits(name) -> None:
             keep_last=generator.choice([0, 1, 2]),
             room=generator.choice([2**13, 2**22]),
         )
+
+
+def test_blocks_with_norms_after_attention_and_mlp() -> None:
+    config = AutoConfig.for_model("gemma3_text", **{**SHAPE, "num_hidden_layers": 4, "sliding_window": 5})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    setup = Setup("qwen3", fused=True, given=LoadedModel(model, TOKENIZER, "sdpa"))
+    names = saved_names(setup.blocks[0])
+    for one in names:
+        setup.with_choice([one])
+        if one != "block_input":
+            setup.with_choice(recompute=[one])
+    setup.with_choice(recompute=[one for one in names if one != "block_input"])
+    shape, short = from_config(config.to_dict(), "it"), LoadedModel(model.bfloat16(), TOKENIZER, "sdpa")
+    fused = Setup("qwen3", fused=True, given=short)
+    blocks, probe = PlacedBlocks(fused.blocks, fused.policy._fused), fused.policy._probe
+    measured, foretold = measure_saved_bytes(blocks, ActivationChoice(), probe), fused_costs.saved_bytes(shape, 2)
+    assert sum(measured.values()) == sum(foretold.values()) - 4 * shape.heads  # a GPU's attention saves sums
+    with own_forwards(model):
+        measured = measure_saved_bytes(PlacedBlocks(fused.blocks), ActivationChoice(), probe)
+    foretold = activation_costs.saved_bytes(shape, 2)
+    of_attention = ("core_attn", "attn_proj")  # plain attention with a window saves more than a GPU's
+    assert {name: size for name, size in measured.items() if name not in of_attention} == {
+        name: size for name, size in foretold.items() if name not in of_attention
+    }
 
 
 def test_transformers_own_blocks_can_recompute_in_some_blocks() -> None:
@@ -330,6 +355,10 @@ VARIANTS = {
         {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
     ),
     "seed_oss": ("seed_oss", {}),
+    "gemma3_text with windows in some layers": (
+        "gemma3_text",
+        {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "experts that are not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "experts without tokens": ("qwen3_moe", {"num_experts": 64, "num_local_experts": 64}),
     "a dense block among experts": ("qwen3_moe", {"mlp_only_layers": [0]}),

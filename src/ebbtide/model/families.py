@@ -22,7 +22,8 @@ class Family:
     """One family of models. A field's default is what most families have, and Llama is all defaults but for its files.
 
     A block is `x += attention(norm(x))`, then `x += mlp(norm(x))`, where the MLP is gated, or has such MLPs as experts.
-    What differs in more than the fields below, as a block with four norms does, cannot be described by an entry.
+    Some have two more norms, of what attention and MLP add. What differs in more than the fields below, as a block
+    without norms before attention and MLP does, cannot be described by an entry.
     """
 
     # Its files
@@ -78,6 +79,9 @@ class Family:
     rotates: str = ""
     """The attribute of a block's attention that says whether it has rotary embeddings; empty if all have."""
 
+    rotary_by_layer: bool = False
+    """Whether the kinds of layers in `layer_types` have rotary embeddings of their own."""
+
     # The names of its modules: of the decoder's
 
     embedding: str = "embed_tokens"
@@ -97,6 +101,9 @@ class Family:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"
+    attn_post_norm: str = ""
+    """The norm of what attention adds, and next that of what the MLP adds; empty if there is none."""
+    mlp_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
     gate: str = "mlp.gate_proj"
@@ -128,7 +135,13 @@ class Family:
     @property
     def block_weights(self) -> set[str]:
         """The parameters that every block has, whatever its MLP."""
-        return {f"{path}.weight" for path in (self.attn_norm, self.mlp_norm, *self.attention_matrices)}
+        norms = self.attn_norm, self.mlp_norm, *self.post_norms
+        return {f"{path}.weight" for path in (*norms, *self.attention_matrices)}
+
+    @property
+    def post_norms(self) -> tuple[str, ...]:
+        """The norms of what attention and MLP add."""
+        return (self.attn_post_norm, self.mlp_post_norm) if self.attn_post_norm else ()
 
     @property
     def norms(self) -> dict[str, ActivationName]:
@@ -143,7 +156,8 @@ class Family:
     def scopes(self, *, sparse: bool) -> dict[str, ActivationName]:
         """Submodule of a block, with or without experts -> the name of what it saves. The name also covers the
         submodule's own arithmetic, outside the submodules below it."""
-        before: dict[str, ActivationName] = {
+        after: dict[str, ActivationName] = dict(zip(self.post_norms, ("attn_proj", "mlp_fc2"), strict=False))
+        before: dict[str, ActivationName] = after | {
             self.attn_norm: "attn_norm",
             self.attention: "core_attn",
             **dict.fromkeys((self.query, self.key, self.value, self.query_norm, self.key_norm), "qkv_linear"),
@@ -216,6 +230,18 @@ FAMILIES: dict[str, Family] = {
         norm_offset=1.0,
         norm_in_float32=True,
         norm_epsilon="eps",
+    ),
+    "gemma3_text": Family(
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256},
+        gguf_name="gemma3",
+        qk_norm=True,
+        norm_offset=1.0,
+        norm_in_float32=True,
+        norm_epsilon="eps",
+        rotary_by_layer=True,
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
     ),
 }
 """`model_type` in transformers -> the family, in the order in which messages list them."""

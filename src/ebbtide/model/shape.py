@@ -67,6 +67,11 @@ class Shape:
         """Whether queries and keys are normalized (QK norm)."""
         return family_named(self.family).qk_norm
 
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether what attention and MLP add is normalized."""
+        return bool(family_named(self.family).post_norms)
+
     @cached_property
     def embedding(self) -> int:
         return self.vocabulary * self.hidden
@@ -82,7 +87,7 @@ class Shape:
             found += [(self.experts, 2 * self.mlp * hidden), (self.experts, hidden * self.mlp), (self.experts, hidden)]
         else:
             found += [(mlp, hidden), (mlp, hidden), (hidden, mlp), *([(mlp, 1), (mlp, 1), (hidden, 1)] * self.mlp_bias)]
-        return [*found, (hidden, 1), (hidden, 1)]
+        return [*found, *[(hidden, 1)] * (4 if self.has_post_norms else 2)]
 
     def block_shard(self, ranks: int = 1) -> int:
         """The number of parameters of one block, with all of its experts, on rank 0 of so many: tensors are sharded by

@@ -122,6 +122,8 @@ def saved_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy | None = N
         "mlp_norm": _norm(shape, hidden, 1, itemsize),
         **_mlp(shape, itemsize),
     }
+    if shape.has_post_norms:
+        found["attn_proj"] = _norm(shape, hidden, 1, itemsize)
     if "attn_norm" in recompute:
         found |= {"attn_norm": 4, "block_input": itemsize * hidden}
     if "mlp_norm" in recompute:
@@ -130,6 +132,8 @@ def saved_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy | None = N
         found["qkv_linear"] = itemsize * (hidden + queries + keys) + 4 * rows
     if "mlp_fc2" in recompute and not shape.experts:
         found |= {"mlp_act": 2 * itemsize * shape.mlp, "mlp_fc2": 0}
+    if shape.has_post_norms:
+        found["mlp_fc2"] += _norm(shape, hidden, 1, itemsize)
     return found
 
 

@@ -188,6 +188,8 @@ def _problem(block: nn.Module, family: Family) -> str:
     channels = getattr(attention, "head_dim", 0)
     if not channels or channels % 2 or not hasattr(attention, "scaling"):
         return "has attention of another kind"
+    if getattr(attention, "attn_logit_softcapping", None) is not None or not getattr(attention, "is_causal", True):
+        return "has attention that is not causal, or caps its scores"
     if query_norm is not None and query_norm.weight.numel() != channels:
         return "normalizes its queries over all heads"
     if part_of(block, family.experts) is not None:

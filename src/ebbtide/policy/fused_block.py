@@ -6,7 +6,8 @@ memory, and autograd saves their results. Here a block saves the tensors below, 
 embeddings, gates.
 
     block_input  the input                                   attn_proj  the values mixed by attention
-    core_attn    queries, keys and values as projected       mlp_norm   the residual stream after attention
+    core_attn    queries, keys and values as projected       mlp_norm   the residual stream after attention; what
+                                                                        attention and MLP return, if that is normalized
     mlp_act      both halves of the gated MLP, projected     (moe_router, moe_act: see fused_experts.py)
 
 What is not saved is recomputed from what comes before it, by the same kernels on the same numbers: the gradients are
@@ -109,6 +110,9 @@ class FusedBlock:
         owner = attention.config if family.window_in_config else attention
         self.window: int | None = getattr(owner, "sliding_window", None)
         self._rotates = bool(getattr(attention, family.rotates)) if family.rotates else True
+        by_layer = attention.config.layer_types if family.rotary_by_layer else None
+        self.rotary_kind: tuple[str, ...] = (by_layer[attention.layer_idx],) if by_layer else ()
+        """What the model's rotary module is told besides positions: the kind of this layer, if kinds have their own."""
         self._residual_scale = float(getattr(block, family.residual_scale)) if family.residual_scale else 1.0
         self._attn_norm, self._mlp_norm = (norm_of(block, path, family) for path in (family.attn_norm, family.mlp_norm))
         self._has_qk_norm = part_of(block, family.query_norm) is not None
@@ -120,10 +124,17 @@ class FusedBlock:
         self._output, self._output_bias = f"{family.output}.weight", f"{family.output}.bias"
         self._norms = (f"{family.query_norm}.weight", f"{family.key_norm}.weight") if self._has_qk_norm else ()
         self._weight_of_norms = f"{family.attn_norm}.weight", f"{family.mlp_norm}.weight"
-        own = (*self._weight_of_norms, *self._qkv.names, *self._qkv_bias.names, *self._norms, self._output)
+        self._post_norms = [f"{path}.weight" for path in family.post_norms]
+        norms = *self._weight_of_norms, *self._post_norms, *self._norms
+        own = (*norms, *self._qkv.names, *self._qkv_bias.names, self._output)
         self.names = (*own, *((self._output_bias,) if self._output_bias in present else ()), *mlp.names)
         """Paths of the weights, in the order of the autograd function's inputs."""
         self._places = [_place(block, name) for name in self.names]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What blocks of a model may differ in."""
+        return type(self.mlp), self.window, self.rotary_kind, self._rotates
 
     @property
     def joinable(self) -> list[list[Tensor]]:
@@ -154,14 +165,25 @@ class FusedBlock:
         mixed, sums = call.attention.forward(*self._rotate(qkv, weights, call))
         del qkv
         saved.put("attn_proj", mixed, sums)
-        added, normed = self.after_attention(x, mixed, weights)
+        output = self._project_back(mixed, weights)
+        added, normed = self._add_attention(x, output, weights)
         del mixed, sums, x
-        saved.put("mlp_norm", added)
-        return self.run_mlp(normed, weights, saved).add_(added)
+        if not self._post_norms:
+            saved.put("mlp_norm", added)
+        found = self.mlp.forward(normed, weights, saved)
+        if self._post_norms:
+            saved.put("mlp_norm", added, output, found)
+        return self._normed_output(found, weights, 1).add_(added)
 
-    def run_mlp(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
+    def run_mlp(self, normed: Tensor, weights: Weights) -> Tensor:
         """What the MLP adds to the residual stream."""
-        return self._scaled(self.mlp.forward(normed, weights, saved))
+        return self._normed_output(self.mlp.forward(normed, weights, Dropped()), weights, 1)
+
+    def _normed_output(self, output: Tensor, weights: Weights, number: int) -> Tensor:
+        """What the output of attention (0) or MLP (1) adds to the residual stream."""
+        if not self._post_norms:
+            return self._scaled(output)
+        return _normed(output, weights[self._post_norms[number]], self._mlp_norm)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self._residual_scale == 1.0 else x * self._residual_scale
@@ -189,8 +211,15 @@ class FusedBlock:
 
     def after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and its norm."""
-        delta = linear(mixed.flatten(1), weights[self._output], weights.get(self._output_bias))
-        return add_norm(x, self._scaled(delta), weights[self._weight_of_norms[1]], self._mlp_norm)
+        return self._add_attention(x, self._project_back(mixed, weights), weights)
+
+    def _project_back(self, mixed: Tensor, weights: Weights) -> Tensor:
+        """The output of attention."""
+        return linear(mixed.flatten(1), weights[self._output], weights.get(self._output_bias))
+
+    def _add_attention(self, x: Tensor, output: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        delta = self._normed_output(output, weights, 0)
+        return add_norm(x, delta, weights[self._weight_of_norms[1]], self._mlp_norm)
 
     # Backward
 
@@ -204,15 +233,16 @@ class FusedBlock:
         attended = saved.take("attn_proj")
         mixed, sums = attended or call.attention.forward(*self._rotate(qkv, weights, call))
         del attended
-        after = saved.take("mlp_norm")
-        added = after[0] if after else self.after_attention(x, mixed, weights)[0]
+        added, *outputs = saved.take("mlp_norm") or self._after_attention(x, mixed, weights)
         remake = partial(_normed, added, mlp_norm, self._mlp_norm)
-        dnormed, finish = self.mlp.backward(self._scaled(grad), remake, weights, saved, grads if wants else None)
+        dfound = self._output_backward(grad, outputs, weights, 1, grads)
+        dnormed, finish = self.mlp.backward(dfound, remake, weights, saved, grads if wants else None)
         dadded, grads[self._weight_of_norms[1]] = self._norm_backward(
             added, mlp_norm, self._mlp_norm, dnormed, grad, finish
         )
-        del after, added, remake, dnormed, grad, finish
-        doutput = self._scaled(dadded)
+        del added, remake, dfound, dnormed, grad, finish
+        doutput = self._output_backward(dadded, outputs, weights, 0, grads)
+        del outputs
         if wants:
             grads[self._output] = doutput.t() @ mixed.flatten(1)
             grads[self._output_bias] = doutput.sum(0) if self._output_bias in weights else None
@@ -236,6 +266,22 @@ class FusedBlock:
             x, attn_norm, self._attn_norm, dqkv @ self._qkv(weights), dadded, finish_qkv
         )
         return dx, grads
+
+    def _after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        """What is saved as `mlp_norm`."""
+        output = self._project_back(mixed, weights)
+        added, normed = self._add_attention(x, output, weights)
+        return (added, output, self.mlp.forward(normed, weights, Dropped())) if self._post_norms else (added,)
+
+    def _output_backward(
+        self, grad: Tensor, outputs: Sequence[Tensor], weights: Weights, number: int, grads: Grads
+    ) -> Tensor:
+        """The gradient of the output of attention (0) or MLP (1), for that of what it adds to the residual stream."""
+        if not self._post_norms:
+            return self._scaled(grad)
+        name = self._post_norms[number]
+        found, grads[name], _ = norm_backward(outputs[number], weights[name], self._mlp_norm, grad, None)
+        return found
 
     @staticmethod
     def _norm_backward(

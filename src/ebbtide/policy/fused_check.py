@@ -70,7 +70,7 @@ def _begin_backwards(device: torch.device) -> None:
 
 def fused_problem(model: PreTrainedModel, fused: FusedBlocks) -> str:
     """What is wrong with a model's fused blocks; empty if nothing is. One block of each kind is compared."""
-    kinds = {(type(block.mlp), block.window): block for block in reversed(fused.blocks)}
+    kinds = {block.kind: block for block in reversed(fused.blocks)}
     try:
         with use_attention(model, PACKED):
             return next((problem for block in kinds.values() if (problem := _compare(model, fused, block))), "")
@@ -145,7 +145,7 @@ def _block_call(model: PreTrainedModel, block: FusedBlock) -> _BlockCall:
     positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])[None]
     starts = torch.tensor([0, *LENGTHS], device=device).cumsum(0, dtype=torch.int32)
     with torch.no_grad():
-        angles = part_of(decoder(model), family.rotary)(hidden, positions)
+        angles = part_of(decoder(model), family.rotary)(hidden, positions, *block.rotary_kind)
     named = {
         "attention_mask": None,
         "position_ids": positions,

@@ -44,7 +44,8 @@ def saved_bytes(shape: Shape, itemsize: int) -> dict[ActivationName, int]:
         "block_input": itemsize * shape.hidden,
         "core_attn": itemsize * (shape.queries + 2 * shape.keys),
         "attn_proj": itemsize * shape.queries + 4 * shape.heads,
-        "mlp_norm": itemsize * shape.hidden,
+        # With norms after attention and MLP also their outputs.
+        "mlp_norm": itemsize * shape.hidden * (3 if shape.has_post_norms else 1),
     }
     if not shape.experts:
         return found | {"mlp_act": 2 * itemsize * shape.mlp}
@@ -64,7 +65,7 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     hidden = itemsize * shape.hidden
     # At the widest point of a block's backward there are the gradient of the output, the norm of the residual stream,
     # and in the MLP the gradient of the product, which takes the product's place in turn.
-    in_mlp = 2 * hidden + itemsize * shape.mlp
+    in_mlp = (3 if shape.has_post_norms else 2) * hidden + itemsize * shape.mlp
     if rows := shape.experts_per_token if shape.experts else 0:
         # With experts: the gradients of each token's rows, and of their products; or, in the norm's backward, the rows.
         in_mlp = max(hidden + rows * (hidden + itemsize * shape.mlp), (4 + rows) * hidden)

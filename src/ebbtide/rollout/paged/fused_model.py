@@ -16,7 +16,7 @@ from ebbtide.model.block_functions import add_norm
 from ebbtide.model.families import family_of, part_of
 from ebbtide.model.load import decoder
 from ebbtide.policy.fuse import build_blocks, why_not_computed
-from ebbtide.policy.fused_block import Dropped, FusedBlock, norm_of
+from ebbtide.policy.fused_block import FusedBlock, norm_of
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.system.torch_internals import forward_pre_hooks
 
@@ -43,11 +43,17 @@ class FusedModel:
         hidden: Tensor = self._embedding(tokens)
         if self._scale is not None:
             hidden = hidden * self._scale
-        cos, sin = (angles[0].contiguous() for angles in self._rotary(hidden[None], positions[None]))
+        kinds = dict.fromkeys(block.rotary_kind for block in self._blocks)
+        angles = {kind: self._angles(hidden, positions, *kind) for kind in kinds}
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
-            hidden, delta = self._run_block(layer, block, hidden, delta, cos, sin, metadata)
+            hidden, delta = self._run_block(layer, block, hidden, delta, *angles[block.rotary_kind], metadata)
         return add_norm(hidden, delta, self._last_norm.weight, self._norm)[1]
+
+    def _angles(self, hidden: Tensor, positions: Tensor, *kind: str) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [T, channels] of rotary embeddings; those of a kind of layers, if they have their own."""
+        cos, sin = self._rotary(hidden[None], positions[None], *kind)
+        return cos[0].contiguous(), sin[0].contiguous()
 
     def _run_block(
         self,
@@ -73,7 +79,7 @@ class FusedModel:
         if isinstance(block.mlp, Experts) and normed.dtype != torch.bfloat16:  # torch groups matmuls in bfloat16 alone
             found: Any = self._mlps[layer](normed[None])
             return hidden, (found[0] if isinstance(found, tuple) else found)[0]
-        return hidden, block.run_mlp(normed, weights, Dropped())
+        return hidden, block.run_mlp(normed, weights)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
