@@ -5,9 +5,11 @@ import torch
 
 from ebbtide.algorithms import updates
 from ebbtide.config.algorithms.grpo import GrpoConfig
-from ebbtide.config.planner_keys import keep_decided, with_changes
+from ebbtide.config.planner_keys import with_changes
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.policy.exact import check_exact, decide_exact
+from ebbtide.rollout.paged.engine import PagedEngine
 from test_loop import run
 
 TWO = {"train.minibatches": 2}
@@ -23,20 +25,29 @@ def test_the_reason_is_named(tiny, tmp_path) -> None:
         run(tiny, tmp_path / "run", {"rollout.exact": True, "rollout.engine": "huggingface"})
 
 
-def test_null_decides_and_says_why_not(tiny) -> None:
-    found, why = decide_exact(tiny(), torch.device("cpu"), 1)
+def test_null_decides_and_says_why_not(tiny, monkeypatch) -> None:
+    def decide(config: Config, device: str, ranks: int, *, fused: bool) -> tuple[Config, str]:
+        return decide_exact(config, torch.device(device), ranks, is_fused=lambda: fused)
+
+    found, why = decide(tiny(), "cpu", 1, fused=True)
     assert found.rollout.exact is False
     assert why == "it runs on a GPU"
-    assert decide_exact(tiny(), torch.device("cuda"), 2)[1] == "it runs on one GPU, not on several ranks"
+    assert decide(tiny(), "cuda", 2, fused=True)[1] == "it runs on one GPU, not on several ranks"
     for chosen in (True, False):
         config = tiny({"rollout.exact": chosen})
-        assert decide_exact(config, torch.device("cpu"), 1) == (config, "")
+        assert decide(config, "cpu", 1, fused=False) == (config, "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert decide(tiny({"model.dtype": "bfloat16"}), "cuda", 1, fused=False)[1] == "the model's blocks are not fused"
+    found, why = decide(tiny({"model.dtype": "bfloat16"}), "cuda", 1, fused=True)
+    assert found.rollout.exact
+    assert not why
 
 
 def test_a_model_without_fused_blocks_runs_without_it(tiny, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "ebbtide.worker.decide_exact", lambda config, *_: (with_changes(config, {"rollout.exact": True}), "")
-    )
+    def decide(config: Config, *_: object, **__: object) -> tuple[Config, str]:
+        return with_changes(config, {"rollout.exact": True}), ""
+
+    monkeypatch.setattr("ebbtide.worker.decide_exact", decide)
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "its blocks are not fused")
     lines, *_ = run(tiny, tmp_path / "run")
     assert any("loss" in line for line in lines)
@@ -51,7 +62,7 @@ def test_a_difference_stops_the_run() -> None:
 
 def test_the_first_update_is_compared(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
-    monkeypatch.setattr("ebbtide.worker.make_exact", lambda *_: None)
+    monkeypatch.setattr(PagedEngine, "is_exact", True)
     seen: list[float] = []
     monkeypatch.setattr(updates, "check_exact", lambda figures: seen.append(figures["mismatch_max"]))
     lines, *_ = run(tiny, tmp_path / "run", {"rollout.exact": True, **TWO})
@@ -61,7 +72,7 @@ def test_the_first_update_is_compared(tiny, tmp_path, monkeypatch) -> None:
 
 def test_recorded_logprobs_are_the_old_ones(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
-    monkeypatch.setattr("ebbtide.worker.make_exact", lambda *_: None)
+    monkeypatch.setattr(PagedEngine, "is_exact", True)
     monkeypatch.setattr(updates, "check_exact", lambda figures: None)
     recorded, *_ = run(tiny, tmp_path / "recorded", {"rollout.exact": True, **TWO})
     computed, *_ = run(tiny, tmp_path / "computed", TWO)
@@ -82,9 +93,6 @@ def test_older_weights_samples_need_a_forward(tiny) -> None:
     assert needs(exact=True, **{"partial.extra_prompts": 2})
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_resumed_run_keeps_what_it_decided(tiny, before) -> None:
-    then = {"rollout": {"exact": before}}
-    assert keep_decided(tiny(), then).rollout.exact is before
-    assert keep_decided(tiny({"rollout.exact": not before}), then).rollout.exact is not before
-    assert keep_decided(tiny(), {}).rollout.exact is None
+def test_numbers_that_are_none_are_not_taken_for_a_difference() -> None:
+    check_exact({"mismatch_max": float("nan")})
+    check_exact({})

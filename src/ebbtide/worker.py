@@ -43,10 +43,11 @@ from ebbtide.parallel.dtensor import local
 from ebbtide.parallel.group import Group
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
-from ebbtide.planner.run_plan import RunPlan, plan_run
+from ebbtide.planner.run_plan import RunPlan, model_shape, plan_run
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.exact import decide_exact, make_exact, why_not_exact
 from ebbtide.policy.frozen import FrozenModel
+from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.policy.head import Head
 from ebbtide.policy.losses import Loss
 from ebbtide.policy.model_costs import POLICY
@@ -128,7 +129,9 @@ class Worker:
         self.state: RunState | None = None
         """What a checkpoint saves and restores; None in a rehearsal."""
         self._saver: Saver | None = None
-        self._stack = ExitStack()
+        self._wants_exact: bool | None = None
+        self._plan: RunPlan | None = None
+        self._stack, self._matmuls = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
         """Decides everything, then loads the model and builds what computes with it."""
@@ -139,13 +142,7 @@ class Worker:
                 self.report.note(binding)
             if self.config.deterministic:
                 allow_deterministic_matmuls(device)
-            chosen = self.config.rollout.exact
-            if self._trains:
-                self.config, why = decide_exact(self.config, device, self._ranks)
-                if why and device.type == "cuda" and "generate" in self.config.cycle:
-                    self.report.note(f"not exact (`rollout.exact`): {why}")
-                if self.config.rollout.exact and device.type == "cuda":
-                    stack.enter_context(without_split_k())
+            stack.enter_context(self._matmuls)
             plan, host_needs = self._decide(device) if self._trains else (None, {})
             stack.enter_context(enforce_budget(device, self.config.memory.budget_gib))
             placement = plan_holdings(self.config, self.comm.shards)
@@ -155,7 +152,7 @@ class Worker:
             if self._has_report:
                 self.residency.record_history(self.report.path / HISTORY)
             with self.report.working("loading the model"), self.residency.startup():
-                self._load(host_needs, plan, exact=chosen)
+                self._load(host_needs)
             with self.report.working("pinning host memory"):
                 saves = self.config.checkpoint is not None and self.config.checkpoint.async_save
                 self.residency.pin(copied=SAVED_HOLDINGS if saves else ())
@@ -174,6 +171,7 @@ class Worker:
     def _decide(self, device: torch.device) -> tuple[RunPlan | None, dict[str, int]]:
         """Makes the plan and sets what it decides: (the plan, if there is one; host memory by holding)."""
         report, comm = self.report, self.comm
+        self._decide_exact(device)
         plan = plan_run(self.config, device, self.rehearsal, comm, report.note)
         config = self.config if plan is None else plan.config
         for ranks in (comm if comm.size > 1 else None, self._channel):
@@ -188,11 +186,36 @@ class Worker:
             share=comm.shards,
             processes=comm.local_size,
         )
-        report.set_plan(self.config, plan)  # writes config.yaml: nothing in it changes from here on
+        self._plan = plan
+        report.set_plan(self.config, plan)  # writes config.yaml: nothing in it changes from here on but `rollout.exact`
         return plan, host_needs
 
-    def _load(self, host_needs: dict[str, int], plan: RunPlan | None, *, exact: bool | None) -> None:
-        """`exact`: what the user chose; None leaves it to the run."""
+    def _decide_exact(self, device: torch.device) -> None:
+        """Decides whether log-probs will be exact, where that is left to the run."""
+        self._wants_exact = self.config.rollout.exact
+        self.config, why = decide_exact(self.config, device, self._ranks, is_fused=self._will_be_fused)
+        if why and device.type == "cuda" and "generate" in self.config.cycle:
+            self.report.note(f"not exact (`rollout.exact`): {why}")
+        if self.config.rollout.exact and device.type == "cuda":
+            self._matmuls.enter_context(without_split_k())
+
+    def _will_be_fused(self) -> bool:
+        """Whether the model's blocks will be fused on a GPU, as far as its config says."""
+        try:
+            return self._given is not None or can_fuse(model_shape(self.config), 2, "cuda", 1)
+        except UserError:  # of a family that cannot be planned, or for which the run will end with the same error
+            return False
+
+    def _go_on_without_exact(self, why: str) -> None:
+        if self._wants_exact:
+            raise UserError(f"`rollout.exact: true` is not possible here: {why}. Set `rollout.exact: false`")
+        self._matmuls.close()
+        make_exact(self.policy, on=False)
+        self.config = with_changes(self.config, {"rollout.exact": False})
+        self.report.set_plan(self.config, self._plan)
+        self.report.note(f"not exact (`rollout.exact`): {why}")
+
+    def _load(self, host_needs: dict[str, int]) -> None:
         config, residency, comm = self.config, self.residency, self.comm
         device = comm.load_device(residency.device)
         # A checkpoint that is loaded later replaces the weights that the run started from.
@@ -207,24 +230,24 @@ class Worker:
         rollout_weights = shard_policy(policy, comm, self._channel, residency.device, mode)
         policy.fuse_blocks(self.report.note)
         if config.rollout.exact:
-            if not (why := why_not_exact(policy, config, self._ranks)):
-                make_exact(policy)
-                self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
-            elif exact:
-                raise UserError(f"`rollout.exact: true` is not possible here: {why}. Set `rollout.exact: false`")
+            if why := why_not_exact(policy, config, self._ranks):
+                self._go_on_without_exact(why)
             else:
-                self.config = config = with_changes(config, {"rollout.exact": False})
-                self.report.set_plan(config, plan)
-                self.report.note(f"not exact (`rollout.exact`): {why}")
+                make_exact(policy)
         with rollout_weights.materialized() as model:
             policy.verify(model)
         if config.generates:
             self.engine = rollout_weights.engine(
                 lambda model: build_engine(
-                    replace(loaded, model=model), config, residency.make_room, exact=bool(config.rollout.exact)
+                    replace(loaded, model=model), config, residency.make_room, exact=bool(self.config.rollout.exact)
                 ),
                 lambda: self.optimizer.steps if self.optimizer is not None else {},
             )
+        if self.config.rollout.exact:
+            if isinstance(self.engine, PagedEngine) and self.engine.is_exact:
+                self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
+            else:
+                self._go_on_without_exact("the sampler's fused blocks do not compute what the model's own forward does")
         residency.register("weights", [local(parameter) for parameter in policy.model.parameters()])
         if config.has_reference:
             self._reference = freeze_reference(policy.model, residency)

@@ -45,8 +45,10 @@ def mesh():
 
 
 # fused blocks, which no hook of a module reaches, and the model's own
-@pytest.mark.parametrize("name", ["qwen3", "gemma"])
-def test_layers_that_come_behind_compute_are_whole_when_they_are_used(tiny, mesh, name) -> None:
+@pytest.mark.parametrize(("name", "fused"), [("qwen3", True), ("gemma", True), ("qwen3", False)])
+def test_layers_that_come_behind_compute_are_whole_when_they_are_used(tiny, mesh, name, fused, monkeypatch) -> None:
+    if not fused:
+        monkeypatch.setattr("ebbtide.rollout.paged.cuda_runner.can_fuse", lambda model: False)
     loaded = load_model(tiny({"device": "cuda", "model.dtype": "bfloat16", **family(name), **BIG}))
     twin = copy.deepcopy(loaded.model)
     for weight in twin.parameters():
@@ -62,7 +64,7 @@ def test_layers_that_come_behind_compute_are_whole_when_they_are_used(tiny, mesh
     wanted = PagedEngine(loaded, 16)
     with layers.materialized():
         engine = PagedEngine(replace(loaded, model=twin), 16)
-    assert engine._runner.is_fused == wanted._runner.is_fused == (name == "qwen3")
+    assert engine._runner.is_fused == wanted._runner.is_fused == fused
     assert not engine._runner._captures
     assert wanted._runner._captures
     wanted._runner._captures = False  # the same kernels on both sides

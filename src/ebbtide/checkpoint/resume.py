@@ -14,7 +14,7 @@ from ebbtide.checkpoint.contents import CONFIG, read_run, read_tree
 from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint, first_problem
 from ebbtide.checkpoint.store import Checkpoint, list_checkpoints, newest_valid
 from ebbtide.config.parallel import ParallelConfig
-from ebbtide.config.planner_keys import keep_decided, keep_planned_settings
+from ebbtide.config.planner_keys import keep_planned_settings, with_chat_date
 from ebbtide.config.root import Config
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
@@ -24,8 +24,9 @@ FOLDER = "checkpoints"
 REPLACED = ".before"  # holds the run that is being replaced, until the new one has done its first step
 # A run with other values of these keys is another run: it is refused.
 FIXED = ("model.", "seed", "optimizer.state_dtype")
-# These keys may change without a note: where a run writes, how long it is, what it shows, on how many ranks it runs.
-FREE = ("run.", "resume", "report.", "train.steps", "checkpoint.", "parallel")
+# These keys may change without a note: where a run writes, how long it is, what it shows, on how many ranks it runs,
+# and what a run says at its start.
+FREE = ("run.", "resume", "report.", "train.steps", "checkpoint.", "parallel", "rollout.exact")
 
 
 def find_checkpoint(config: Config, say: Callable[[str], None]) -> Checkpoint | None:
@@ -75,7 +76,7 @@ def with_saved_choices(config: Config, saved: Checkpoint) -> Config:
     """The config with the values that the planner had chosen when the checkpoint was made."""
     then = read_tree(CheckpointFiles(saved.path))
     try:
-        chosen = keep_decided(keep_planned_settings(config, then), then)
+        chosen = with_chat_date(keep_planned_settings(config, then), (then.get("model") or {}).get("chat_date"))
         # Values from a checkpoint are not trusted: they are validated like the rest of it.
         type(chosen).model_validate(chosen.model_dump(mode="json", warnings=False))
     except (ValidationError, TypeError) as error:

@@ -58,15 +58,6 @@ def keep_planned_settings(config: Config, then: Mapping[str, Any]) -> Config:
     return with_changes(config, chosen)
 
 
-def keep_decided(config: Config, then: Mapping[str, Any]) -> Config:
-    """The config of a resumed run, with what the run decided at its start where null leaves it to the run. `then`: the
-    config that the run had before, as a tree."""
-    exact = (then.get("rollout") or {}).get("exact")
-    if config.rollout.exact is None and exact is not None:
-        config = with_changes(config, {"rollout.exact": exact})
-    return with_chat_date(config, (then.get("model") or {}).get("chat_date"))
-
-
 def with_chat_date(config: Config, day: object) -> Config:
     """The config with `model.chat_date` set to `day` if it was not set."""
     return (

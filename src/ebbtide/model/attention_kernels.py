@@ -13,16 +13,17 @@ paged cache, as in prefill. rollout/paged/decode_kernels.py has the one for a si
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.model.attention_sizes import SPLIT, STRIP
 from ebbtide.model.block_kernels import UNFUSED
 
-STRIP = 64  # keys that enter the online softmax at once
-SPLIT = 512  # keys whose results are merged with those of other splits
-TILE, WARPS = 64, 4  # queries of a program, and its warps
+TILE, WARPS, STAGES = 64, 4, 3  # queries of a program, its warps, and strips that are loaded at once, at most
 
 
 @triton.jit
@@ -175,6 +176,21 @@ def _attend(
         tl.store(sums + head.to(tl.int64) * tokens + first + row, highest + tl.log(divisor), mask=inside)
 
 
+def stages_that_fit(query: Tensor, padded: int, queries: int, most: int) -> int:
+    """The stages of a loop over strips, as many as a GPU's shared memory holds: of keys and values [strip, padded], for
+    so many queries. They change no bit."""
+    if not query.is_cuda:  # Triton's interpreter, in the tests
+        return most
+    room = _shared_memory(query.device) - 8192 - queries * padded * query.itemsize
+    return max(1, min(most, room // (2 * STRIP * padded * query.itemsize)))
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(number)["max_shared_mem"])
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """The `input_precision` of `tl.dot`: float32 is not rounded to TF32."""
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -194,12 +210,12 @@ def attend_packed(
     tokens, heads, channels = query.shape
     query, (key, value) = query.contiguous(), (_heads_together(one) for one in (key, value))
     out, sums = torch.empty_like(query), torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
-    per_sequence = triton.cdiv(longest, TILE)
+    per_sequence, padded = triton.cdiv(longest, TILE), padded_channels(channels)
     _attend[((len(starts) - 1) * per_sequence, heads)](
         query, key, value, starts, starts, starts, starts, starts, out, sums,
         0, 0, 0, window or 0, key.stride(0), value.stride(0), tokens, per_sequence, scale,
-        heads, key.shape[1], channels, padded_channels(channels), 1, SPLIT, STRIP, TILE, window is not None, False,
-        dot_precision(query.dtype), num_warps=WARPS, **UNFUSED,
+        heads, key.shape[1], channels, padded, 1, SPLIT, STRIP, TILE, window is not None, False,
+        dot_precision(query.dtype), num_warps=WARPS, num_stages=stages_that_fit(query, padded, TILE, STAGES), **UNFUSED,
     )  # fmt: skip
     return out, sums
 
@@ -222,12 +238,12 @@ def attend_to_cache(
     a paged cache: [T, heads, channels]."""
     tokens, heads, channels = query.shape
     query = query.contiguous()
-    out = torch.empty_like(query)
+    out, padded = torch.empty_like(query), padded_channels(channels)
     _attend[(len(tiles), heads)](
         query, query, query, addresses, tiles, sequences, prompt_tables, own_tables, out, query,
         layer, prompt_tables.shape[1], own_tables.shape[1], window or 0, 0, 0, tokens, 0, scale,
-        heads, kv_heads, channels, padded_channels(channels), block, SPLIT, STRIP, TILE, window is not None, True,
-        dot_precision(query.dtype), num_warps=WARPS, **UNFUSED,
+        heads, kv_heads, channels, padded, block, SPLIT, STRIP, TILE, window is not None, True,
+        dot_precision(query.dtype), num_warps=WARPS, num_stages=stages_that_fit(query, padded, TILE, STAGES), **UNFUSED,
     )  # fmt: skip
     return out
 

@@ -3,8 +3,8 @@ MLP.
 
 Each stays the model's own parameter, under its own name: a view of one storage in which they follow each other. What
 reads or writes a parameter is not concerned. Where parameters do not follow each other (FSDP gathers each into memory
-of its own, and a call may be given other weights), they are copied side by side for the call: the products have the
-same bits then, take a fraction of a percent longer, and need the memory of these weights of one block once more.
+of its own, and a call may be given other weights), they are copied side by side for the call, which takes a fraction of
+a percent longer and needs the memory of these weights of one block once more; or, with few rows, multiplied one by one.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class JoinedWeights:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
+        self.apart = False
+        """Whether matrices are multiplied one by one with few rows, wherever they lie."""
         self._places: list[int] = []
         self._whole: Tensor | None = None
 
@@ -53,7 +55,8 @@ class JoinedWeights:
     def product(self, x: Tensor, weights: dict[str, Tensor], biases: JoinedWeights | None = None) -> Tensor:
         """The products of x [T, K] with all weights, side by side, with biases if there are any."""
         given = biases if biases is not None and biases.names else None
-        if self._adjacent(weights) is not None or x.shape[0] >= x.shape[1]:
+        beside = not self.apart and self._adjacent(weights) is not None
+        if beside or x.shape[0] >= x.shape[1]:
             return linear(x, self(weights), None if given is None else given(weights))
         # With few rows, such as in decoding, to copy the weights would take longer than the products.
         names = [None] * len(self.names) if given is None else given.names

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ebbtide.config.parallel import ParallelConfig
+from ebbtide.config.planner_keys import with_changes
 from ebbtide.config.root import Config
 from ebbtide.memory.plan import check_device_budget
 from ebbtide.model.shape import Shape, find_shape
@@ -14,8 +15,11 @@ from ebbtide.planner.fewer_gpus import note_fewer_gpus
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.search import PlanResult, PlanSearch
+from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.policy.model_costs import frozen_shapes
 from ebbtide.system.machine import Machine, machine_for
+
+HOPPER_GPUS = ("h100", "h200")
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,22 @@ class Hardware:
         return machine_for(self.gpu, self.device_gib, self.host_gib, self.link, self.network, local_ranks)
 
 
+def _with_exact_decided(config: Config, hardware: Hardware, shape: Shape) -> Config:
+    """The config with `rollout.exact` as a run would decide it (policy/exact.py), as far as that is known here."""
+    if config.rollout.exact is not None:
+        return config
+    one = config.parallel is None and config.rollout.engine == "paged" and config.algorithm == "grpo"
+    fused = can_fuse(shape, config.model.itemsize("cuda"), "cuda", 1)
+    return with_changes(config, {"rollout.exact": one and fused and hardware.gpu in HOPPER_GPUS})
+
+
 def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape, Machine]:
     """The best plan for this config, with a note where fewer GPUs would be faster."""
     plan_holdings(config)
     machine = hardware.machine(config)
     check_device_budget(config.memory.budget_gib, machine.device_gib)
     shape = find_shape(config.model)
+    config = _with_exact_decided(config, hardware, shape)
     frozen = frozen_shapes(config, "cuda")
     config.check_context(shape.context)
 

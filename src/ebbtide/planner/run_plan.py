@@ -127,7 +127,7 @@ def plan_run(
     if on_cpu and config.memory.budget_gib is None:
         return None
     try:
-        shape = _shape(config)
+        shape = model_shape(config)
         frozen = frozen_shapes(config, device.type)
     except UserError as error:
         note(f"no plan: {error}")
@@ -154,7 +154,8 @@ def plan_run(
     return plan
 
 
-def _shape(config: Config) -> Shape:
+def model_shape(config: Config) -> Shape:
+    """The shape of the model that will be loaded, of a family that can be planned."""
     if config.model.path is not None and locate(config.model.path).gguf is not None:
         return find_shape(config.model)  # transformers takes seconds to read the header of a GGUF file.
     return from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")

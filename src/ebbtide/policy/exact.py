@@ -6,6 +6,7 @@ split their inner dimension, and log-probs reduced by one kernel. The backward i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,40 +15,40 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import resolve_dtype
 from ebbtide.config.planner_keys import with_changes
 from ebbtide.errors import UserError
+from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
 from ebbtide.model.linear import HOPPER
 from ebbtide.policy.losses import build_loss, loss_head
+from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from ebbtide.config.root import Config
     from ebbtide.policy.policy import Policy
 
-# More tokens would take more workspace than is planned for; more query heads of a key head, other tiles.
-LONGEST, MOST_HEADS = 16_000, 64
+NOT_FUSED = "the model's blocks are not fused"
+LONGEST = MOST_SPLITS * SPLIT - 2 * BLOCK_SIZES["cuda"]
+"""Tokens of a sequence: in decode, longer ones have larger splits. Prompt and completion fill whole blocks."""
 
 
-def decide_exact(config: Config, device: torch.device, ranks: int) -> tuple[Config, str]:
-    """(the config with `rollout.exact` decided, where it is null; why it is off then)."""
+def decide_exact(
+    config: Config, device: torch.device, ranks: int, *, is_fused: Callable[[], bool]
+) -> tuple[Config, str]:
+    """(the config with `rollout.exact` decided, where it is null; why it is off then). `is_fused` tells whether the
+    model's blocks will be fused, as far as its config says."""
     if config.rollout.exact is not None:
         return config, ""
-    why = _why_not_run(config, device, ranks)
+    why = _why_not_run(config, device, ranks) or ("" if is_fused() else NOT_FUSED)
     return with_changes(config, {"rollout.exact": not why}), why
 
 
 def why_not_exact(policy: Policy, config: Config, ranks: int) -> str:
     """Why the log-probs of a policy cannot have the bits of the sampler's; empty if they can."""
-    if why := _why_not_run(config, policy.device, ranks):
-        return why
-    if policy.fused is None:
-        return "the model's blocks are not fused, as in a family without fused blocks"
-    if any(block.heads > MOST_HEADS * block.kv_heads for block in policy.fused.blocks):
-        return f"a key head of the model has more than {MOST_HEADS} query heads"
-    return ""
+    return _why_not_run(config, policy.device, ranks) or ("" if policy.fused is not None else NOT_FUSED)
 
 
-def make_exact(policy: Policy) -> None:
+def make_exact(policy: Policy, *, on: bool = True) -> None:
     """Gives a policy's log-probs the bits of the sampler's. Both are to run in a context `without_split_k`."""
-    assert policy.fused is not None
-    policy.fused.exact = True
+    if policy.fused is not None:
+        policy.fused.exact = on
 
 
 def _why_not_run(config: Config, device: torch.device, ranks: int) -> str:
@@ -75,7 +76,8 @@ def _why_not_run(config: Config, device: torch.device, ranks: int) -> str:
 
 def check_exact(figures: dict[str, float]) -> None:
     """Stops a run whose first update of a step, on tokens that the same weights sampled, found other log-probs."""
-    if off := figures.get("mismatch_max"):
+    off = figures.get("mismatch_max", 0.0)
+    if off > 0:  # Log-probs that are not numbers have other causes: such an update is skipped.
         raise UserError(
             f"`rollout.exact`: the trainer's log-prob of a token is {off:.3g} nats from the sampler's, and they"
             " should be equal to the bit. This is a bug in a kernel: please report it with the model, the GPU and the"

@@ -21,7 +21,7 @@ from ebbtide.model.joined_weights import join
 from ebbtide.model.load import decoder, layers_of
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
-from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, FusedNorm, Saved, norm_of
+from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, FusedNorm, Saved, norm_of, unrotated
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.fused_mlp import FusedGatedMLP
 from ebbtide.system.transformers_internals import attention_implementation, is_gelu_tanh, is_silu
@@ -123,6 +123,8 @@ class _Forward:
             return self._own(hidden_states, *args, **named)
         block = self.blocks.blocks[self._number]
         cos, sin = (angles[0].contiguous() for angles in named["position_embeddings"])
+        if not block.rotates:
+            cos, sin = unrotated(cos, sin)
         starts, longest = named["cu_seq_lens_q"], named["max_length_q"]
         attention = PackedAttention(starts, longest, block.scale, block.window, self.blocks.exact)
         return block(hidden_states, Call(cos, sin, attention, self.blocks.saved(self._number)))

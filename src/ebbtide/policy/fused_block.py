@@ -77,6 +77,10 @@ class FusedMLP(Protocol):
     def joinable(self) -> Sequence[str]:
         """Those of matrices that are multiplied with the same input."""
 
+    @property
+    def joined(self) -> Sequence[JoinedWeights]:
+        """These matrices as one."""
+
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor: ...
 
     def backward(
@@ -109,7 +113,8 @@ class FusedBlock:
         self.scale = float(attention.scaling)
         owner = attention.config if family.window_in_config else attention
         self.window: int | None = getattr(owner, "sliding_window", None)
-        self._rotates = bool(getattr(attention, family.rotates)) if family.rotates else True
+        self.rotates = bool(getattr(attention, family.rotates)) if family.rotates else True
+        """Whether it has rotary embeddings; else it is called with the angles of `unrotated`."""
         by_layer = attention.config.layer_types if family.rotary_by_layer else None
         self.rotary_kind: tuple[str, ...] = (by_layer[attention.layer_idx],) if by_layer else ()
         """What the model's rotary module is told besides positions: the kind of this layer, if kinds have their own."""
@@ -134,7 +139,7 @@ class FusedBlock:
     @property
     def kind(self) -> tuple[object, ...]:
         """What blocks of a model may differ in."""
-        return type(self.mlp), self.window, self.rotary_kind, self._rotates
+        return type(self.mlp), self.window, self.rotary_kind, self.rotates
 
     @property
     def joinable(self) -> list[list[Tensor]]:
@@ -155,6 +160,12 @@ class FusedBlock:
     def weights(self) -> list[Tensor]:
         """The module's weights, in the order of `names`."""
         return [getattr(owner, name) for owner, name in self._places]
+
+    def keep_apart(self) -> None:
+        """Multiplies matrices one by one with few rows, even where they follow each other in memory: the bits are then
+        those of weights that do not."""
+        for joined in (self._qkv, *self.mlp.joined):
+            joined.apart = True
 
     # Forward
 
@@ -205,8 +216,6 @@ class FusedBlock:
     def rotary(self, weights: Weights, cos: Tensor, sin: Tensor) -> Rotary:
         """How its queries and keys rotate by angles [T, channels]."""
         norms = (weights[self._norms[0]], weights[self._norms[1]]) if self._norms else None
-        if not self._rotates:
-            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return Rotary(self.heads, self.kv_heads, self.channels, norms, self._qk_norm, cos, sin)
 
     def after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -342,6 +351,11 @@ class _Norm(torch.autograd.Function):
         flat = hidden.flatten(0, -2)
         dx, dweight, _ = norm_backward(flat, weight, ctx.norm, grads[0].contiguous().view_as(flat), None)
         return dx.view_as(hidden), dweight if ctx.needs_input_grad[1] else None, None
+
+
+def unrotated(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The angles (cos, sin) of no rotation."""
+    return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def _normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:

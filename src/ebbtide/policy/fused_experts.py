@@ -36,7 +36,8 @@ class Experts:
         self._visited, self._normalizes = visited, normalizes
         self._router = f"{family.router}.weight"
         self._halves, self._down = f"{family.experts}.gate_up_proj", f"{family.experts}.down_proj"
-        self.names, self.joinable = (self._router, self._halves, self._down), ()
+        self.names = self._router, self._halves, self._down
+        self.joinable, self.joined = (), ()
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
         logits = linear(normed, weights[self._router])

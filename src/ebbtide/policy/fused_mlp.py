@@ -20,7 +20,7 @@ class FusedGatedMLP:
         self._activation: Activation = activation
         self.joinable = f"{family.gate}.weight", f"{family.up}.weight"
         self._halves, self._down = JoinedWeights(self.joinable), f"{family.down}.weight"
-        self.names = (*self.joinable, self._down)
+        self.names, self.joined = (*self.joinable, self._down), (self._halves,)
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
         halves = self._halves.product(normed, weights)
@@ -31,7 +31,7 @@ class FusedGatedMLP:
         self, grad: Tensor, remake: Callable[[], Tensor], weights: Weights, saved: Saved, grads: Grads | None
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
         matrix = self._halves(weights)
-        halves = recompute_or(saved.take("mlp_act"), lambda: linear(remake(), matrix))
+        halves = recompute_or(saved.take("mlp_act"), lambda: self._halves.product(remake(), weights))
         # Each in the place of the one that it follows from.
         product, dhalves = activate_backward(halves, grad @ weights[self._down], self._activation)
         if grads is not None:

@@ -12,6 +12,7 @@ from ebbtide.config.rollout import RolloutConfig, VllmConfig
 from ebbtide.config.root import Config
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingSpec
+from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
 from ebbtide.model.workload import Workload
 from ebbtide.parallel.costs import GATHERED, WEIGHT_SYNC_BUCKET, CommTime
 from ebbtide.parallel.rank_model import RankModel
@@ -163,7 +164,7 @@ class GenerationCosts:
             wide = shape.widest_layer
             prefill = itemsize * min(self._prefill_chunk, work.prompts * prompt) * (3 * shape.hidden + 3 * wide)
             size = graph_batch_size(max(1, concurrent))
-            splits = blocks_for(work.max_new_tokens, 256) + blocks_for(prompt, 256)
+            splits = min(MOST_SPLITS, blocks_for(prompt + work.max_new_tokens, SPLIT))
             numbers = 2 * shape.vocabulary + 4 * shape.hidden + 3 * wide
             decode = itemsize * size * numbers + 4 * splits * size * shape.queries
             phase.device |= {"activations": max(prefill, decode), "workspace": decode}

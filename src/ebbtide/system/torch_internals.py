@@ -158,9 +158,15 @@ def allow_deterministic_matmuls(device: torch.device) -> None:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Inside this context nothing reaches the process's standard error."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    """Inside this context nothing reaches the process's standard error, where it has one."""
+    try:
+        kept = os.dup(2)
+    except OSError:
+        yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield

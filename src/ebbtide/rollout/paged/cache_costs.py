@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.memory.plan import HoldingName, HoldingSpec
+from ebbtide.model.attention_sizes import MOST_SPLITS
 from ebbtide.model.shape import Shape
 from ebbtide.system.units import ceil_div
 
@@ -79,7 +80,7 @@ class CacheCosts:
         sampling = (
             2 * min(batch, LOGIT_ROWS_AT_ONCE) * self.vocabulary * itemsize + SORTED_ROWS_AT_ONCE * self.vocabulary * 40
         )
-        splits = 32 * batch * queries * 4  # the partial results of split-KV attention, in fp32
+        splits = MOST_SPLITS * batch * queries * 4  # the partial results of split-KV attention, in fp32
         return chunk * token * itemsize + sampling + splits
 
     def blocks_that_fit(self, itemsize: int, block: int, chunk: int, batch: int, free: int) -> int:

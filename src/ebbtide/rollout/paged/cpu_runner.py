@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class CpuRunner:
     """Its calls are synchronous: a step's tokens are known when they return."""
 
+    is_fused = False
+
     def __init__(self, model: PreTrainedModel, block: int) -> None:
         self._model, self._block = model, block
         self._cache: KVCache | None = None

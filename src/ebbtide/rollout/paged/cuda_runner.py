@@ -11,7 +11,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from ebbtide.errors import UserError
 from ebbtide.model.attention_kernels import TILE
 from ebbtide.model.linear import linear
 from ebbtide.model.load import decoder, head_weight, logit_scaling
@@ -24,6 +23,7 @@ from ebbtide.rollout.paged.attn_metadata import PassMetadata, PrefillMetadata
 from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, graph_batch_size
 from ebbtide.rollout.paged.cuda_graphs import needs_host_sync
 from ebbtide.rollout.paged.decode_graph import DecodeGraph, DecodeInputs
+from ebbtide.rollout.paged.decode_kernels import MANY, reads_together
 from ebbtide.rollout.paged.fused_model import FusedModel, can_fuse
 from ebbtide.rollout.paged.runner import PendingTokens, SampleOp
 from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, PromptGroup, ScheduledSample, Scheduler
@@ -43,6 +43,7 @@ class CudaRunner:
         self._model, self._batch, self._block, self._exact = model, batch, block, exact
         self._device = model.device
         self._costs = model_cache_costs(model.config)
+        self._queries_per_key = self._costs.query_heads // self._costs.kv_heads
         self._scale, self._softcap = logit_scaling(model.config)
         # The newest token of the sample in each row, and one more row for padding.
         self._last_tokens = torch.zeros(batch + 1, dtype=torch.long, device=self._device)
@@ -56,16 +57,11 @@ class CudaRunner:
         self._fused = FusedModel(model) if can_fuse(model) else None
         if self._fused is not None and not self._fused_matches_model():
             self._fused = None
-        if exact and self._fused is None:
-            raise UserError(
-                "`rollout.exact`: the sampler's fused blocks do not compute what the model's own forward does. Set"
-                " `rollout.exact: false`"
-            )
         self._captures = not needs_host_sync(model, known=self._fused is not None)
 
     @property
     def is_fused(self) -> bool:
-        """Whether the model's blocks run with fused kernels between their matmuls."""
+        """Whether the model runs with the fused blocks of training."""
         return self._fused is not None
 
     def attach_cache(self, cache: KVCache, prompt_blocks: int, own_blocks: int) -> None:
@@ -183,8 +179,8 @@ class CudaRunner:
         cut = any(_cuts(op.sampling) for op in ops)
         inputs = DecodeInputs(self._host_inputs[self._step % RING], size, self._widths)
         largest = self._fill(inputs, ops)
-        # Groups of similar size share a graph.
-        graph = self._graph(size, min(16, 1 << (largest - 1).bit_length()), cut)
+        # Groups for which `decode` has the same programs share a graph.
+        graph = self._graph(size, 1 if reads_together(largest, self._queries_per_key) else MANY, cut)
         graph.inputs.data.copy_(inputs.data, non_blocking=True)
         if self._captures:
             graph.replay()

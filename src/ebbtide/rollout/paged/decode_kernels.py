@@ -15,19 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.model.attention_kernels import (
-    SPLIT,
-    STRIP,
     dot_precision,
     finish_split,
     online_softmax,
     padded_channels,
     split_weights,
+    stages_that_fit,
 )
+from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT, STRIP
 from ebbtide.model.block_kernels import UNFUSED
 
 WARPS, STAGES = 4, 2
-MOST_SPLITS = 32  # Longer contexts than 32 x SPLIT have larger splits, and other bits than in training.
-LANES = 16, 64  # Queries of a program that reads a prompt: few, or many.
+FEW, MANY = 16, 64  # Queries of a program that reads a prompt.
 
 
 @triton.jit(do_not_specialize=["layer", "prompt_width", "rows", "window"])
@@ -250,22 +249,26 @@ def decode(
     highest = torch.empty((rows, heads), dtype=torch.float32, device=query.device)
     out = torch.empty_like(query)
     sizes = heads, kv_heads, channels, padded, block, split, STRIP
-    few, many = LANES
-    lanes = few if samples * each <= few else max(many, triton.next_power_of_2(each))
+    lanes = FEW if reads_together(samples, each) else max(MANY, triton.next_power_of_2(each))
     own_lanes = max(16, triton.next_power_of_2(each))  # A matmul has at least 16 rows.
     last = window is not None, dot_precision(query.dtype)
     _read_prompts[(rows, kv_heads, prompt_splits)](
         query, addresses, firsts, prompt_tables, prompt_lengths, own_lengths, mixed, sums, highest,
         layer, prompt_tables.shape[1], rows, window or 0, scale, *sizes, lanes, *last,
-        num_warps=WARPS, num_stages=STAGES, **UNFUSED,
+        num_warps=WARPS, num_stages=stages_that_fit(query, padded, lanes, STAGES), **UNFUSED,
     )  # fmt: skip
     _read_own[(rows, kv_heads, own_splits)](
         query, addresses, groups, prompt_tables, own_tables, own_lengths, own_starts, mixed, sums, highest, out,
         layer, prompt_tables.shape[1], own_tables.shape[1], rows, window or 0, scale, *sizes, own_lanes, *last,
-        splits == 1, num_warps=WARPS, num_stages=STAGES, **UNFUSED,
+        splits == 1, num_warps=WARPS, num_stages=stages_that_fit(query, padded, own_lanes, STAGES), **UNFUSED,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(rows, heads)](
             mixed, sums, own_starts, own_lengths, out, rows, heads, channels, padded, split, num_warps=1, **UNFUSED
         )
     return out
+
+
+def reads_together(samples: int, queries_per_key: int) -> bool:
+    """Whether a group of so many samples is few enough for the smaller programs that read prompts."""
+    return samples * queries_per_key <= FEW

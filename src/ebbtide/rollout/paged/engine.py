@@ -71,6 +71,11 @@ class PagedEngine:
         """How many times a sample was preempted in the last call."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether log-probs have the bits of training."""
+        return self._exact and self._runner.is_fused
+
+    @property
     def block_size(self) -> int:
         """The tokens that one block of the KV cache holds."""
         return self._block

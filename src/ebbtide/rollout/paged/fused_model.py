@@ -16,7 +16,7 @@ from ebbtide.model.block_functions import add_norm
 from ebbtide.model.families import family_of, part_of
 from ebbtide.model.load import decoder
 from ebbtide.policy.fuse import build_blocks, why_not_computed
-from ebbtide.policy.fused_block import FusedBlock, norm_of
+from ebbtide.policy.fused_block import FusedBlock, norm_of, unrotated
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.system.torch_internals import forward_pre_hooks
 
@@ -34,6 +34,11 @@ class FusedModel:
             getattr(model.config.get_text_config(), family.embedding_scale) if family.embedding_scale else None
         )
         self._blocks = build_blocks(model)
+        for block in self._blocks:
+            # Weights that a hook gathers lie side by side, and those of the `gathered` mode do not: both give the same
+            # bits.
+            if forward_pre_hooks(block.module):
+                block.keep_apart()
         self._mlps = [part_of(block.module, family.mlp) for block in self._blocks]
         self._last_norm = part_of(inner, family.last_norm)
         self._norm = norm_of(inner, family.last_norm, family)
@@ -43,17 +48,19 @@ class FusedModel:
         hidden: Tensor = self._embedding(tokens)
         if self._scale is not None:
             hidden = hidden * self._scale
-        kinds = dict.fromkeys(block.rotary_kind for block in self._blocks)
+        kinds = dict.fromkeys((block.rotary_kind, block.rotates) for block in self._blocks)
         angles = {kind: self._angles(hidden, positions, *kind) for kind in kinds}
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
-            hidden, delta = self._run_block(layer, block, hidden, delta, *angles[block.rotary_kind], metadata)
+            cos, sin = angles[block.rotary_kind, block.rotates]
+            hidden, delta = self._run_block(layer, block, hidden, delta, cos, sin, metadata)
         return add_norm(hidden, delta, self._last_norm.weight, self._norm)[1]
 
-    def _angles(self, hidden: Tensor, positions: Tensor, *kind: str) -> tuple[Tensor, Tensor]:
+    def _angles(self, hidden: Tensor, positions: Tensor, kind: tuple[str, ...], rotates: bool) -> tuple[Tensor, Tensor]:
         """(cos, sin) [T, channels] of rotary embeddings; those of a kind of layers, if they have their own."""
         cos, sin = self._rotary(hidden[None], positions[None], *kind)
-        return cos[0].contiguous(), sin[0].contiguous()
+        cos, sin = cos[0].contiguous(), sin[0].contiguous()
+        return (cos, sin) if rotates else unrotated(cos, sin)
 
     def _run_block(
         self,

@@ -32,6 +32,11 @@ class PendingTokens:
 
 
 class Runner(Protocol):
+    @property
+    def is_fused(self) -> bool:
+        """Whether the model runs with the fused blocks of training."""
+        ...
+
     def attach_cache(self, cache: KVCache, prompt_blocks: int, own_blocks: int) -> None:
         """Uses this KV cache from now on, for prompts of at most `prompt_blocks` blocks and completions of at most
         `own_blocks`."""
