@@ -3,7 +3,7 @@
     python benchmarks/exact.py [matmuls] [attention] [steps] [minibatches]
 
 matmuls: products of few rows without split-K, beside cuBLAS's choice: whether they have the bits of the product of
-8,192 rows, and microseconds, for the shapes of Qwen3 models. attention: the forward over packed sequences beside
+8,192 rows, and microseconds, for the shapes of Qwen models. attention: the forward over packed sequences beside
 torch's flash kernel. steps: GRPO steps of the Qwen3-1.7B and 0.6B shapes with 16 x 8 and 64 x 8 samples of 126 + 256
 tokens, with exact log-probs and without, in turns; and how far the sampler's are from the trainer's. minibatches: two
 updates per step, with the recorded log-probs as the old ones. Weights are random. Stages that are not named keep the
@@ -23,9 +23,11 @@ from common import Row, kept, save, seconds
 from grpo_step import SMALL, steps
 
 from ebbtide.model.attention_kernels import attend_packed
+from ebbtide.model.linear import linear
 from ebbtide.system.torch_internals import flash_forward, without_split_k
 
 MODELS = {  # hidden, query heads, key heads, channels, MLP
+    "0.5B": (896, 14, 2, 64, 4864),
     "0.6B": (1024, 16, 8, 128, 3072),
     "1.7B": (2048, 16, 8, 128, 6144),
     "4B": (2560, 32, 8, 128, 9728),
@@ -47,9 +49,12 @@ def captured(work: Callable[[], object], times: int = 20) -> Callable[[], object
     return graph.replay
 
 
-def products(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
+@torch.no_grad()
+def products(
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor]
+) -> None:
     for weight in weights:
-        x @ weight.t()
+        multiply(x, weight)
 
 
 def matmuls() -> Iterator[Row]:
@@ -68,11 +73,12 @@ def matmuls() -> Iterator[Row]:
             x = torch.randn(MANY, depth, device="cuda", dtype=torch.bfloat16)
             for rows in ROWS:
                 few, case = x[:rows].contiguous(), f"{model}, {name}, {rows} rows"
-                for kind, around in (("cuBLAS", nullcontext), ("no split-K", without_split_k)):
-                    with around():
-                        many = x @ weights[0].t()
-                        same = (few @ weights[0].t() == many[:rows]).float().mean().item()
-                        taken = seconds(captured(partial(products, few, weights))) / 20 / count
+                kinds = (("cuBLAS", nullcontext, torch.nn.functional.linear), ("ours", without_split_k, linear))
+                for kind, around, multiply in kinds:
+                    with around(), torch.no_grad():
+                        many = multiply(x, weights[0])
+                        same = (multiply(few, weights[0]) == many[:rows]).float().mean().item()
+                        taken = seconds(captured(partial(products, multiply, few, weights))) / 20 / count
                     yield Row(case, f"{kind}, time", 1e6 * taken, "us")
                     yield Row(case, f"{kind}, the bits of {MANY:,} rows", 100 * same, "%")
             del weights, x, many

@@ -4,10 +4,12 @@ import random
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILIES, family
+from ebbtide.config.root import Config
 from ebbtide.model.linear import HOPPER, linear
-from ebbtide.model.load import load_model
+from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.policy.attention import PackedAttention
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.exact import make_exact, why_not_exact
@@ -16,6 +18,7 @@ from ebbtide.progress import no_progress
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.system.torch_internals import without_split_k
+from families import SHAPE, TOKENIZER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -55,8 +58,42 @@ def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
             "train.head_chunk_tokens": chance.choice([5, 64, 2048]),
         }
     )
-    loaded = load_model(config)
-    torch.manual_seed(seed)
+    check(load_model(config), config, chance, longest)
+
+
+MIXED = ["full_attention", "sliding_attention"]
+OTHERS = {
+    "mistral": {"sliding_window": 40},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {"residual_multiplier": 0.22, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
+    "ministral": {"sliding_window": 70, "layer_types": MIXED},
+    "seed_oss": {},
+    "gemma3_text": {"sliding_window": 40, "layer_types": MIXED},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_that_are_not_made_from_nothing(tiny, name) -> None:
+    """Windows that cut, layers without rotary embeddings, factors, more norms."""
+    longest = 300
+    config = tiny(
+        {
+            "device": "cuda",
+            "model.dtype": "bfloat16",
+            "rollout.max_prompt_tokens": longest,
+            "rollout.max_new_tokens": 400,
+            "train.head_chunk_tokens": 64,
+        }
+    )
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "head_dim": 64}
+    made = AutoConfig.for_model(name, **{**SHAPE, **sizes, "max_position_embeddings": 1024, **OTHERS[name]})
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval().cuda()
+    check(LoadedModel(model, TOKENIZER, "sdpa"), config, random.Random(name), longest)
+
+
+def check(loaded: LoadedModel, config: Config, chance: random.Random, longest: int) -> None:
+    """Samples in all sorts of batches, and compares what was recorded with what the trainer computes."""
+    torch.manual_seed(0)
     for parameter in loaded.model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     policy = Policy(loaded, config)

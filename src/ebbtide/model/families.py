@@ -1,8 +1,8 @@
 """What each family of models looks like: its modules' names, its config's keys, and how it differs from Llama.
 
-A family is one entry of `FAMILIES`, found by its `model_type` in transformers. Plans, fused decoding, activations and
+A family is one entry of `FAMILIES`, found by its `model_type` in transformers. Plans, fused blocks, activations and
 tensor parallelism read it. A model of any other family runs without an entry: where its modules have the usual names,
-its activations can be placed as well; a plan and fused decoding need an entry. Imports neither torch nor transformers.
+its activations can be placed as well; a plan and fused blocks need an entry. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Family:
     """Whether it is a mixture of experts; single blocks of it may still have one MLP."""
 
     norm_offset: float = 0.0
-    """What is added to the weight of a norm before the multiplication. The kernels of fused decoding add nothing."""
+    """What is added to the weight of a norm before the multiplication."""
 
     norm_in_float32: bool = False
     """Whether a norm multiplies by its weight before it rounds to the model's type. Then it saves the normalized input
-    in float32. The kernels of fused decoding round first."""
+    in float32."""
 
     embedding_scale: str = ""
     """The attribute of the config with the number by which the decoder multiplies embeddings; empty if there is none,
@@ -109,7 +109,8 @@ class Family:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     activation: str = "mlp.act_fn"
-    """The activation function between `gate` and the product with `up`. Fused decoding needs SiLU."""
+    """The activation function between `gate` and the product with `up`. Fused blocks have SiLU and GELU with
+    tanh."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
