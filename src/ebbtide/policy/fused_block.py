@@ -178,12 +178,13 @@ class FusedBlock:
         saved.put("attn_proj", mixed, sums)
         output = self._project_back(mixed, weights)
         added, normed = self._add_attention(x, output, weights)
-        del mixed, sums, x
-        if not self._post_norms:
+        outputs = [output] if self._post_norms else []
+        del mixed, sums, x, output
+        if not outputs:
             saved.put("mlp_norm", added)
         found = self.mlp.forward(normed, weights, saved)
-        if self._post_norms:
-            saved.put("mlp_norm", added, output, found)
+        if outputs:
+            saved.put("mlp_norm", added, *outputs, found)
         return self._normed_output(found, weights, 1).add_(added)
 
     def run_mlp(self, normed: Tensor, weights: Weights) -> Tensor:
