@@ -18,15 +18,14 @@ from ebbtide.errors import UserError
 from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
 from ebbtide.model.linear import HOPPER
 from ebbtide.policy.losses import build_loss, loss_head
-from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from ebbtide.config.root import Config
     from ebbtide.policy.policy import Policy
 
 NOT_FUSED = "the model's blocks are not fused"
-LONGEST = MOST_SPLITS * SPLIT - 2 * BLOCK_SIZES["cuda"]
-"""Tokens of a sequence: in decode, longer ones have larger splits. Prompt and completion fill whole blocks."""
+LONGEST = MOST_SPLITS * SPLIT - 128
+"""Tokens of a sequence: in decode, longer ones have larger splits. Prompt and completion are rounded up to blocks."""
 
 
 def decide_exact(
