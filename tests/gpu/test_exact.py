@@ -157,3 +157,19 @@ def test_matmuls_of_few_rows_have_the_bits_of_many(depth, width, biased) -> None
             assert torch.equal(linear(x[:rows], weight, bias), many[:rows]), rows
     wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(many, wanted.bfloat16(), atol=0.5, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_matmuls_of_other_types_are_right(dtype) -> None:
+    x, weight = (torch.randn(rows, 256, device="cuda").to(dtype) for rows in (20, 96))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            linear(x, weight), (x.double() @ weight.double().t()).to(dtype), atol=0.05, rtol=0.01
+        )
+
+
+def test_gradients_reach_through_a_matmul_of_few_rows() -> None:
+    x, weight = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (1, 96))
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(linear(x, weight).sum(), x)
+    torch.testing.assert_close(found, weight.sum(0, keepdim=True), atol=0.2, rtol=0.05)
