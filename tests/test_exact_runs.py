@@ -16,7 +16,7 @@ TWO = {"train.minibatches": 2}
 
 
 def test_a_cpu_has_none(tiny, tmp_path) -> None:
-    with pytest.raises(UserError, match=r"`rollout.exact: true` is not possible here: it runs on a GPU"):
+    with pytest.raises(UserError, match=r"`rollout.exact: true` is not possible here: it needs a GPU"):
         run(tiny, tmp_path / "run", {"rollout.exact": True})
 
 
@@ -31,8 +31,11 @@ def test_null_decides_and_says_why_not(tiny, monkeypatch) -> None:
 
     found, why = decide(tiny(), "cpu", 1, fused=True)
     assert found.rollout.exact is False
-    assert why == "it runs on a GPU"
-    assert decide(tiny(), "cuda", 2, fused=True)[1] == "it runs on one GPU, not on several ranks"
+    assert why == "it needs a GPU"
+    assert (
+        decide(tiny(), "cuda", 2, fused=True)[1]
+        == "it needs one GPU that trains and samples, and this run has several ranks"
+    )
     for chosen in (True, False):
         config = tiny({"rollout.exact": chosen})
         assert decide(config, "cpu", 1, fused=False) == (config, "")

@@ -59,13 +59,13 @@ def _why_not_run(config: Config, device: torch.device, ranks: int) -> str:
     if rollout.replay is not None:
         return "`rollout.replay` reads log-probs from a file"
     if config.max_sequence_tokens > LONGEST:
-        return f"its sequences have more than {LONGEST:,} tokens"
+        return f"sequences of this run may have more than {LONGEST:,} tokens"
     if loss_head(build_loss(config.loss)) is not None:
         return f"`loss.kind: {config.loss.kind}` computes log-probs of its own"
     if ranks > 1:
-        return "it runs on one GPU, not on several ranks"
+        return "it needs one GPU that trains and samples, and this run has several ranks"
     if device.type != "cuda":
-        return "it runs on a GPU"
+        return "it needs a GPU"
     if resolve_dtype(config.model.dtype, device.type) != "bfloat16":
         return "it needs `model.dtype: bfloat16`"
     if torch.cuda.get_device_capability(device)[0] != HOPPER:
