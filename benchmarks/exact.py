@@ -1,13 +1,15 @@
 """What exact log-probs (`rollout.exact`) cost, and that they are exact.
 
-    python benchmarks/exact.py [matmuls] [attention] [steps] [minibatches]
+    python benchmarks/exact.py [matmuls] [attention] [steps] [lengths] [minibatches] [fifty]
 
 matmuls: products of few rows without split-K, beside cuBLAS's choice: whether they have the bits of the product of
 8,192 rows, and microseconds, for the shapes of Qwen models. attention: the forward over packed sequences beside
 torch's flash kernel. steps: GRPO steps of the Qwen3-1.7B and 0.6B shapes with 16 x 8 and 64 x 8 samples of 126 + 256
-tokens, with exact log-probs and without, in turns; and how far the sampler's are from the trainer's. minibatches: two
-updates per step, with the recorded log-probs as the old ones. Weights are random. Stages that are not named keep the
-figures of an earlier run.
+tokens, with exact log-probs and without, in turns; and how far the sampler's are from the trainer's. lengths:
+generation of nano-vllm's lengths (256 prompts of 100 to 1,024 tokens with as many new ones), on and off in turns.
+minibatches: two updates per step, with the recorded log-probs as the old ones, beside a forward that computes them.
+fifty: 50 steps, for the largest mismatch of all. Weights are random. Stages that are not named keep the figures of an
+earlier run.
 """
 
 from __future__ import annotations
@@ -17,14 +19,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from common import Row, kept, save, seconds
-from grpo_step import SMALL, steps
+from grpo_step import CONFIG, SMALL, steps
 
+from ebbtide.config import load
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.model.attention_kernels import attend_packed
 from ebbtide.model.linear import linear
+from ebbtide.model.load import load_model
+from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.system.torch_internals import flash_forward, without_split_k
+from rollout import lengths_work, timed
 
 MODELS = {  # hidden, query heads, key heads, channels, MLP
     "0.5B": (896, 14, 2, 64, 4864),
@@ -35,7 +43,7 @@ MODELS = {  # hidden, query heads, key heads, channels, MLP
 }
 VOCABULARY, MANY = 151936, 8192
 ROWS = (1, 16, 32, 64, 128, 256, 512)
-TURNS = 3
+TURNS = 2
 
 
 def captured(work: Callable[[], object], times: int = 20) -> Callable[[], object]:
@@ -131,8 +139,54 @@ def whole_steps() -> Iterator[Row]:
             yield from compared(f"{model}, {prompts} x 8", [*sizes, f"rollout.prompts_per_step={prompts}"])
 
 
+def lengths() -> Iterator[Row]:
+    """Generation alone, with lengths that differ."""
+    for model, sizes in (("0.6B", [*SMALL, "model.scratch.tied=true"]), ("1.7B", [])):
+        loaded, work = load_model(load(CONFIG, sizes)), lengths_work()
+        engines = {exact: PagedEngine(loaded, 256, exact=exact) for exact in (False, True)}
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(TURNS + 1):
+            for exact, engine in engines.items():
+                with without_split_k() if exact else nullcontext():
+                    taken = timed(engine, work)
+                if turn:  # the first compiles and captures
+                    found[exact].append(taken)
+        case, off, on = f"{model}, lengths of 100 to 1,024", min(found[False]), min(found[True])
+        yield Row(case, "generate, off", off, "s")
+        yield Row(case, "generate, exact", on, "s")
+        yield Row(case, "generate, exact over off", on / off, "x")
+        del loaded, engines
+
+
 def minibatches() -> Iterator[Row]:
-    yield from compared("1.7B, 16 x 8, two updates per step", ["train.minibatches=2"])
+    """Two updates per step, with exact log-probs: the recorded ones as the old ones, or those of a forward pass."""
+    case, options = "1.7B, 16 x 8, two updates per step", ["train.minibatches=2", "rollout.exact=true"]
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    for _ in range(TURNS):
+        for recorded in (False, True):
+            with patch.object(GrpoConfig, "records_old_logprobs", recorded):
+                lines = steps([*options, "deterministic=true"])
+            found[recorded] += [line for line in lines if line["step"] > 1]
+    for phase in ("", "logprob", "train"):
+        name = f"seconds/{phase}" if phase else "seconds"
+        for recorded, kind in ((False, "computed"), (True, "recorded")):
+            taken = statistics.median(line.get(name, 0.0) for line in found[recorded])
+            yield Row(case, f"{phase or 'whole step'}, {kind}", taken, "s")
+    figures = ("loss", "grad_norm", "entropy", "clip_fraction", "reward")
+    same = all(
+        computed[name] == recorded[name]
+        for computed, recorded in zip(found[False], found[True], strict=True)
+        for name in figures
+        if name in computed or name in recorded
+    )
+    yield Row(case, "losses and norms of gradients identical", float(same), "(1 = yes)")
+
+
+def fifty() -> Iterator[Row]:
+    for model, sizes in (("1.7B", []), ("0.6B", SMALL)):
+        lines = steps([*sizes, "rollout.exact=true", "train.steps=50"])
+        yield Row(f"{model}, 50 steps", "steps", len(lines), "")
+        yield Row(f"{model}, 50 steps", "largest mismatch", max(line["mismatch_max"] for line in lines), "nats")
 
 
 def main() -> None:
@@ -140,7 +194,9 @@ def main() -> None:
         "matmuls": matmuls,
         "attention": attention,
         "steps": whole_steps,
+        "lengths": lengths,
         "minibatches": minibatches,
+        "fifty": fifty,
     }
     for name in sys.argv[1:] or list(stages):
         rows = list(stages[name]())

@@ -154,17 +154,20 @@ def exact_logprobs(loaded: LoadedModel, trajectories: Sequence[Datum]) -> torch.
     return torch.cat(found)
 
 
+def lengths_work() -> list[tuple[Request, SamplingParams]]:
+    chance = random.Random(0)
+    prompts = [[chance.randint(5, 10_000) for _ in range(chance.randint(100, 1024))] for _ in range(256)]
+    return [
+        (Request(prompt, [n]), SamplingParams(chance.randint(100, 1024), 0.6, ignore_eos=True))
+        for n, prompt in enumerate(prompts)
+    ]
+
+
 def lengths() -> list[Row]:
     rows = []
     for label, options in (("Qwen3-0.6B", SMALL), ("Qwen3-1.7B", [])):
         loaded = load_model(load(CONFIG, options))
-        chance = random.Random(0)
-        prompts = [[chance.randint(5, 10_000) for _ in range(chance.randint(100, 1024))] for _ in range(256)]
-        work = [
-            (Request(prompt, [n]), SamplingParams(chance.randint(100, 1024), 0.6, ignore_eos=True))
-            for n, prompt in enumerate(prompts)
-        ]
-        rows += measured(f"lengths of 100 to 1,024, {label}", loaded, PagedEngine(loaded, 256), work)
+        rows += measured(f"lengths of 100 to 1,024, {label}", loaded, PagedEngine(loaded, 256), lengths_work())
         del loaded
     return rows
 

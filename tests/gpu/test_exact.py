@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import FAMILIES, family
+from conftest import FAMILIES, TINY, family
+from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.root import Config
 from ebbtide.model.linear import HOPPER, linear
 from ebbtide.model.load import LoadedModel, load_model
@@ -18,6 +19,7 @@ from ebbtide.progress import no_progress
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.system.torch_internals import without_split_k
+from example_runs import config_of, run, same
 from families import SHAPE, TOKENIZER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -124,6 +126,23 @@ def check(loaded: LoadedModel, config: Config, chance: random.Random, longest: i
             policy.compute_logprobs("found", [data[place] for place in order], no_progress)
             found = torch.cat([torch.as_tensor(datum.values["found"]).cpu() for datum in data])
             assert torch.equal(found.float(), torch.tensor(recorded)), (options, tokens)
+
+
+def test_two_updates_on_recorded_logprobs_are_those_on_computed_ones(tmp_path, monkeypatch) -> None:
+    """A forward pass for old log-probs would find what was recorded: the weights at the end have the same bits."""
+    found = []
+    for recorded in (True, False):
+        monkeypatch.setattr(GrpoConfig, "records_old_logprobs", recorded)
+        changes = {
+            **{"device": "cuda", "deterministic": True, "model.dtype": "bfloat16", "model.scratch.head_dim": 64},
+            **{"task": TINY["task"], "rollout": {**TINY["rollout"], "exact": True}, "train.steps": 4},
+            **{"train.minibatches": 2, "optimizer.lr": 1e-2, "run.folder": str(tmp_path / str(recorded))},
+        }
+        config = config_of("grpo", changes)
+        assert config.needs_old_logprobs is not recorded
+        found.append(run(config))
+    assert same(*found)
+    assert found[0][0][-1]["mismatch_max"] == 0
 
 
 @pytest.mark.parametrize("window", [None, 40])
