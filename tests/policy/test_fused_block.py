@@ -27,6 +27,7 @@ from ebbtide.policy.fuse import own_forwards, saved_names
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.packing import pack
 from ebbtide.policy.policy import Policy
+from ebbtide.policy.reference import use_weights
 from families import EXPERTS, SHAPE, TOKENIZER
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
@@ -158,18 +159,21 @@ def test_apart_or_side_by_side_gives_the_same_gradients() -> None:
     assert all(torch.equal(grad, setup.kept[weight]) for weight, grad in setup.grads().items())
 
 
-def test_other_weights_of_a_call_are_used() -> None:
+def test_other_weights_are_used_for_a_while() -> None:
     setup = Setup("qwen3", fused=True)
     others = {name: weight.detach() * 1.1 for name, weight in setup.model.named_parameters()}
     (batch,) = pack(setup.sequences, budget=10_000, device=setup.policy.device)
     with torch.no_grad():
         now, _ = setup.policy._logprobs(batch, 1.0)
-        found, _ = setup.policy._logprobs(batch, 1.0, others)
+        with use_weights(setup.model, others):
+            found, _ = setup.policy._logprobs(batch, 1.0)
+        again, _ = setup.policy._logprobs(batch, 1.0)
         for name, weight in setup.model.named_parameters():
             weight.copy_(others[name])
         wanted, _ = setup.policy._logprobs(batch, 1.0)
     assert not torch.equal(found, now)
     assert torch.equal(found, wanted)
+    assert torch.equal(again, now)
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:

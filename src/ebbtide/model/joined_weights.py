@@ -3,7 +3,7 @@ MLP.
 
 Each stays the model's own parameter, under its own name: a view of one storage in which they follow each other. What
 reads or writes a parameter is not concerned. Where parameters do not follow each other (FSDP gathers each into memory
-of its own, and a call may be given other weights), they are copied side by side for the call, which takes a fraction of
+of its own, and a reference has other weights), they are copied side by side for the call, which takes a fraction of
 a percent longer and needs the memory of these weights of one block once more; or, with few rows, multiplied one by one.
 """
 

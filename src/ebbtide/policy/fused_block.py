@@ -148,8 +148,8 @@ class FusedBlock:
         return [[self.module.get_parameter(name) for name in some] for some in paths if some]
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
-        """The block's output [1, T, H]. The weights are read now: FSDP gathers them for this call, and a call may be
-        given others."""
+        """The block's output [1, T, H]. The weights are read now: FSDP gathers them for this call, and a reference
+        has others."""
         weights = self.weights
         if torch.is_grad_enabled() and (hidden.requires_grad or any(one.requires_grad for one in weights)):
             found: Tensor = _Block.apply(hidden, self, call, *weights)  # type: ignore[no-untyped-call]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ebbtide.config.memory import ActivationsConfig
 from ebbtide.config.root import Config
@@ -22,7 +21,7 @@ from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, blocks_of, decoder, head_weight, logit_scaling
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import GATHERED
-from ebbtide.parallel.dtensor import is_fsdp_module, is_sharded, unsharded
+from ebbtide.parallel.dtensor import is_fsdp_module, unsharded
 from ebbtide.policy.activation_costs import probe_length
 from ebbtide.policy.activation_plan import (
     PlacedBlocks,
@@ -43,7 +42,7 @@ from ebbtide.policy.fused_check import fuse_blocks
 from ebbtide.policy.head import Head, token_logprobs
 from ebbtide.policy.losses import Loss, LossInputs, loss_head, mismatch
 from ebbtide.policy.packing import MicroBatch, pack, together
-from ebbtide.policy.reference import swap_weights
+from ebbtide.policy.reference import use_weights
 from ebbtide.progress import AbandonableProgress, Progress, WorkAbandoned
 from ebbtide.system.units import gib
 
@@ -66,8 +65,7 @@ def _token_logprobs(hidden: Tensor, head: Head, targets: Tensor, *, chunk: int) 
 
 
 class _PackedModel(nn.Module):
-    """The model from packed tokens to what a head computes of the targets, as one module, so that a call can use other
-    weights (`functional_call`)."""
+    """The model from packed tokens to what a head computes of the targets, as one module: the root of FSDP's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -135,28 +133,14 @@ class Policy:
     def fused(self) -> FusedBlocks | None:
         return self._fused
 
-    def _logprobs(
-        self, batch: MicroBatch, temperature: float, weights: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(log-prob [P], entropy [P]) of each target, under `weights` instead of the model's own if given."""
+    def _logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-prob [P], entropy [P]) of each target."""
         compute = partial(_token_logprobs, chunk=self.config.train.head_chunk_tokens)
-        found = self._outputs(batch, temperature, compute, weights)
+        found = self._outputs(batch, temperature, compute)
         return found["logprobs"], found["entropies"]
 
-    def _outputs(
-        self,
-        batch: MicroBatch,
-        temperature: float,
-        compute: HeadFunction,
-        weights: Mapping[str, Tensor] | None = None,
-    ) -> Outputs:
-        arguments = batch, temperature, compute
-        if weights is None:
-            found: Outputs = self.module(*arguments)
-        else:
-            found = functional_call(
-                self.module, {f"model.{name}": weight for name, weight in weights.items()}, arguments
-            )
+    def _outputs(self, batch: MicroBatch, temperature: float, compute: HeadFunction) -> Outputs:
+        found: Outputs = self.module(batch, temperature, compute)
         return found
 
     def compute_logprobs(
@@ -187,15 +171,11 @@ class Policy:
     ) -> None:
         mine, batches = self._local_share(data)
         found: dict[int, Tensor] = {}
-        own = None if self._is_sharded else weights
-        with (
-            swap_weights(self.model, weights) if weights and self._is_sharded else nullcontext(),
-            self._resharded(),
-            self._gathered(),
-        ):
+        other = use_weights(self.model, weights) if weights is not None else nullcontext()
+        with other, self._resharded(), self._gathered():
             for done, batch in enumerate(batches):
                 outputs = self._outputs(
-                    batch, self.config.logprob_temperature, lambda *arguments: {name: compute(*arguments)}, own
+                    batch, self.config.logprob_temperature, lambda *arguments: {name: compute(*arguments)}
                 )
                 parts = torch.split(outputs[name], batch.lengths)
                 found |= {
@@ -207,11 +187,6 @@ class Policy:
             found = self._ranks.all_gather_dict(found, none)
         for index, datum in enumerate(data):
             datum.values[name] = found.get(index, none)
-
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether the weights are sharded over ranks."""
-        return any(is_sharded(parameter) for parameter in self.model.parameters())
 
     @contextmanager
     def _resharded(self) -> Iterator[None]:

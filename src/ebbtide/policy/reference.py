@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ebbtide.memory.buckets import allocate_buckets
 from ebbtide.memory.residency import Residency
-from ebbtide.parallel.dtensor import local
+from ebbtide.parallel.dtensor import is_sharded, local
 
 
 @torch.no_grad()
@@ -34,19 +34,26 @@ def freeze_reference(model: nn.Module, residency: Residency) -> dict[str, Tensor
 
 @contextmanager
 @torch.no_grad()
-def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside this context a sharded model computes with other weights: their contents are swapped, and swapped back at
-    the end."""
+def use_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside this context the model computes with other weights. Those of a sharded model are exchanged with its own,
+    and again at the end: FSDP knows them by their memory."""
+    parameters = dict(model.named_parameters())
+    own = {name: parameter.data for name, parameter in parameters.items() if not is_sharded(parameter)}
 
     def exchange() -> None:
-        for name, parameter in model.named_parameters():
-            shard = local(parameter)
-            before = shard.clone()
-            shard.copy_(weights[name])
-            weights[name].copy_(before)
+        for name, parameter in parameters.items():
+            if name not in own:
+                shard = local(parameter)
+                before = shard.clone()
+                shard.copy_(weights[name])
+                weights[name].copy_(before)
 
     exchange()
     try:
+        for name in own:
+            parameters[name].data = weights[name]
         yield
     finally:
+        for name, data in own.items():
+            parameters[name].data = data
         exchange()
