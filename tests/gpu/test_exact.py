@@ -84,6 +84,8 @@ def test_families_that_are_not_made_from_nothing(tiny, name) -> None:
             "model.dtype": "bfloat16",
             "rollout.max_prompt_tokens": longest,
             "rollout.max_new_tokens": 400,
+            "model.scratch.context": 1024,
+            "train.microbatch_tokens": 4096,
             "train.head_chunk_tokens": 64,
         }
     )
@@ -163,7 +165,7 @@ def test_gradients_are_those_of_flash_attention(window) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
-    ("depth", "width"), [(6144, 2048), (4864, 896), (896, 1152), (576, 3584), (2048, 6200), (64, 40)]
+    ("depth", "width"), [(6144, 2048), (4864, 896), (896, 1152), (576, 3584), (2048, 6200), (64, 40), (1536, 13)]
 )
 def test_matmuls_of_few_rows_have_the_bits_of_many(depth, width, biased) -> None:
     torch.manual_seed(0)

@@ -45,9 +45,11 @@ def _linear(
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product is one for this kernel: a small one, of tensors at addresses that it can load from."""
+    """Whether the product is one for this kernel: a small one, or one of a width for which cuBLAS has kernels that add
+    in another order; of tensors at addresses that it can load from."""
     rows, (width, depth) = len(x), weight.shape
-    if not 0 < rows <= MOST_ROWS or rows * width > MOST_NUMBERS:
+    is_small = rows <= MOST_ROWS and rows * width <= MOST_NUMBERS
+    if not rows or not (is_small or width % 8):
         return False
     aligned = depth % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     return aligned and x.is_contiguous() and weight.is_contiguous()
