@@ -28,7 +28,7 @@ STEP_OPS, TENSOR_OPS = 420, 2.0
 STEP_RATE = 0.92  # Rate at which an optimizer step on the device reads and writes, as a fraction of the copy rate.
 # Rate at which later micro-batches' gradients are accumulated on the CPU while compute waits, as a multiple of the rate
 # of a CPU step.
-HOST_ACCUMULATION_RATE = 5.1
+HOST_ACCUMULATION_RATE = 9.0
 CPU_STARTS = 0.004  # Seconds before and after a step on the CPU.
 STREAM_RATE = 0.87  # Fraction of the host link's rate when both directions are busy.
 STREAM_AND_CPU = 0.85  # Fraction of the summed seconds when half is streamed while the CPU steps the rest.

@@ -17,12 +17,15 @@ ATTENTION = 0.45  # Rate of attention, as a fraction of the rate of a large matm
 FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
 STARTS = 0.37e-3  # Seconds per block and forward, twice that in a backward, for launches of short kernels.
 # Operations of the host per block: for a forward alone, and for a forward with its backward, by what is recomputed.
-OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 110, "fused": 290}
+OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 110, "fused": 366}
+FUSED_EXPERTS_OPS = {"fused forward": 140, "fused": 444}  # In addition, for a block of experts.
 # The same for fused blocks: as a multiple of the bytes that their kernels read and write, and seconds per block.
-FUSED_BYTES, FUSED_STARTS = 1.1, 0.03e-3
-FUSED_MATMULS = 1.1  # Seconds of a block's matmuls, as a multiple of those of large ones.
-# Attention works on tiles: tokens by which a sequence is longer to it, and its backward as a multiple of its forward.
-TILES, ATTENTION_BACKWARD = 640, 3.2
+FUSED_BYTES, FUSED_STARTS = 1.07, 0.035e-3
+# Seconds of a block's matmuls, as a multiple of those of large ones, and of the grouped ones of experts.
+FUSED_MATMULS, GROUPED_MATMULS = 1.1, 1.54
+# The rate of attention beside fused blocks. It works on tiles: tokens by which a sequence is longer to it, and its
+# backward as a multiple of its forward.
+FUSED_ATTENTION, TILES, ATTENTION_BACKWARD = 0.335, 416, 3.4
 LEAVING_OPS = 10.0  # Operations of the host per tensor whose gradient is sent to the CPU in a backward.
 
 
@@ -104,6 +107,10 @@ class FusedSpeed(Speed):
     def forward(self, tokens: float, length: float) -> float:
         return overlap(self._forward(tokens, length), self.host("fused forward"))
 
+    def host(self, kind: str) -> float:
+        more = FUSED_EXPERTS_OPS[kind] if self._shape.experts else 0
+        return super().host(kind) + self._shape.layers * more / self._rates.host_op
+
     def _forward(self, tokens: float, length: float) -> float:
         """Seconds of a forward on the device."""
         starts = self._shape.layers * FUSED_STARTS
@@ -112,15 +119,17 @@ class FusedSpeed(Speed):
     def _linear(self, tokens: float) -> float:
         """Seconds of a forward's matmuls."""
         shape = self._shape
-        flops = 2 * shape.layers * shape.matmul_parameters_per_token * tokens
-        return FUSED_MATMULS * flops / self._rates.matmul
+        grouped = 3 * shape.hidden * shape.mlp * shape.experts_per_token if shape.experts else 0
+        dense = shape.matmul_parameters_per_token - grouped
+        each = FUSED_MATMULS * dense + GROUPED_MATMULS * grouped
+        return 2 * shape.layers * each * tokens / self._rates.matmul
 
     def _attention(self, tokens: float, length: float) -> float:
         """Seconds of a forward's attention: its arithmetic, and what it reads and writes."""
         shape = self._shape
         flops = 2 * shape.queries * (length + TILES) * tokens
         passed = 2 * self._itemsize * (shape.queries + shape.keys) * tokens
-        return shape.layers * (flops / (ATTENTION * self._rates.matmul) + passed / self._rates.copy)
+        return shape.layers * (flops / (FUSED_ATTENTION * self._rates.matmul) + passed / self._rates.copy)
 
     def _fused(self, tokens: float, *, backward: bool = False) -> float:
         """Seconds of the kernels between the matmuls, in a forward or in a backward."""

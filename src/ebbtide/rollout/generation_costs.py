@@ -16,7 +16,8 @@ from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
 from ebbtide.model.workload import Workload
 from ebbtide.parallel.costs import GATHERED, WEIGHT_SYNC_BUCKET, CommTime
 from ebbtide.parallel.rank_model import RankModel
-from ebbtide.policy.compute_costs import Speed, overlap
+from ebbtide.policy.compute_costs import FusedSpeed, Speed, overlap
+from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.policy.model_costs import SAMPLING_PHASES
 from ebbtide.rollout.paged.cache_costs import (
     BLOCK_SIZES,
@@ -32,8 +33,8 @@ from ebbtide.system.units import GIB
 
 # Seconds per layer of a decode step, and multiples of what the rates alone would give for weights, KV cache and
 # matmuls.
-DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_MATMULS = 47e-6, 0.89, 1.25, 1.24
-DECODE_EXPERTS = 112e-6  # Additional seconds per block of a decode step, for sorting tokens by expert and back.
+DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_MATMULS = 36e-6, 0.89, 1.34, 1.24
+DECODE_EXPERTS = 90e-6  # Additional seconds per block of a decode step, for sorting tokens by expert and back.
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class GenerationCosts:
     def __init__(self, rank: RankModel) -> None:
         self._rank = rank
         self._shape, self._machine, self._sharing, self._gathers = rank.shape, rank.machine, rank.mesh, rank.gathers
-        self._speed, self._itemsize = Speed(rank.shape, rank.machine.rates, rank.itemsize), rank.itemsize
+        self._itemsize = rank.itemsize
+        self._is_fused = can_fuse(rank.shape, rank.itemsize, rank.device_type, tensor_parallel=1)
+        self._speed = (FusedSpeed if self._is_fused else Speed)(rank.shape, rank.machine.rates, rank.itemsize)
         self._block, self._prefill_chunk = BLOCK_SIZES[rank.device_type], PREFILL_CHUNK_TOKENS[rank.device_type]
 
     @staticmethod
@@ -194,7 +197,7 @@ class GenerationCosts:
         decode = starts + DECODE_WEIGHTS * weights + DECODE_CACHE * cache + DECODE_MATMULS * matmuls
         captures = not shape.experts or (self._machine.has_grouped_matmul and self._itemsize == 2)
         if not (captured and captures):  # Without CUDA graphs the host launches every kernel.
-            decode = overlap(decode, self._speed.host("forward"))
+            decode = overlap(decode, self._speed.host("fused forward" if self._is_fused else "forward"))
         prefill = self._speed.forward(work.prompts * work.prompt_tokens, work.prompt_tokens)
         return passes * decode + prefill
 
