@@ -36,6 +36,7 @@ from ebbtide.model.workload import max_workload
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.prediction import Prediction
 from ebbtide.report.report import Report
+from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.machine import Rates, save_rates, this_machine
 from ebbtide.system.units import GIB
 
@@ -265,6 +266,7 @@ STAGES: dict[str, Callable[[], Iterator[list[Row]]]] = {
 
 
 def main() -> None:
+    use_expandable_segments()  # as `ebbtide train` does
     total = torch.cuda.get_device_properties(0).total_memory / GIB
     save_rates(torch.cuda.get_device_name(), total, measured_rates()[0])  # for the plans that runs make themselves
     for name in sys.argv[1:] or list(STAGES):

@@ -27,11 +27,12 @@ from ebbtide.config.model_path import check_paths
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import RunStopped, UserError
 from ebbtide.launch.job import Job, read_job
-from ebbtide.launch.start import start_run, use_expandable_segments
+from ebbtide.launch.start import start_run
 from ebbtide.planner import render
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.offline import Hardware, plan_offline
 from ebbtide.rollout.serve.preflight import check_installed, read_api_key
+from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.files import user_error_on_full_disk
 from ebbtide.system.machine import KNOWN, USUAL_GPUS_PER_NODE, save_rates
 from ebbtide.system.printable import printable_lines

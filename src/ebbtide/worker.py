@@ -63,6 +63,7 @@ from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.session import Session
 from ebbtide.rollout.weights.build import shard_policy
 from ebbtide.rollout.weights.channel import RolloutChannel
+from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.torch_internals import allow_deterministic_matmuls, without_split_k
 
 
@@ -136,6 +137,8 @@ class Worker:
     def __enter__(self) -> Self:
         """Decides everything, then loads the model and builds what computes with it."""
         with ExitStack() as stack:
+            if self.config.rollout.engine != "vllm":  # vLLM's own allocator does not work with expandable segments.
+                use_expandable_segments()
             seed_everything(self.config.seed, self.config.deterministic)
             device = pick_device(self.config.device)
             if device.type == "cuda" and (binding := bind_to_numa_node(pci_address(device))):

@@ -17,18 +17,13 @@ from ebbtide.launch.local import launch_locally, ranks_to_start
 from ebbtide.launch.ray import launch_on_ray
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.rollout.serve.preflight import check_installed
+from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.signals import STOPPED
 from ebbtide.tasks.build import build_task
 
 
 class Say(Protocol):
     def __call__(self, text: str, style: str = "") -> None: ...
-
-
-def use_expandable_segments() -> None:
-    """Has to be called before torch first uses a GPU. With expandable segments, phases of different sizes do not
-    fragment the allocator's memory."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def start_run(job: Job, say: Say) -> int:
