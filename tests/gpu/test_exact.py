@@ -71,6 +71,10 @@ OTHERS = {
     "ministral": {"sliding_window": 70, "layer_types": MIXED},
     "seed_oss": {},
     "gemma3_text": {"sliding_window": 40, "layer_types": MIXED},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 40, "layer_types": MIXED},
+    "exaone4": {"sliding_window": 40, "layer_types": MIXED},
+    "phi3": {"sliding_window": 40},
 }
 
 

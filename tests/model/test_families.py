@@ -94,7 +94,7 @@ def test_the_modules_have_these_names(name: str) -> None:
     for path in (family.embedding, family.rotary, family.layers, family.last_norm):
         assert isinstance(part_of(inner, path), nn.Module), path
     dense, experts = (*family.mlp_matrices, family.activation), (family.router, family.experts)
-    always = (*family.attention_matrices, family.attn_norm, family.attention, family.mlp_norm, family.mlp)
+    always = (*family.attention_matrices, *family.stream_norms, family.attention, family.mlp)
     for path in (*always, *(experts if family.sparse else dense)):
         assert isinstance(part_of(block, path), nn.Module), path
     for path in dense if family.sparse else experts:
@@ -102,7 +102,7 @@ def test_the_modules_have_these_names(name: str) -> None:
     for path in (family.query_norm, family.key_norm):
         assert (part_of(block, path) is not None) == family.qk_norm
     norms = [part_of(inner, family.last_norm), *block_activations.norms_of(block).values()]
-    assert len(norms) == (5 if family.qk_norm else 3)
+    assert len(norms) == 1 + 2 * bool(family.attn_norm) + 2 * family.qk_norm
     assert all(0 < getattr(norm, family.norm_epsilon) < 1e-3 for norm in norms)
     shape = from_config(model.config.to_dict(), "it")
     biases = [part_of(block, path).bias is not None for path in family.attention_matrices]
@@ -112,7 +112,7 @@ def test_the_modules_have_these_names(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_norms_compute_what_the_entry_says(name: str) -> None:
     family, model = FAMILIES[name], made(name, torch.bfloat16)
-    norm = part_of(block_of(model), family.attn_norm)
+    norm = part_of(block_of(model), family.stream_norms[0])
     x = torch.randn(50, len(norm.weight)).bfloat16()
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + getattr(norm, family.norm_epsilon))
@@ -144,6 +144,7 @@ def test_fused_decoding_takes_it(name: str) -> None:
     [
         ("llama", {"hidden_act": "gelu"}),
         ("llama", {"mlp_bias": True}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     ],
 )
 def test_fused_decoding_refuses_models_of_other_parts(name: str, changes: dict[str, Any]) -> None:
@@ -160,6 +161,10 @@ def test_fused_decoding_refuses_models_of_other_parts(name: str, changes: dict[s
         ("smollm3", {"no_rope_layers": [1, 0]}),
         ("granite", {"residual_multiplier": 0.22, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}),
         ("ministral", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("olmo3", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("exaone4", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        ("phi3", {"sliding_window": 5}),
     ],
 )
 def test_fused_decoding_takes_what_families_allow(name: str, changes: dict[str, Any]) -> None:
@@ -183,7 +188,8 @@ def test_activations_have_the_names_of_the_shape(name: str) -> None:
     model = made(name, torch.bfloat16)
     block, shape = blocks_of(model)[0], from_config(model.config.to_dict(), "it")
     names = block_activations.activation_names(block)
-    assert names == (SPARSE if FAMILIES[name].sparse else DENSE)
+    absent = set() if FAMILIES[name].attn_norm else {"attn_norm", "mlp_norm"}
+    assert names == [one for one in (SPARSE if FAMILIES[name].sparse else DENSE) if one not in absent]
     assert sorted(names) == sorted(activation_costs.activation_names(shape))
     assert block_activations.locally_recomputable(block) == activation_costs.locally_recomputable(shape)
 
@@ -191,8 +197,7 @@ def test_activations_have_the_names_of_the_shape(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tensor_plan_is_the_one_that_transformers_declares(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(name)
-    if FAMILIES[name].sparse:
-        assert FAMILIES[name].tensor_plan == {}
+    if not FAMILIES[name].tensor_plan:
         with pytest.raises(UserError, match="declares modules sharded as"):
             tensor_plan(model, monkeypatch)
     else:

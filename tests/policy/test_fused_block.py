@@ -80,8 +80,11 @@ def test_every_name_alone_and_any_mix_give_the_same_bits(name) -> None:
         )
 
 
-def test_blocks_with_norms_after_attention_and_mlp() -> None:
-    config = AutoConfig.for_model("gemma3_text", **{**SHAPE, "num_hidden_layers": 4, "sliding_window": 5})
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "olmo3", "exaone4", "phi3"])
+def test_blocks_of_other_parts(family) -> None:
+    """More norms or others, norms over all heads, packed matrices: the same bits whatever is kept, offloaded or
+    recomputed, and the bytes that were foretold."""
+    config = AutoConfig.for_model(family, **{**SHAPE, "num_hidden_layers": 4, "sliding_window": 5})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     setup = Setup("qwen3", fused=True, given=LoadedModel(model, TOKENIZER, "sdpa"))
@@ -363,6 +366,17 @@ VARIANTS = {
         "gemma3_text",
         {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo3 with windows in some layers": (
+        "olmo3",
+        {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "exaone4 with windows in some layers": (
+        "exaone4",
+        {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "phi3 with a window": ("phi3", {"sliding_window": 3}),
     "experts that are not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "experts without tokens": ("qwen3_moe", {"num_experts": 64, "num_local_experts": 64}),
     "a dense block among experts": ("qwen3_moe", {"mlp_only_layers": [0]}),

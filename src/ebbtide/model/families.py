@@ -22,8 +22,8 @@ class Family:
     """One family of models. A field's default is what most families have, and Llama is all defaults but for its files.
 
     A block is `x += attention(norm(x))`, then `x += mlp(norm(x))`, where the MLP is gated, or has such MLPs as experts.
-    Some have two more norms, of what attention and MLP add. What differs in more than the fields below, as a block
-    without norms before attention and MLP does, cannot be described by an entry.
+    Some have two more norms, of what attention and MLP add, or only these. What differs in more than the fields below,
+    as a block whose attention and MLP have the same input does, cannot be described by an entry.
     """
 
     # Its files
@@ -56,7 +56,10 @@ class Family:
     """Whether every layer has the sliding window of the config. In other families a layer's attention has its own."""
 
     qk_norm: bool = False
-    """Whether the channels of each query head and key head are normalized."""
+    """Whether queries and keys are normalized: the channels of each head, or of all heads together."""
+
+    qk_norm_over_heads: bool = False
+    """Whether it is the channels of all heads together."""
 
     sparse: bool = False
     """Whether it is a mixture of experts; single blocks of it may still have one MLP."""
@@ -79,6 +82,9 @@ class Family:
     rotates: str = ""
     """The attribute of a block's attention that says whether it has rotary embeddings; empty if all have."""
 
+    rotates_if_sliding: bool = False
+    """Whether, in a model with a sliding window, only layers that have it (`is_sliding`) have rotary embeddings."""
+
     rotary_by_layer: bool = False
     """Whether the kinds of layers in `layer_types` have rotary embeddings of their own."""
 
@@ -94,8 +100,10 @@ class Family:
     # and of a block's
 
     attn_norm: str = "input_layernorm"
+    """The norm before attention, as `mlp_norm` is before the MLP; empty if there is none."""
     attention: str = "self_attn"
     query: str = "self_attn.q_proj"
+    """Queries, keys and values may be one matrix, under one name, and so may the halves of the MLP."""
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     query_norm: str = "self_attn.q_norm"
@@ -134,10 +142,24 @@ class Family:
         return self.gate, self.up, self.down
 
     @property
+    def has_packed_qkv(self) -> bool:
+        """Whether queries, keys and values are one matrix."""
+        return self.query == self.value
+
+    @property
+    def has_packed_mlp(self) -> bool:
+        """Whether both halves of the MLP are one matrix."""
+        return self.gate == self.up
+
+    @property
     def block_weights(self) -> set[str]:
         """The parameters that every block has, whatever its MLP."""
-        norms = self.attn_norm, self.mlp_norm, *self.post_norms
-        return {f"{path}.weight" for path in (*norms, *self.attention_matrices)}
+        return {f"{path}.weight" for path in (*self.stream_norms, *self.attention_matrices)}
+
+    @property
+    def stream_norms(self) -> tuple[str, ...]:
+        """The norms that are as wide as the residual stream."""
+        return tuple(path for path in (self.attn_norm, self.mlp_norm, *self.post_norms) if path)
 
     @property
     def post_norms(self) -> tuple[str, ...]:
@@ -147,23 +169,23 @@ class Family:
     @property
     def norms(self) -> dict[str, ActivationName]:
         """Norm of a block -> the name of what it saves."""
-        return {
+        named: dict[str, ActivationName] = {
             self.attn_norm: "attn_norm",
             self.query_norm: "qkv_linear",
             self.key_norm: "qkv_linear",
             self.mlp_norm: "mlp_norm",
         }
+        return {path: name for path, name in named.items() if path}
 
     def scopes(self, *, sparse: bool) -> dict[str, ActivationName]:
         """Submodule of a block, with or without experts -> the name of what it saves. The name also covers the
         submodule's own arithmetic, outside the submodules below it."""
         after: dict[str, ActivationName] = dict(zip(self.post_norms, ("attn_proj", "mlp_fc2"), strict=False))
         before: dict[str, ActivationName] = after | {
-            self.attn_norm: "attn_norm",
             self.attention: "core_attn",
-            **dict.fromkeys((self.query, self.key, self.value, self.query_norm, self.key_norm), "qkv_linear"),
+            **dict.fromkeys((self.query, self.key, self.value), "qkv_linear"),
+            **self.norms,
             self.output: "attn_proj",
-            self.mlp_norm: "mlp_norm",
         }
         if sparse:
             routing: dict[str, ActivationName] = {self.mlp: "moe_router", self.router: "moe_router"}
@@ -173,15 +195,29 @@ class Family:
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """Module of the decoder -> how tensor parallelism shards it, in the words of transformers; empty for experts,
-        which it does not shard."""
-        if self.sparse:
+        """Module of the decoder -> how tensor parallelism shards it, in the words of transformers; empty for what it
+        does not shard: experts, matrices that are packed into one, norms over all heads."""
+        if self.sparse or self.has_packed_qkv or self.qk_norm_over_heads:
             return {}
         columns, rows = (self.query, self.key, self.value, self.gate, self.up), (self.output, self.down)
         norms = (self.query_norm, self.key_norm) if self.qk_norm else ()
         styles = {"colwise": columns, "rowwise": rows, "replicated_with_grad_allreduce": norms}
         return {f"{self.layers}.*.{path}": style for style, paths in styles.items() for path in paths}
 
+
+_ONLY_POST_NORMS: Mapping[str, Any] = {
+    "attn_norm": "",
+    "mlp_norm": "",
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_OLMO: Mapping[str, Any] = {
+    **_ONLY_POST_NORMS,
+    "mlp_bias": False,
+    "qk_norm": True,
+    "qk_norm_over_heads": True,
+    "norm_in_float32": True,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -243,6 +279,32 @@ FAMILIES: dict[str, Family] = {
         attn_post_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
+    ),
+    "olmo2": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": None}, **_OLMO),
+    "olmo3": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": None}, rotary_by_layer=True, **_OLMO
+    ),
+    "exaone4": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        rotates_if_sliding=True,
+        **_ONLY_POST_NORMS,
+    ),
+    "phi3": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": None},
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        window_in_config=True,
+        query="self_attn.qkv_proj",
+        key="self_attn.qkv_proj",
+        value="self_attn.qkv_proj",
+        gate="mlp.gate_up_proj",
+        up="mlp.gate_up_proj",
+        activation="mlp.activation_fn",
     ),
 }
 """`model_type` in transformers -> the family, in the order in which messages list them."""

@@ -68,6 +68,11 @@ class Shape:
         return family_named(self.family).qk_norm
 
     @property
+    def has_pre_norms(self) -> bool:
+        """Whether the inputs of attention and MLP are normalized."""
+        return bool(family_named(self.family).attn_norm)
+
+    @property
     def has_post_norms(self) -> bool:
         """Whether what attention and MLP add is normalized."""
         return bool(family_named(self.family).post_norms)
@@ -79,15 +84,19 @@ class Shape:
     def _block_tensors(self, *, sparse: bool) -> list[Tensor]:
         """The tensors of a block, in the order of the model except for biases."""
         hidden, queries, keys = self.hidden, self.queries, self.keys
-        found = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+        family = family_named(self.family)
+        matrices = [(queries, hidden), (keys, hidden), (keys, hidden)]
+        found = [*([(queries + 2 * keys, hidden)] if family.has_packed_qkv else matrices), (hidden, queries)]
         found += [(queries, 1), (keys, 1), (keys, 1)] * self.qkv_bias + [(hidden, 1)] * self.out_bias
-        found += [(self.head_dim, 1)] * (2 * self.has_qk_norm)
+        wide = family.qk_norm_over_heads
+        found += [(queries if wide else self.head_dim, 1), (keys if wide else self.head_dim, 1)] * self.has_qk_norm
         mlp = self.dense_mlp if self.experts else self.mlp
         if sparse:
             found += [(self.experts, 2 * self.mlp * hidden), (self.experts, hidden * self.mlp), (self.experts, hidden)]
         else:
-            found += [(mlp, hidden), (mlp, hidden), (hidden, mlp), *([(mlp, 1), (mlp, 1), (hidden, 1)] * self.mlp_bias)]
-        return [*found, *[(hidden, 1)] * (4 if self.has_post_norms else 2)]
+            found += [(2 * mlp, hidden)] if family.has_packed_mlp else [(mlp, hidden), (mlp, hidden)]
+            found += [(hidden, mlp), *([(mlp, 1), (mlp, 1), (hidden, 1)] * self.mlp_bias)]
+        return [*found, *[(hidden, 1)] * len(family.stream_norms)]
 
     def block_shard(self, ranks: int = 1) -> int:
         """The number of parameters of one block, with all of its experts, on rank 0 of so many: tensors are sharded by

@@ -77,16 +77,17 @@ class ActivationPolicy:
 def activation_names(shape: Shape) -> tuple[ActivationName, ...]:
     """The activations that a block of this shape has."""
     absent = _OF_DENSE if shape.experts else _OF_EXPERTS
-    return tuple(name for name in _NAMES if name not in absent)
+    norms: set[ActivationName] = set() if shape.has_pre_norms else {"attn_norm", "mlp_norm"}
+    return tuple(name for name in _NAMES if name not in absent | norms)
 
 
 @cache
 def locally_recomputable(shape: Shape) -> frozenset[ActivationName]:
     """The activations that one module recomputes by itself."""
-    found: set[ActivationName] = {"attn_norm", "mlp_norm"}
+    found: set[ActivationName] = {"attn_norm", "mlp_norm"} if shape.has_pre_norms else set()
     if shape.has_qk_norm:
         found.add("qkv_linear")
-    if not shape.experts:
+    if not shape.experts and not family_named(shape.family).has_packed_mlp:
         found.add("mlp_fc2")
     return frozenset(found)
 
@@ -107,19 +108,14 @@ def saved_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy | None = N
     choice = choice or ActivationPolicy()
     if recomputes_whole_block(shape, choice):
         return _stored(shape, itemsize, choice)
-    hidden, queries, keys, heads, rows = (
-        shape.hidden,
-        shape.queries,
-        shape.keys,
-        shape.heads,
-        shape.heads + shape.kv_heads,
-    )
+    hidden, queries, keys, heads = shape.hidden, shape.queries, shape.keys, shape.heads
+    rows = 2 if family_named(shape.family).qk_norm_over_heads else heads + shape.kv_heads  # of norms, per token
     recompute = choice.recompute
+    before: dict[ActivationName, int] = dict.fromkeys(("attn_norm", "mlp_norm"), _norm(shape, hidden, 1, itemsize))
     found: dict[ActivationName, int] = {
-        "attn_norm": _norm(shape, hidden, 1, itemsize),
+        **(before if shape.has_pre_norms else {}),
         "qkv_linear": itemsize * hidden + (_norm(shape, queries + keys, rows, itemsize) if shape.has_qk_norm else 0),
         "core_attn": itemsize * (2 * queries + 2 * keys) + 4 * heads,
-        "mlp_norm": _norm(shape, hidden, 1, itemsize),
         **_mlp(shape, itemsize),
     }
     if shape.has_post_norms:

@@ -59,12 +59,12 @@ def gated_mlp_of(block: nn.Module) -> GatedMLP | None:
     """The parts of this block's MLP; None if it has others than those of a gated one."""
     family = family_of(block)
     parts = [part_of(block, path) for path in (family.gate, family.up, family.activation, family.down)]
-    return None if None in parts else GatedMLP(*parts)
+    return None if None in parts or family.has_packed_mlp else GatedMLP(*parts)
 
 
 def residual_width(block: nn.Module) -> int:
     """Channels of the residual stream."""
-    weight = block.get_submodule(family_of(block).attn_norm).weight
+    weight = block.get_submodule(family_of(block).stream_norms[0]).weight
     assert isinstance(weight, Tensor)
     return len(weight)
 

@@ -21,9 +21,10 @@ from ebbtide.model.joined_weights import join
 from ebbtide.model.load import decoder, layers_of
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
-from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, FusedNorm, Saved, norm_of, unrotated
+from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, Saved, norm_of, unrotated
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.fused_mlp import FusedGatedMLP
+from ebbtide.policy.fused_norm import FusedNorm
 from ebbtide.system.transformers_internals import attention_implementation, is_gelu_tanh, is_silu
 
 if TYPE_CHECKING:
@@ -192,8 +193,10 @@ def _problem(block: nn.Module, family: Family) -> str:
         return "has attention of another kind"
     if getattr(attention, "attn_logit_softcapping", None) is not None or not getattr(attention, "is_causal", True):
         return "has attention that is not causal, or caps its scores"
-    if query_norm is not None and query_norm.weight.numel() != channels:
-        return "normalizes its queries over all heads"
+    if query_norm is not None and (query_norm.weight.numel() != channels) != family.qk_norm_over_heads:
+        return "normalizes its queries over other channels than its family"
+    if getattr(attention.config, "rope_parameters", {}).get("partial_rotary_factor", 1.0) != 1.0:
+        return "rotates some of its channels only"
     if part_of(block, family.experts) is not None:
         wanted = {f"{family.router}.weight", f"{family.experts}.gate_up_proj", f"{family.experts}.down_proj"}
         activation = part_of(block, family.expert_activation)

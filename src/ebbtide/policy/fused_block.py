@@ -107,30 +107,33 @@ class FusedBlock:
         self.module, self.mlp = block, mlp
         attention = part_of(block, family.attention)
         self.channels = int(attention.head_dim)
-        self.heads, self.kv_heads = (
-            len(part_of(block, path).weight) // self.channels for path in (family.query, family.key)
-        )
+        self.heads = part_of(block, family.output).weight.shape[1] // self.channels
+        keys = len(part_of(block, family.key).weight) // self.channels
+        self.kv_heads = (keys - self.heads) // 2 if family.has_packed_qkv else keys
         self.scale = float(attention.scaling)
         owner = attention.config if family.window_in_config else attention
         self.window: int | None = getattr(owner, "sliding_window", None)
         self.rotates = bool(getattr(attention, family.rotates)) if family.rotates else True
         """Whether it has rotary embeddings; else it is called with the angles of `unrotated`."""
+        if family.rotates_if_sliding and self.window is not None and not attention.is_sliding:
+            self.window, self.rotates = None, False
         by_layer = attention.config.layer_types if family.rotary_by_layer else None
         self.rotary_kind: tuple[str, ...] = (by_layer[attention.layer_idx],) if by_layer else ()
         """What the model's rotary module is told besides positions: the kind of this layer, if kinds have their own."""
         self._residual_scale = float(getattr(block, family.residual_scale)) if family.residual_scale else 1.0
-        self._attn_norm, self._mlp_norm = (norm_of(block, path, family) for path in (family.attn_norm, family.mlp_norm))
+        self._norm = norm_of(block, family.stream_norms[0], family)
         self._has_qk_norm = part_of(block, family.query_norm) is not None
         self._qk_norm = norm_of(block, family.query_norm, family) if self._has_qk_norm else Norm(0.0)
+        self._normalizes_all_heads = family.qk_norm_over_heads
         present = {name for name, _ in block.named_parameters()}
-        parts = family.query, family.key, family.value
+        parts = dict.fromkeys((family.query, family.key, family.value))
         self._qkv = JoinedWeights([f"{path}.weight" for path in parts])
         self._qkv_bias = JoinedWeights([name for path in parts if (name := f"{path}.bias") in present])
         self._output, self._output_bias = f"{family.output}.weight", f"{family.output}.bias"
         self._norms = (f"{family.query_norm}.weight", f"{family.key_norm}.weight") if self._has_qk_norm else ()
-        self._weight_of_norms = f"{family.attn_norm}.weight", f"{family.mlp_norm}.weight"
+        self._pre_norms = [f"{path}.weight" for path in (family.attn_norm, family.mlp_norm) if path]
         self._post_norms = [f"{path}.weight" for path in family.post_norms]
-        norms = *self._weight_of_norms, *self._post_norms, *self._norms
+        norms = *self._pre_norms, *self._post_norms, *self._norms
         own = (*norms, *self._qkv.names, *self._qkv_bias.names, self._output)
         self.names = (*own, *((self._output_bias,) if self._output_bias in present else ()), *mlp.names)
         """Paths of the weights, in the order of the autograd function's inputs."""
@@ -145,7 +148,7 @@ class FusedBlock:
     def joinable(self) -> list[list[Tensor]]:
         """Parameters that are multiplied with the same input."""
         paths = [self._qkv.names, self._qkv_bias.names, self.mlp.joinable]
-        return [[self.module.get_parameter(name) for name in some] for some in paths if some]
+        return [[self.module.get_parameter(name) for name in some] for some in paths if len(some) > 1]
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
         """The block's output [1, T, H]. The weights are read now: FSDP gathers them for this call, and a reference
@@ -195,28 +198,51 @@ class FusedBlock:
         """What the output of attention (0) or MLP (1) adds to the residual stream."""
         if not self._post_norms:
             return self._scaled(output)
-        return _normed(output, weights[self._post_norms[number]], self._mlp_norm)
+        return add_norm(output, None, weights[self._post_norms[number]], self._norm)[1]
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def enter(self, x: Tensor, delta: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
         """The residual stream at the block's input, which is x + delta, and its norm."""
-        return add_norm(x, delta, weights[self._weight_of_norms[0]], self._attn_norm)
+        return self._add(x, delta, weights, 0)
+
+    def _add(self, x: Tensor, delta: Tensor | None, weights: Weights, number: int) -> tuple[Tensor, Tensor]:
+        """The residual stream, which is x + delta, and what attention (0) or MLP (1) is given of it: its norm, if it
+        has one."""
+        if self._pre_norms:
+            return add_norm(x, delta, weights[self._pre_norms[number]], self._norm)
+        added = x if delta is None else x + delta
+        return added, added
 
     def project(self, normed: Tensor, weights: Weights) -> Tensor:
         """Queries, keys and values of all heads [T, (heads + 2 kv heads) * channels]."""
         return self._qkv.product(normed, weights, self._qkv_bias)
 
+    def normed_heads(self, qkv: Tensor, weights: Weights) -> Tensor:
+        """The same with norms over all heads of the queries, and of the keys, if it has such."""
+        if not self._normalizes_all_heads:
+            return qkv
+        query, key, value = self._split(qkv)
+        pairs = zip((query, key), self._norms, strict=True)
+        return torch.cat([*(add_norm(one, None, weights[name], self._qk_norm)[1] for one, name in pairs), value], 1)
+
+    def _split(self, qkv: Tensor) -> list[Tensor]:
+        """Queries, keys and values [T, heads * channels] each."""
+        sizes = [heads * self.channels for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        return [part.contiguous() for part in qkv.split(sizes, 1)]
+
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
-        query, key = rotate(qkv, self.rotary(weights, call.cos, call.sin))
+        query, key = rotate(self.normed_heads(qkv, weights), self.rotary(weights, call.cos, call.sin))
         value = qkv[:, (self.heads + self.kv_heads) * self.channels :].unflatten(1, (self.kv_heads, self.channels))
         return query, key, value
 
     def rotary(self, weights: Weights, cos: Tensor, sin: Tensor) -> Rotary:
         """How its queries and keys rotate by angles [T, channels]."""
-        norms = (weights[self._norms[0]], weights[self._norms[1]]) if self._norms else None
+        norms = None
+        if self._norms and not self._normalizes_all_heads:
+            norms = weights[self._norms[0]], weights[self._norms[1]]
         return Rotary(self.heads, self.kv_heads, self.channels, norms, self._qk_norm, cos, sin)
 
     def after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -228,15 +254,13 @@ class FusedBlock:
         return linear(mixed.flatten(1), weights[self._output], weights.get(self._output_bias))
 
     def _add_attention(self, x: Tensor, output: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        delta = self._normed_output(output, weights, 0)
-        return add_norm(x, delta, weights[self._weight_of_norms[1]], self._mlp_norm)
+        return self._add(x, self._normed_output(output, weights, 0), weights, 1)
 
     # Backward
 
     def backward(self, grad: Tensor, weights: Weights, call: Call, *, wants: bool) -> tuple[Tensor, Grads]:
         """(the gradient of the input, the gradients of the weights; of matrices only if it `wants` them)."""
         saved, grads = call.saved, Grads()
-        attn_norm, mlp_norm = (weights[name] for name in self._weight_of_norms)
         (x,) = _taken(saved, "block_input")
         # What was dropped, from what comes before it.
         qkv = recompute_or(saved.take("core_attn"), lambda: self.project(self.enter(x, None, weights)[1], weights))
@@ -244,12 +268,10 @@ class FusedBlock:
         mixed, sums = attended or call.attention.forward(*self._rotate(qkv, weights, call))
         del attended
         added, *outputs = saved.take("mlp_norm") or self._after_attention(x, mixed, weights)
-        remake = partial(_normed, added, mlp_norm, self._mlp_norm)
+        remake = partial(self._remade, added, weights)
         dfound = self._output_backward(grad, outputs, weights, 1, grads)
         dnormed, finish = self.mlp.backward(dfound, remake, weights, saved, grads if wants else None)
-        dadded, grads[self._weight_of_norms[1]] = self._norm_backward(
-            added, mlp_norm, self._mlp_norm, dnormed, grad, finish
-        )
+        dadded = self._add_backward(added, dnormed, grad, weights, 1, grads, finish)
         del added, remake, dfound, dnormed, grad, finish
         doutput = self._output_backward(dadded, outputs, weights, 0, grads)
         del outputs
@@ -258,13 +280,15 @@ class FusedBlock:
             grads[self._output_bias] = doutput.sum(0) if self._output_bias in weights else None
         dmixed = (doutput @ weights[self._output]).unflatten(1, (self.heads, self.channels))
         del doutput
-        rotary = self.rotary(weights, call.cos, call.sin)
-        parts = call.attention.backward(dmixed, *rotate_expanded(qkv, rotary), mixed, sums)
+        rotary, normed = self.rotary(weights, call.cos, call.sin), self.normed_heads(qkv, weights)
+        parts = call.attention.backward(dmixed, *rotate_expanded(normed, rotary), mixed, sums)
         del dmixed, mixed, sums
-        dqkv, dquery_norm, dkey_norm = rotate_backward(qkv, rotary, *parts)
-        del qkv, parts
-        if self._norms:
-            grads[self._norms[0]], grads[self._norms[1]] = dquery_norm, dkey_norm
+        dqkv, *of_norms = rotate_backward(normed, rotary, *parts)
+        del normed, parts
+        if self._normalizes_all_heads:
+            dqkv, of_norms = self._normed_heads_backward(qkv, dqkv, weights)
+        del qkv
+        grads.update(zip(self._norms, of_norms, strict=False))
 
         def finish_qkv(normed: Tensor) -> None:
             if wants:
@@ -272,10 +296,7 @@ class FusedBlock:
 
         if self._qkv_bias.names and wants:
             grads.update(self._qkv_bias.split(dqkv.sum(0), weights))
-        dx, grads[self._weight_of_norms[0]] = self._norm_backward(
-            x, attn_norm, self._attn_norm, dqkv @ self._qkv(weights), dadded, finish_qkv
-        )
-        return dx, grads
+        return self._add_backward(x, dqkv @ self._qkv(weights), dadded, weights, 0, grads, finish_qkv), grads
 
     def _after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """What is saved as `mlp_norm`."""
@@ -290,19 +311,40 @@ class FusedBlock:
         if not self._post_norms:
             return self._scaled(grad)
         name = self._post_norms[number]
-        found, grads[name], _ = norm_backward(outputs[number], weights[name], self._mlp_norm, grad, None)
+        found, grads[name], _ = norm_backward(outputs[number], weights[name], self._norm, grad, None)
         return found
 
-    @staticmethod
-    def _norm_backward(
-        x: Tensor, weight: Tensor, norm: Norm, grad: Tensor, residual: Tensor, finish: Callable[[Tensor], None]
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of a norm's input and of its weight; `finish` is called with its output, which the same kernel
-        recomputes."""
-        dx, dweight, normed = norm_backward(x, weight, norm, grad, residual, remakes=True)
+    def _remade(self, added: Tensor, weights: Weights) -> Tensor:
+        """What the MLP is given of the residual stream."""
+        return self._add(added, None, weights, 1)[1]
+
+    def _add_backward(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        residual: Tensor,
+        weights: Weights,
+        number: int,
+        grads: Grads,
+        finish: Callable[[Tensor], None],
+    ) -> Tensor:
+        """The gradient of the residual stream x, for that of what attention (0) or MLP (1) is given of it. `finish` is
+        called with what that is, which the norm's kernel recomputes."""
+        if not self._pre_norms:
+            finish(x)
+            return grad + residual
+        name = self._pre_norms[number]
+        dx, grads[name], normed = norm_backward(x, weights[name], self._norm, grad, residual, remakes=True)
         assert normed is not None
         finish(normed)
-        return dx, dweight
+        return dx
+
+    def _normed_heads_backward(self, qkv: Tensor, grad: Tensor, weights: Weights) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradients of qkv and of both norms, for that of what `normed_heads` returns."""
+        (*inputs, _), (*of_outputs, dvalue) = self._split(qkv), self._split(grad)
+        both = zip(inputs, self._norms, of_outputs, strict=True)
+        found = [norm_backward(x, weights[name], self._qk_norm, dx, None) for x, name, dx in both]
+        return torch.cat([*(dx for dx, _, _ in found), dvalue], 1), [dweight for _, dweight, _ in found]
 
 
 class _Block(torch.autograd.Function):
@@ -327,40 +369,9 @@ class _Block(torch.autograd.Function):
         return dx[None], None, None, *(found.pop(name, None) if wanted else None for name, wanted in needed)
 
 
-class FusedNorm:
-    """The norm after the last block: saves its input alone."""
-
-    def __init__(self, module: nn.Module, norm: Norm) -> None:
-        self.module, self._norm = module, norm
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        found: Tensor = _Norm.apply(hidden, self.module.weight, self._norm)  # type: ignore[no-untyped-call]
-        return found
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.norm = norm
-        return add_norm(hidden.flatten(0, -2), None, weight, norm)[1].view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        hidden, weight = ctx.saved_tensors
-        flat = hidden.flatten(0, -2)
-        dx, dweight, _ = norm_backward(flat, weight, ctx.norm, grads[0].contiguous().view_as(flat), None)
-        return dx.view_as(hidden), dweight if ctx.needs_input_grad[1] else None, None
-
-
 def unrotated(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The angles (cos, sin) of no rotation."""
     return torch.ones_like(cos), torch.zeros_like(sin)
-
-
-def _normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    return add_norm(x, None, weight, norm)[1]
 
 
 def norm_of(module: nn.Module, path: str, family: Family) -> Norm:

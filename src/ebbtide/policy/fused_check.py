@@ -138,7 +138,7 @@ class _BlockCall:
 
 def _block_call(model: PreTrainedModel, block: FusedBlock) -> _BlockCall:
     device, family = model.device, family_of(model)
-    weight = block.module.get_parameter(f"{family.attn_norm}.weight")
+    weight = block.module.get_parameter(f"{family.stream_norms[0]}.weight")
     generator = torch.Generator(device).manual_seed(0)
     size = 1, sum(LENGTHS), weight.shape[0]
     hidden, grad = (torch.randn(size, generator=generator, device=device, dtype=weight.dtype) for _ in range(2))

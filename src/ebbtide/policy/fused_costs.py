@@ -16,7 +16,7 @@ from ebbtide.config.activation_rules import check_activation_names
 from ebbtide.config.memory import ActivationName, ActivationsConfig
 from ebbtide.errors import UserError
 from ebbtide.memory.costs import GROUPS_IN_FLIGHT
-from ebbtide.model.families import FAMILIES
+from ebbtide.model.families import FAMILIES, family_named
 from ebbtide.model.shape import Shape
 from ebbtide.policy.activation_costs import (
     ActivationBytes,
@@ -72,6 +72,8 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     # In attention's, what the MLP saved is gone; there are queries, keys and values of all heads, their gradients, that
     # of the output, and a sum in float32.
     in_attention = (7 * itemsize + 4) * shape.queries - sizes["moe_act" if shape.experts else "mlp_act"]
+    if family_named(shape.family).qk_norm_over_heads:  # And queries, keys and values after their norms.
+        in_attention += itemsize * (shape.queries + 2 * shape.keys)
     return ActivationBytes(
         blocks=shape.layers * (whole - offloaded) + stay * offloaded - recomputing * recomputed,
         first_block=whole - (recomputed if recomputing == shape.layers else 0),

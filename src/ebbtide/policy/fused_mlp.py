@@ -18,7 +18,7 @@ class FusedGatedMLP:
 
     def __init__(self, family: Family, activation: Activation) -> None:
         self._activation: Activation = activation
-        self.joinable = f"{family.gate}.weight", f"{family.up}.weight"
+        self.joinable = list(dict.fromkeys(f"{path}.weight" for path in (family.gate, family.up)))
         self._halves, self._down = JoinedWeights(self.joinable), f"{family.down}.weight"
         self.names, self.joined = (*self.joinable, self._down), (self._halves,)
 

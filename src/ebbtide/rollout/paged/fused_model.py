@@ -79,7 +79,7 @@ class FusedModel:
             hook(block.module, ())
         weights = dict(zip(block.names, block.weights, strict=True))
         hidden, normed = block.enter(hidden, delta, weights)
-        qkv = block.project(normed, weights)
+        qkv = block.normed_heads(block.project(normed, weights), weights)
         query = metadata.rope_and_write_cache(layer, qkv, block.rotary(weights, cos, sin))
         mixed = metadata.attend_to_cache(layer, query, block.scale, block.window)
         hidden, normed = block.after_attention(hidden, mixed, weights)
