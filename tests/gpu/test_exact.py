@@ -75,6 +75,7 @@ OTHERS = {
     "olmo3": {"sliding_window": 40, "layer_types": MIXED},
     "exaone4": {"sliding_window": 40, "layer_types": MIXED},
     "phi3": {"sliding_window": 40},
+    "glm4": {},
 }
 
 

@@ -144,7 +144,6 @@ def test_fused_decoding_takes_it(name: str) -> None:
     [
         ("llama", {"hidden_act": "gelu"}),
         ("llama", {"mlp_bias": True}),
-        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     ],
 )
 def test_fused_decoding_refuses_models_of_other_parts(name: str, changes: dict[str, Any]) -> None:
@@ -165,6 +164,8 @@ def test_fused_decoding_refuses_models_of_other_parts(name: str, changes: dict[s
         ("exaone4", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("phi3", {"sliding_window": 5}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+        ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
     ],
 )
 def test_fused_decoding_takes_what_families_allow(name: str, changes: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def test_every_name_alone_and_any_mix_give_the_same_bits(name) -> None:
         )
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "olmo3", "exaone4", "phi3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "olmo3", "exaone4", "phi3", "glm4"])
 def test_blocks_of_other_parts(family) -> None:
     """More norms or others, norms over all heads, packed matrices: the same bits whatever is kept, offloaded or
     recomputed, and the bytes that were foretold."""
@@ -377,6 +377,12 @@ VARIANTS = {
     ),
     "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "phi3 with a window": ("phi3", {"sliding_window": 3}),
+    "phi3 that rotates some channels": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
     "experts that are not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "experts without tokens": ("qwen3_moe", {"num_experts": 64, "num_local_experts": 64}),
     "a dense block among experts": ("qwen3_moe", {"mlp_only_layers": [0]}),

@@ -85,6 +85,9 @@ class Family:
     rotates_if_sliding: bool = False
     """Whether, in a model with a sliding window, only layers that have it (`is_sliding`) have rotary embeddings."""
 
+    interleaved_rotary: bool = False
+    """Whether rotary embeddings rotate neighbouring channels; else those of the two halves of a head."""
+
     rotary_by_layer: bool = False
     """Whether the kinds of layers in `layer_types` have rotary embeddings of their own."""
 
@@ -197,7 +200,7 @@ class Family:
     def tensor_plan(self) -> dict[str, str]:
         """Module of the decoder -> how tensor parallelism shards it, in the words of transformers; empty for what it
         does not shard: experts, matrices that are packed into one, norms over all heads."""
-        if self.sparse or self.has_packed_qkv or self.qk_norm_over_heads:
+        if self.sparse or self.has_packed_qkv or self.has_packed_mlp or self.qk_norm_over_heads:
             return {}
         columns, rows = (self.query, self.key, self.value, self.gate, self.up), (self.output, self.down)
         norms = (self.query_norm, self.key_norm) if self.qk_norm else ()
@@ -217,6 +220,14 @@ _OLMO: Mapping[str, Any] = {
     "qk_norm": True,
     "qk_norm_over_heads": True,
     "norm_in_float32": True,
+}
+_GLM: Mapping[str, Any] = {
+    "output_bias": False,
+    "mlp_bias": False,
+    "interleaved_rotary": True,
+    "gate": "mlp.gate_up_proj",
+    "up": "mlp.gate_up_proj",
+    "activation": "mlp.activation_fn",
 }
 
 FAMILIES: dict[str, Family] = {
@@ -305,6 +316,13 @@ FAMILIES: dict[str, Family] = {
         gate="mlp.gate_up_proj",
         up="mlp.gate_up_proj",
         activation="mlp.activation_fn",
+    ),
+    "glm": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128}, **_GLM),
+    "glm4": Family(
+        defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128},
+        attn_post_norm="post_self_attn_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+        **_GLM,
     ),
 }
 """`model_type` in transformers -> the family, in the order in which messages list them."""

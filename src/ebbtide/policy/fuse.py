@@ -21,7 +21,7 @@ from ebbtide.model.joined_weights import join
 from ebbtide.model.load import decoder, layers_of
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
-from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, Saved, norm_of, unrotated
+from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, Saved, norm_of, rotary_factor
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.fused_mlp import FusedGatedMLP
 from ebbtide.policy.fused_norm import FusedNorm
@@ -123,9 +123,8 @@ class _Forward:
         if args or not self.blocks.runs(hidden_states, named):
             return self._own(hidden_states, *args, **named)
         block = self.blocks.blocks[self._number]
-        cos, sin = (angles[0].contiguous() for angles in named["position_embeddings"])
-        if not block.rotates:
-            cos, sin = unrotated(cos, sin)
+        cos, sin = (angles[0] for angles in named["position_embeddings"])
+        cos, sin = block.rotary_input.angles(cos, sin, rotates=block.rotates)
         starts, longest = named["cu_seq_lens_q"], named["max_length_q"]
         attention = PackedAttention(starts, longest, block.scale, block.window, self.blocks.exact)
         return block(hidden_states, Call(cos, sin, attention, self.blocks.saved(self._number)))
@@ -195,8 +194,8 @@ def _problem(block: nn.Module, family: Family) -> str:
         return "has attention that is not causal, or caps its scores"
     if query_norm is not None and (query_norm.weight.numel() != channels) != family.qk_norm_over_heads:
         return "normalizes its queries over other channels than its family"
-    if getattr(attention.config, "rope_parameters", {}).get("partial_rotary_factor", 1.0) != 1.0:
-        return "rotates some of its channels only"
+    if query_norm is not None and (rotary_factor(attention.config) != 1 or family.interleaved_rotary):
+        return "normalizes heads of which it rotates some channels, or neighbours"
     if part_of(block, family.experts) is not None:
         wanted = {f"{family.router}.weight", f"{family.experts}.gate_up_proj", f"{family.experts}.down_proj"}
         activation = part_of(block, family.expert_activation)

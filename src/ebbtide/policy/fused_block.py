@@ -39,6 +39,7 @@ from ebbtide.model.families import Family, part_of
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.linear import linear
 from ebbtide.policy.attention import PackedAttention
+from ebbtide.policy.rotary_input import RotaryInput
 
 Grads = dict[str, Tensor | None]
 """Name of a weight -> its gradient."""
@@ -114,7 +115,7 @@ class FusedBlock:
         owner = attention.config if family.window_in_config else attention
         self.window: int | None = getattr(owner, "sliding_window", None)
         self.rotates = bool(getattr(attention, family.rotates)) if family.rotates else True
-        """Whether it has rotary embeddings; else it is called with the angles of `unrotated`."""
+        """Whether it has rotary embeddings."""
         if family.rotates_if_sliding and self.window is not None and not attention.is_sliding:
             self.window, self.rotates = None, False
         by_layer = attention.config.layer_types if family.rotary_by_layer else None
@@ -124,16 +125,21 @@ class FusedBlock:
         self._norm = norm_of(block, family.stream_norms[0], family)
         self._has_qk_norm = part_of(block, family.query_norm) is not None
         self._qk_norm = norm_of(block, family.query_norm, family) if self._has_qk_norm else Norm(0.0)
-        self._normalizes_all_heads = family.qk_norm_over_heads
         present = {name for name, _ in block.named_parameters()}
         parts = dict.fromkeys((family.query, family.key, family.value))
         self._qkv = JoinedWeights([f"{path}.weight" for path in parts])
         self._qkv_bias = JoinedWeights([name for path in parts if (name := f"{path}.bias") in present])
         self._output, self._output_bias = f"{family.output}.weight", f"{family.output}.bias"
-        self._norms = (f"{family.query_norm}.weight", f"{family.key_norm}.weight") if self._has_qk_norm else ()
+        qk_norms = (f"{family.query_norm}.weight", f"{family.key_norm}.weight") if self._has_qk_norm else ()
+        self._norms = () if family.qk_norm_over_heads else qk_norms
+        self.rotary_input = RotaryInput(self.heads, self.kv_heads, self.channels)
+        if family.qk_norm_over_heads:
+            self.rotary_input.normalize(qk_norms, self._qk_norm)
+        factor = rotary_factor(attention.config, self.rotary_kind)
+        self.rotary_input.pair(int(factor * self.channels), interleaved=family.interleaved_rotary)
         self._pre_norms = [f"{path}.weight" for path in (family.attn_norm, family.mlp_norm) if path]
         self._post_norms = [f"{path}.weight" for path in family.post_norms]
-        norms = *self._pre_norms, *self._post_norms, *self._norms
+        norms = *self._pre_norms, *self._post_norms, *qk_norms
         own = (*norms, *self._qkv.names, *self._qkv_bias.names, self._output)
         self.names = (*own, *((self._output_bias,) if self._output_bias in present else ()), *mlp.names)
         """Paths of the weights, in the order of the autograd function's inputs."""
@@ -219,30 +225,15 @@ class FusedBlock:
         """Queries, keys and values of all heads [T, (heads + 2 kv heads) * channels]."""
         return self._qkv.product(normed, weights, self._qkv_bias)
 
-    def normed_heads(self, qkv: Tensor, weights: Weights) -> Tensor:
-        """The same with norms over all heads of the queries, and of the keys, if it has such."""
-        if not self._normalizes_all_heads:
-            return qkv
-        query, key, value = self._split(qkv)
-        pairs = zip((query, key), self._norms, strict=True)
-        return torch.cat([*(add_norm(one, None, weights[name], self._qk_norm)[1] for one, name in pairs), value], 1)
-
-    def _split(self, qkv: Tensor) -> list[Tensor]:
-        """Queries, keys and values [T, heads * channels] each."""
-        sizes = [heads * self.channels for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        return [part.contiguous() for part in qkv.split(sizes, 1)]
-
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
-        query, key = rotate(self.normed_heads(qkv, weights), self.rotary(weights, call.cos, call.sin))
+        query, key = rotate(self.rotary_input.forward(qkv, weights), self.rotary(weights, call.cos, call.sin))
         value = qkv[:, (self.heads + self.kv_heads) * self.channels :].unflatten(1, (self.kv_heads, self.channels))
         return query, key, value
 
     def rotary(self, weights: Weights, cos: Tensor, sin: Tensor) -> Rotary:
         """How its queries and keys rotate by angles [T, channels]."""
-        norms = None
-        if self._norms and not self._normalizes_all_heads:
-            norms = weights[self._norms[0]], weights[self._norms[1]]
+        norms = (weights[self._norms[0]], weights[self._norms[1]]) if self._norms else None
         return Rotary(self.heads, self.kv_heads, self.channels, norms, self._qk_norm, cos, sin)
 
     def after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -280,15 +271,15 @@ class FusedBlock:
             grads[self._output_bias] = doutput.sum(0) if self._output_bias in weights else None
         dmixed = (doutput @ weights[self._output]).unflatten(1, (self.heads, self.channels))
         del doutput
-        rotary, normed = self.rotary(weights, call.cos, call.sin), self.normed_heads(qkv, weights)
-        parts = call.attention.backward(dmixed, *rotate_expanded(normed, rotary), mixed, sums)
+        rotary, prepared = self.rotary(weights, call.cos, call.sin), self.rotary_input.forward(qkv, weights)
+        parts = call.attention.backward(dmixed, *rotate_expanded(prepared, rotary), mixed, sums)
         del dmixed, mixed, sums
-        dqkv, *of_norms = rotate_backward(normed, rotary, *parts)
-        del normed, parts
-        if self._normalizes_all_heads:
-            dqkv, of_norms = self._normed_heads_backward(qkv, dqkv, weights)
-        del qkv
+        dqkv, *of_norms = rotate_backward(prepared, rotary, *parts)
+        del prepared, parts
         grads.update(zip(self._norms, of_norms, strict=False))
+        dqkv, more = self.rotary_input.backward(qkv, dqkv, weights)
+        grads.update(more)
+        del qkv
 
         def finish_qkv(normed: Tensor) -> None:
             if wants:
@@ -339,13 +330,6 @@ class FusedBlock:
         finish(normed)
         return dx
 
-    def _normed_heads_backward(self, qkv: Tensor, grad: Tensor, weights: Weights) -> tuple[Tensor, list[Tensor | None]]:
-        """The gradients of qkv and of both norms, for that of what `normed_heads` returns."""
-        (*inputs, _), (*of_outputs, dvalue) = self._split(qkv), self._split(grad)
-        both = zip(inputs, self._norms, of_outputs, strict=True)
-        found = [norm_backward(x, weights[name], self._qk_norm, dx, None) for x, name, dx in both]
-        return torch.cat([*(dx for dx, _, _ in found), dvalue], 1), [dweight for _, dweight, _ in found]
-
 
 class _Block(torch.autograd.Function):
     """The autograd node of a block."""
@@ -369,15 +353,18 @@ class _Block(torch.autograd.Function):
         return dx[None], None, None, *(found.pop(name, None) if wanted else None for name, wanted in needed)
 
 
-def unrotated(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The angles (cos, sin) of no rotation."""
-    return torch.ones_like(cos), torch.zeros_like(sin)
-
-
 def norm_of(module: nn.Module, path: str, family: Family) -> Norm:
     """How the norm at this path computes."""
     found = part_of(module, path)
     return Norm(float(getattr(found, family.norm_epsilon)), family.norm_offset, family.norm_in_float32)
+
+
+def rotary_factor(config: Any, kind: Sequence[str] = ()) -> float:
+    """The fraction of a head's channels that are rotated, in layers of a kind if kinds have their own angles."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for name in kind:
+        found = found.get(name, found)
+    return float(found.get("partial_rotary_factor") or 1.0)
 
 
 def recompute_or(taken: tuple[Tensor, ...] | None, recompute: Callable[[], Tensor]) -> Tensor:

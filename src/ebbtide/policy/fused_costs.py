@@ -72,7 +72,8 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     # In attention's, what the MLP saved is gone; there are queries, keys and values of all heads, their gradients, that
     # of the output, and a sum in float32.
     in_attention = (7 * itemsize + 4) * shape.queries - sizes["moe_act" if shape.experts else "mlp_act"]
-    if family_named(shape.family).qk_norm_over_heads:  # And queries, keys and values after their norms.
+    family = family_named(shape.family)
+    if family.qk_norm_over_heads or family.interleaved_rotary:  # And these as the kernel that rotates takes them.
         in_attention += itemsize * (shape.queries + 2 * shape.keys)
     return ActivationBytes(
         blocks=shape.layers * (whole - offloaded) + stay * offloaded - recomputing * recomputed,

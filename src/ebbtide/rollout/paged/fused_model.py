@@ -16,7 +16,7 @@ from ebbtide.model.block_functions import add_norm
 from ebbtide.model.families import family_of, part_of
 from ebbtide.model.load import decoder
 from ebbtide.policy.fuse import build_blocks, why_not_computed
-from ebbtide.policy.fused_block import FusedBlock, norm_of, unrotated
+from ebbtide.policy.fused_block import FusedBlock, norm_of
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.system.torch_internals import forward_pre_hooks
 
@@ -48,19 +48,18 @@ class FusedModel:
         hidden: Tensor = self._embedding(tokens)
         if self._scale is not None:
             hidden = hidden * self._scale
-        kinds = dict.fromkeys((block.rotary_kind, block.rotates) for block in self._blocks)
-        angles = {kind: self._angles(hidden, positions, *kind) for kind in kinds}
+        kinds = {(block.rotary_kind, block.rotates): block for block in self._blocks}
+        angles = {kind: self._angles(hidden, positions, block) for kind, block in kinds.items()}
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             cos, sin = angles[block.rotary_kind, block.rotates]
             hidden, delta = self._run_block(layer, block, hidden, delta, cos, sin, metadata)
         return add_norm(hidden, delta, self._last_norm.weight, self._norm)[1]
 
-    def _angles(self, hidden: Tensor, positions: Tensor, kind: tuple[str, ...], rotates: bool) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [T, channels] of rotary embeddings; those of a kind of layers, if they have their own."""
-        cos, sin = self._rotary(hidden[None], positions[None], *kind)
-        cos, sin = cos[0].contiguous(), sin[0].contiguous()
-        return (cos, sin) if rotates else unrotated(cos, sin)
+    def _angles(self, hidden: Tensor, positions: Tensor, block: FusedBlock) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [T, channels] of the rotary embeddings of a block and those like it."""
+        cos, sin = self._rotary(hidden[None], positions[None], *block.rotary_kind)
+        return block.rotary_input.angles(cos[0], sin[0], rotates=block.rotates)
 
     def _run_block(
         self,
@@ -79,7 +78,7 @@ class FusedModel:
             hook(block.module, ())
         weights = dict(zip(block.names, block.weights, strict=True))
         hidden, normed = block.enter(hidden, delta, weights)
-        qkv = block.normed_heads(block.project(normed, weights), weights)
+        qkv = block.rotary_input.forward(block.project(normed, weights), weights)
         query = metadata.rope_and_write_cache(layer, qkv, block.rotary(weights, cos, sin))
         mixed = metadata.attend_to_cache(layer, query, block.scale, block.window)
         hidden, normed = block.after_attention(hidden, mixed, weights)
