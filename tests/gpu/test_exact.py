@@ -75,6 +75,12 @@ OTHERS = {
     "olmo3": {"sliding_window": 40, "layer_types": MIXED},
     "exaone4": {"sliding_window": 40, "layer_types": MIXED},
     "phi3": {"sliding_window": 40},
+    "phi3 with heads of 96 channels, of which 72 rotate": {
+        "head_dim": 96,
+        "hidden_size": 384,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
+    "glm": {},
     "glm4": {},
 }
 
@@ -95,7 +101,7 @@ def test_families_that_are_not_made_from_nothing(tiny, name) -> None:
         }
     )
     sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "head_dim": 64}
-    made = AutoConfig.for_model(name, **{**SHAPE, **sizes, "max_position_embeddings": 1024, **OTHERS[name]})
+    made = AutoConfig.for_model(name.split()[0], **{**SHAPE, **sizes, "max_position_embeddings": 1024, **OTHERS[name]})
     model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval().cuda()
     check(LoadedModel(model, TOKENIZER, "sdpa"), config, random.Random(name), longest)
 
@@ -170,7 +176,8 @@ def test_gradients_are_those_of_flash_attention(window) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
-    ("depth", "width"), [(6144, 2048), (4864, 896), (896, 1152), (576, 3584), (2048, 6200), (64, 40), (1536, 13)]
+    ("depth", "width"),
+    [(6144, 2048), (4864, 896), (896, 1152), (576, 3584), (2048, 6200), (64, 40), (1536, 13), (512, 49155)],
 )
 def test_matmuls_of_few_rows_have_the_bits_of_many(depth, width, biased) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Matmuls of few rows by few columns as a Triton kernel, for decode.
+"""Matmuls of few rows by few columns as a Triton kernel, for decode; and of few columns whose number is no multiple of
+8, with any rows.
 
 cuBLAS splits the inner dimension of such a matmul, so that there is work for a whole GPU, and adds up the parts: other
 bits than those of many rows. Told not to, it is slow in some shapes. Here nothing is split, and a program has 16
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ebbtide.model.linear_sizes import ALIGNED, NARROW
 
 COLUMNS, DEPTH, STAGES = 16, 256, 4  # of a program
 # Larger products are cuBLAS's, which on an H200 is about as fast there without split-K as with it; below, many take it
@@ -45,13 +48,17 @@ def _linear(
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product is one for this kernel: a small one, or one of a width for which cuBLAS has kernels that add
-    in another order; of tensors at addresses that it can load from."""
-    rows, (width, depth) = len(x), weight.shape
+    """Whether the product is one for this kernel: a small one, or a narrow one of a width for which cuBLAS has kernels
+    that add in another order; of tensors at addresses that it can load from."""
+    rows, width = len(x), len(weight)
     is_small = rows <= MOST_ROWS and rows * width <= MOST_NUMBERS
-    if not rows or not (is_small or width % 8):
-        return False
-    aligned = depth % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return (is_small or (width % ALIGNED != 0 and width < NARROW)) and can_load(x, weight)
+
+
+def can_load(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel can load from these tensors."""
+    depth = weight.shape[1]
+    aligned = len(x) > 0 and depth % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     return aligned and x.is_contiguous() and weight.is_contiguous()
 
 
