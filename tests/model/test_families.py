@@ -184,6 +184,14 @@ def test_the_shape_has_the_models_parameters(name: str) -> None:
         assert shape.tensor_count == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"ministral"}))  # transformers has no default for its window
+def test_a_config_that_leaves_keys_out_is_read_as_transformers_does(name: str) -> None:
+    sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    given = {**sizes, "num_attention_heads": 32, "pad_token_id": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **given))
+    assert from_config({"model_type": name, **given}, "it").parameters == sum(one.numel() for one in model.parameters())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_activations_have_the_names_of_the_shape(name: str) -> None:
     model = made(name, torch.bfloat16)
@@ -199,6 +207,8 @@ def test_activations_have_the_names_of_the_shape(name: str) -> None:
 def test_the_tensor_plan_is_the_one_that_transformers_declares(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(name)
     if not FAMILIES[name].tensor_plan:
+        with pytest.raises(UserError, match=r"`parallel\.tensor: 2`"):
+            from_config(model.config.to_dict(), "it").tensor_parallel_shape(2)
         with pytest.raises(UserError, match="declares modules sharded as"):
             tensor_plan(model, monkeypatch)
     else:

@@ -36,10 +36,11 @@ def check_activation_places(places: Mapping[ActivationName, str], local: frozens
             "`memory.activations.recompute` lists `block_input`, but blocks are recomputed from their inputs: move"
             " `block_input` to `keep` or `offload`"
         )
-    if places["block_input"] == "offload" and not whole_block and "attn_norm" not in recomputed:
+    first = "attn_norm" if "attn_norm" in places else "core_attn"  # Some families have no norm there.
+    if places["block_input"] == "offload" and not whole_block and first not in recomputed:
         raise UserError(
-            "`memory.activations.offload` lists `block_input`, which is saved only when `attn_norm` or more is"
-            " recomputed from it: add `memory.activations.recompute: [attn_norm]`, or remove `block_input`"
+            f"`memory.activations.offload` lists `block_input`, which is saved only when `{first}` or more is"
+            f" recomputed from it: add `memory.activations.recompute: [{first}]`, or remove `block_input`"
         )
     if places["attn_proj"] == "offload" and places["core_attn"] == "keep":
         raise UserError(

@@ -59,7 +59,7 @@ class Family:
     """Whether queries and keys are normalized: the channels of each head, or of all heads together."""
 
     qk_norm_over_heads: bool = False
-    """Whether it is the channels of all heads together."""
+    """Whether queries and keys are normalized over all heads together; else each head by itself."""
 
     sparse: bool = False
     """Whether it is a mixture of experts; single blocks of it may still have one MLP."""
@@ -84,6 +84,10 @@ class Family:
 
     rotates_if_sliding: bool = False
     """Whether, in a model with a sliding window, only layers that have it (`is_sliding`) have rotary embeddings."""
+
+    partial_rotary: bool = False
+    """Whether the config may say that only some channels of a head, the first ones, are rotated
+    (`partial_rotary_factor`)."""
 
     interleaved_rotary: bool = False
     """Whether rotary embeddings rotate neighbouring channels; else those of the two halves of a head."""
@@ -222,8 +226,15 @@ _OLMO: Mapping[str, Any] = {
     "norm_in_float32": True,
 }
 _GLM: Mapping[str, Any] = {
+    "defaults": {
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+    },
     "output_bias": False,
     "mlp_bias": False,
+    "partial_rotary": True,
     "interleaved_rotary": True,
     "gate": "mlp.gate_up_proj",
     "up": "mlp.gate_up_proj",
@@ -310,6 +321,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         mlp_bias=False,
         window_in_config=True,
+        partial_rotary=True,
         query="self_attn.qkv_proj",
         key="self_attn.qkv_proj",
         value="self_attn.qkv_proj",
@@ -317,9 +329,8 @@ FAMILIES: dict[str, Family] = {
         up="mlp.gate_up_proj",
         activation="mlp.activation_fn",
     ),
-    "glm": Family(defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128}, **_GLM),
+    "glm": Family(**_GLM),
     "glm4": Family(
-        defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128},
         attn_post_norm="post_self_attn_layernorm",
         mlp_post_norm="post_mlp_layernorm",
         **_GLM,

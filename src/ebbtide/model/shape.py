@@ -162,6 +162,11 @@ class Shape:
                 f"`parallel.tensor: {tensor}` with experts is not supported: set `parallel.tensor: 1` and shard the"
                 " model with `parallel.data`"
             )
+        if not family_named(self.family).tensor_plan:
+            raise UserError(
+                f"`parallel.tensor: {tensor}` is not supported for {self.family}, which packs matrices into one or"
+                " normalizes all heads together: set `parallel.tensor: 1` and shard the model with `parallel.data`"
+            )
         for what, size in (
             ("heads", self.heads),
             ("key-value heads", self.kv_heads),

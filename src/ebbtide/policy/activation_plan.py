@@ -29,7 +29,7 @@ from ebbtide.policy.activation_costs import (
 )
 from ebbtide.policy.activations import ActivationHooks
 from ebbtide.policy.block_activations import ActivationChoice, activation_names, locally_recomputable
-from ebbtide.policy.fuse import FusedBlocks
+from ebbtide.policy.fuse import FusedBlocks, saved_names
 from ebbtide.policy.fused_activations import FusedActivations
 from ebbtide.system.units import gib
 
@@ -96,7 +96,8 @@ def choose_activations(
     """The choice for the blocks; what was measured to make it is noted."""
     block = blocks.modules[0]
     names = activation_names(block)
-    check_activation_names(config, names, type(block).__name__)
+    saved = saved_names(block) if blocks.fused is not None else ()
+    check_activation_names(config, [*dict.fromkeys((*names, *saved))], type(block).__name__)
     if blocks.fused is not None:
         choice = _of_fused(fused_costs.choose(config, weigh(ActivationChoice()), figures.link_bytes(), len(blocks)))
     else:

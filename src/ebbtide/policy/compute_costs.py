@@ -151,7 +151,11 @@ class FusedSpeed(Speed):
             "moe_router": shape.hidden * shape.experts,
             "moe_act": 2 * shape.hidden * shape.mlp * shape.experts_per_token,
         }
-        each = FUSED_MATMULS * sum(2 * inputs.get(name, 0) for name in names) * tokens / self._rates.matmul
+        if shape.has_post_norms:  # What the MLP returns is saved with it.
+            inputs["mlp_norm"] += 3 * shape.hidden * shape.mlp
+        factors = {"moe_act": GROUPED_MATMULS}
+        flops = sum(2 * factors.get(name, FUSED_MATMULS) * inputs.get(name, 0) for name in names)
+        each = flops * tokens / self._rates.matmul
         if "attn_proj" in names:
             each += self._attention(tokens, length) / shape.layers
         blocks = shape.layers if choice.recompute_blocks is None else min(shape.layers, choice.recompute_blocks)

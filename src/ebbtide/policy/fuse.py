@@ -21,7 +21,7 @@ from ebbtide.model.joined_weights import join
 from ebbtide.model.load import decoder, layers_of
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
-from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, Saved, norm_of, rotary_factor
+from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, Saved, norm_of
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.fused_mlp import FusedGatedMLP
 from ebbtide.policy.fused_norm import FusedNorm
@@ -194,8 +194,6 @@ def _problem(block: nn.Module, family: Family) -> str:
         return "has attention that is not causal, or caps its scores"
     if query_norm is not None and (query_norm.weight.numel() != channels) != family.qk_norm_over_heads:
         return "normalizes its queries over other channels than its family"
-    if query_norm is not None and (rotary_factor(attention.config) != 1 or family.interleaved_rotary):
-        return "normalizes heads of which it rotates some channels, or neighbours"
     if part_of(block, family.experts) is not None:
         wanted = {f"{family.router}.weight", f"{family.experts}.gate_up_proj", f"{family.experts}.down_proj"}
         activation = part_of(block, family.expert_activation)

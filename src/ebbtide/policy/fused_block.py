@@ -135,7 +135,7 @@ class FusedBlock:
         self.rotary_input = RotaryInput(self.heads, self.kv_heads, self.channels)
         if family.qk_norm_over_heads:
             self.rotary_input.normalize(qk_norms, self._qk_norm)
-        factor = rotary_factor(attention.config, self.rotary_kind)
+        factor = rotary_factor(attention.config) if family.partial_rotary else 1.0
         self.rotary_input.pair(int(factor * self.channels), interleaved=family.interleaved_rotary)
         self._pre_norms = [f"{path}.weight" for path in (family.attn_norm, family.mlp_norm) if path]
         self._post_norms = [f"{path}.weight" for path in family.post_norms]
@@ -359,12 +359,9 @@ def norm_of(module: nn.Module, path: str, family: Family) -> Norm:
     return Norm(float(getattr(found, family.norm_epsilon)), family.norm_offset, family.norm_in_float32)
 
 
-def rotary_factor(config: Any, kind: Sequence[str] = ()) -> float:
-    """The fraction of a head's channels that are rotated, in layers of a kind if kinds have their own angles."""
-    found = getattr(config, "rope_parameters", None) or {}
-    for name in kind:
-        found = found.get(name, found)
-    return float(found.get("partial_rotary_factor") or 1.0)
+def rotary_factor(config: Any) -> float:
+    """The fraction of a head's channels that are rotated, by the config of a family in which it may be less than 1."""
+    return float((getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0)
 
 
 def recompute_or(taken: tuple[Tensor, ...] | None, recompute: Callable[[], Tensor]) -> Tensor:

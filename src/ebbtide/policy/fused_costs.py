@@ -73,7 +73,7 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
     # of the output, and a sum in float32.
     in_attention = (7 * itemsize + 4) * shape.queries - sizes["moe_act" if shape.experts else "mlp_act"]
     family = family_named(shape.family)
-    if family.qk_norm_over_heads or family.interleaved_rotary:  # And these as the kernel that rotates takes them.
+    if family.qk_norm_over_heads or family.partial_rotary:  # And these as the kernel that rotates takes them.
         in_attention += itemsize * (shape.queries + 2 * shape.keys)
     return ActivationBytes(
         blocks=shape.layers * (whole - offloaded) + stay * offloaded - recomputing * recomputed,
@@ -90,8 +90,8 @@ def resolve_policy(
 ) -> ActivationPolicy:
     """What `memory.activations` resolves to if the host link carries `carried` bytes per token and block during the
     forward. `gated`: whether the lists are checked against that, as `on_slow_link` says."""
-    check_activation_names(config, activation_names(shape), f"a block of {shape.family}")
     sizes = saved_bytes(shape, itemsize)
+    check_activation_names(config, [*dict.fromkeys((*activation_names(shape), *sizes))], f"a block of {shape.family}")
     choice = choose(config, sizes, carried, shape.layers)
     if not gated or config.on_slow_link != "downgrade":
         return choice

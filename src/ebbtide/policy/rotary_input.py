@@ -16,7 +16,8 @@ from ebbtide.model.block_functions import Norm, add_norm, norm_backward
 
 
 class RotaryInput:
-    """Of a block with so many heads of queries, and of keys and values."""
+    """The queries, keys and values of a block before the kernel that rotates them: `heads` of queries, and `kv_heads`
+    each of keys and values."""
 
     def __init__(self, heads: int, kv_heads: int, channels: int) -> None:
         self._heads = heads, kv_heads, kv_heads
