@@ -36,6 +36,10 @@ class Run:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return Run(name, lines)
 
+    def until(self, step: int) -> Run:
+        """The beginning of this run."""
+        return Run(self.name, self.lines[: step + 1])
+
     @property
     def start(self) -> float:
         """Seconds from the command to the first step, without the evaluation before it."""

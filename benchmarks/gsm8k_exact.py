@@ -1,9 +1,10 @@
 """What exact log-probs are worth: reward by step of runs of the recipe `gsm8k`, with `rollout.exact` and without.
 
-    python benchmarks/gsm8k_exact.py exact=RUN,RUN corrected=RUN,RUN off=RUN,RUN [--picture FILE.svg]
+    python benchmarks/gsm8k_exact.py exact=RUN,RUN corrected=RUN,RUN off=RUN,RUN [--steps 50] [--picture FILE.svg]
 
-Each RUN is a folder with a metrics.jsonl, one per seed: `ebbtide train gsm8k train.steps=50 seed=N` with
-`rollout.exact=true`; with `rollout.exact=false loss.importance_sampling.high=2`; and with `rollout.exact=false`.
+Each RUN is a folder with a metrics.jsonl, one per seed, of `ebbtide train gsm8k seed=N`: with `rollout.exact=true`;
+with `rollout.exact=false loss.importance_sampling.high=2`; and with `rollout.exact=false`. The first `--steps` steps of
+each are compared, and the accuracy after the last of them.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def draw(arms: dict[str, list[Run]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", nargs="+", metavar="NAME=RUN,RUN")
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     arms = {}
@@ -72,7 +74,7 @@ def main() -> None:
         name, _, folders = one.partition("=")
         if name not in NAMES:
             parser.error(f"`{name}` is not one of {', '.join(NAMES)}")
-        arms[name] = [Run.read(name, Path(folder)) for folder in folders.split(",")]
+        arms[name] = [Run.read(name, Path(folder)).until(given.steps) for folder in folders.split(",")]
     save("gsm8k_exact", [row for name, runs in arms.items() for row in of_arm(NAMES[name], runs)])
     if given.picture:
         draw(arms, given.picture)
