@@ -20,6 +20,7 @@ from ebbtide.checkpoint.initial import with_runs_as_models
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load, load_serve, recipes, replace_overrides
+from ebbtide.config.adapter import is_adapter
 from ebbtide.config.arguments import ServerSettingsCommand, SettingsCommand
 from ebbtide.config.document import to_annotated_yaml
 from ebbtide.config.model import ModelConfig
@@ -239,13 +240,16 @@ def export(
     run: RunPath,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to create.")],
     step: Annotated[int | None, typer.Option(help="The step to export. Default: the newest checkpoint.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights, and write the model.")] = False,
 ) -> None:
-    """Write the model, tokenizer and chat template of a checkpoint as an ordinary Hugging Face folder."""
+    """Write the model, tokenizer and chat template of a checkpoint as an ordinary Hugging Face folder. Of a run with
+    `model.lora` it is the adapter, in PEFT's format."""
     from ebbtide.checkpoint.export import export as write_folder
 
     with interrupt_on_signal():
-        saved = write_folder(run, out, step, _echo)
-    _echo(f"exported the weights of step {saved.step} to {out}, as a folder that transformers loads")
+        saved = write_folder(run, out, step, _echo, merge=merge)
+    what = "as an adapter that PEFT loads" if is_adapter(out) else "as a folder that transformers loads"
+    _echo(f"exported the weights of step {saved.step} to {out}, {what}")
 
 
 @app.command(cls=ServerSettingsCommand)

@@ -21,13 +21,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from ebbtide.checkpoint.initial import load_weights, with_runs_as_models
+from ebbtide.checkpoint.initial import with_runs_as_models
+from ebbtide.checkpoint.initial_model import load_frozen, load_initial
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.saver import Saver
 from ebbtide.checkpoint.state import SAVED_HOLDINGS, DataOrder, RunState, UnfinishedRollouts, UntrackedOrder
 from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.checkpoint import CheckpointConfig
-from ebbtide.config.model import ModelConfig
 from ebbtide.config.planner_keys import with_changes
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
@@ -37,6 +37,7 @@ from ebbtide.memory.host import bind_to_numa_node, pci_address
 from ebbtide.memory.plan import HoldingName, Phase
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, load_model, pick_device
+from ebbtide.model.lora import doubtful_learning_rate, without_adapters
 from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.dtensor import local
@@ -50,7 +51,7 @@ from ebbtide.policy.frozen import FrozenModel
 from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.policy.head import Head
 from ebbtide.policy.losses import Loss
-from ebbtide.policy.model_costs import POLICY
+from ebbtide.policy.model_costs import BASE, POLICY
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
 from ebbtide.progress import Progress, no_progress
@@ -74,23 +75,6 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     # This debugging aid of torch's would write every new tensor once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def load_with_weights(config: Config, device: torch.device) -> LoadedModel:
-    """The configured model on a device, with the weights of a checkpoint where the config names one."""
-    loaded = load_model(config, device)
-    if config.model.weights is not None:
-        load_weights(loaded.model, config.model.weights)
-    return loaded
-
-
-def load_frozen(config: Config, model: ModelConfig, device: torch.device) -> LoadedModel:
-    """A frozen model on the host. A new one is initialised on `device`: a GPU takes seconds for what takes a CPU
-    minutes, and no other model has to have the same bits."""
-    start = device if model.scratch is not None else torch.device("cpu")
-    loaded = load_with_weights(config.model_copy(update={"model": model}), start)
-    loaded.model.to("cpu")
-    return loaded
 
 
 class Worker:
@@ -180,6 +164,8 @@ class Worker:
         for ranks in (comm if comm.size > 1 else None, self._channel):
             if ranks is not None:
                 report.note(ranks.describe())
+        if doubt := doubtful_learning_rate(config):
+            report.warn(doubt)
         check_weights_fit(config, device)
         self.config, host_needs = fit_to_host(
             config,
@@ -223,8 +209,12 @@ class Worker:
         device = comm.load_device(residency.device)
         # A checkpoint that is loaded later replaces the weights that the run started from.
         replaced = self.resumed is not None and not config.needs_initial_weights
-        load = load_model if replaced else load_with_weights
-        self.loaded = loaded = self._given or load(config, device)
+        if self._given is not None:
+            self.loaded = loaded = self._given
+        elif replaced and config.model.lora is None:
+            self.loaded = loaded = load_model(config, device)
+        else:
+            self.loaded = loaded = load_initial(config, device, adapter=not replaced)
         if not self._trains:
             self.engine = build_engine(loaded, config, residency.make_room)
             return
@@ -251,8 +241,8 @@ class Worker:
                 self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
             else:
                 self._go_on_without_exact("the sampler's fused blocks do not compute what the model's own forward does")
-        residency.register("weights", [local(parameter) for parameter in policy.model.parameters()])
-        if config.has_reference:
+        self._register_weights()
+        if config.has_reference and not config.reference_is_base:
             self._reference = freeze_reference(policy.model, residency)
         for name, model in config.frozen_models.items():
             self._frozen[name] = FrozenModel(name, load_frozen(config, model, device), config, loaded, residency, comm)
@@ -261,6 +251,15 @@ class Worker:
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes
+
+    def _register_weights(self) -> None:
+        """Registers the policy's weights: those that are trained, and the frozen ones beside adapters."""
+        parameters = list(self.policy.model.parameters())
+        lora = self.config.model.lora is not None
+        trained = [local(one) for one in parameters if one.requires_grad or not lora]
+        self.residency.register("weights", trained)
+        if lora:
+            self.residency.register(BASE, [local(one) for one in parameters if not one.requires_grad], frozen=True)
 
     @property
     def _ranks(self) -> int:
@@ -315,6 +314,9 @@ class Worker:
             self._frozen[model].compute_logprobs(name, data, progress)
         elif model == POLICY:
             self.policy.compute_logprobs(name, data, progress)
+        elif model == "reference" and self.config.reference_is_base:
+            with without_adapters(self.policy.model):
+                self.policy.compute_logprobs(name, data, progress)
         elif model == "reference" and self._reference:
             self.residency.need(model)
             self.policy.compute_logprobs(name, data, progress, weights=self._reference)

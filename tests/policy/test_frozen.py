@@ -7,6 +7,7 @@ import torch
 
 import ebbtide.worker
 from conftest import TINY
+from ebbtide.checkpoint.initial_model import load_frozen
 from ebbtide.config.model import ModelConfig
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import load_model
@@ -14,7 +15,7 @@ from ebbtide.parallel.comm import Comm
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.policy.frozen import FrozenModel
 from ebbtide.policy.model_costs import frozen_size
-from ebbtide.worker import Worker, load_frozen
+from ebbtide.worker import Worker
 from example_runs import DATA, config_of
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def test_a_new_frozen_model_is_initialised_on_the_device_and_returned_on_the_hos
         assert config.model.path == model.get("path")
         return SimpleNamespace(model=torch.nn.Linear(2, 2, device="meta" if device.type == "cuda" else "cpu"))
 
-    monkeypatch.setattr("ebbtide.worker.load_with_weights", load)
+    monkeypatch.setattr("ebbtide.checkpoint.initial_model.load_initial", load)
     monkeypatch.setattr(torch.nn.Linear, "to", lambda linear, place: began.append(f"to {place}"))
     load_frozen(distill(), ModelConfig.model_validate(model), torch.device("cuda"))
     assert began == [wanted, "to cpu"]

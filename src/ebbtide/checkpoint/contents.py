@@ -78,6 +78,8 @@ class RunRecord(Record):
     rollouts: list[UnfinishedGroup] = []
     problems: str | None = None
     """A digest of the problems that are trained on."""
+    base: str | None = None
+    """A digest of the frozen weights, where only adapters are saved."""
     random: RandomStates | None = None
     """The random states of rank 0, in checkpoints of early versions."""
 

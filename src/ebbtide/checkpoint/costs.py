@@ -57,4 +57,4 @@ class SaveCosts:
         """Bytes of host memory for the copies of asynchronous saves."""
         if config.checkpoint is None or not config.checkpoint.async_save:
             return 0
-        return save_copies(phases[SAVE].device, self._rank.shape.largest_tensor)
+        return save_copies(phases[SAVE].device, self._rank.shape.largest_trained_tensor)

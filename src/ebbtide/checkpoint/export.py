@@ -14,13 +14,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ebbtide.checkpoint.contents import read_config
+from ebbtide.checkpoint.initial_model import check_base, load_initial, load_weights
 from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import Checkpoint, list_checkpoints, newest_valid
 from ebbtide.checkpoint.tensors import TensorReader
+from ebbtide.config.adapter import CONFIG as ADAPTER_CONFIG
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.model.load import uninitialized_model
+from ebbtide.model.lora import merge_adapters
+from ebbtide.model.peft_format import write_adapter
 
 
 def pick_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
@@ -62,13 +66,23 @@ def read_model(saved: Checkpoint) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     """A checkpoint's model, on the CPU and in the dtype of its weights, with its tokenizer and the run's config."""
     files = CheckpointFiles(saved.path)
     config, tensors = read_config(files), TensorReader(files)
+    if config.model.lora is not None:  # The checkpoint has the adapters, and their base is where the run found it.
+        dtype = next(iter(tensors.weights.values()))
+        there = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+        loaded = load_initial(config.model_copy(update={"model": there}), torch.device("cpu"), adapter=False)
+        check_base(loaded.model, files)
+        load_weights(loaded.model, str(saved.path), "run")
+        return loaded.model, loaded.tokenizer, config
     model, tokenizer = uninitialized_model(config, next(iter(tensors.weights.values())))
     tensors.read({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
     return model, tokenizer, config
 
 
-def export(run: Path, out: Path, step: int | None = None, say: Callable[[str], None] = print) -> Checkpoint:
-    """Writes a checkpoint's model, tokenizer and chat template to a new or empty folder that transformers can load.
+def export(
+    run: Path, out: Path, step: int | None = None, say: Callable[[str], None] = print, *, merge: bool = False
+) -> Checkpoint:
+    """Writes a checkpoint's model, tokenizer and chat template to a new or empty folder that transformers can load. Of
+    a run with adapters it is those, in PEFT's format; with `merge` the model with them.
 
     Either all files are written or none. Returns the checkpoint: the one of the step, or the newest.
     """
@@ -76,20 +90,29 @@ def export(run: Path, out: Path, step: int | None = None, say: Callable[[str], N
         raise UserError(f"{out} is a file: name a folder to export to")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
-    saved, model, tokenizer, _ = read_newest(run, step, say)
+    saved, model, tokenizer, config = read_newest(run, step, say)
+    lora = config.model.lora
+    if merge and lora is not None:
+        lost = merge_adapters(model)
+        say(f"merged the adapters into the weights in {model.dtype}, which rounded away {lost:.2%} of what they add")
+    elif merge:
+        raise UserError(f"{run} has no adapters (`model.lora`) to merge: leave out `--merge`")
     target = out.resolve()
     unfinished = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))  # a unique name
         transformers_logging.disable_progress_bar()  # in a pipe it would print a line for each refresh
-        model.save_pretrained(unfinished)
+        if lora is not None and not merge:
+            write_adapter(model, lora, config.model.path, unfinished)
+        else:
+            model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         _apply_umask(unfinished)
         # An existing folder may be somebody's working directory, so it is not replaced. config.json comes last: with it
         # the folder is a model.
         if target.exists():
-            for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
+            for file in sorted(unfinished.iterdir(), key=lambda file: file.name in ("config.json", ADAPTER_CONFIG)):
                 file.rename(target / file.name)
         else:
             unfinished.rename(target)

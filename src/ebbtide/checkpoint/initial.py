@@ -6,20 +6,18 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ebbtide.checkpoint.contents import CONFIG, read_tree
+from ebbtide.checkpoint.contents import CONFIG, RUN, read_tree
 from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint, first_problem
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import list_checkpoints, newest_valid
-from ebbtide.config.model import ModelConfig
+from ebbtide.config.adapter import CONFIG as ADAPTER_CONFIG
+from ebbtide.config.adapter import is_adapter, read_lora_config
+from ebbtide.config.model import LoraConfig, ModelConfig
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def with_runs_as_models(config: Config, say: Callable[[str], None]) -> Config:
@@ -28,9 +26,13 @@ def with_runs_as_models(config: Config, say: Callable[[str], None]) -> Config:
     changes = {}
     for key in type(config).model_fields:
         model = getattr(config, key)
-        run = Path(os.path.expanduser(model.path)) if isinstance(model, ModelConfig) and model.path else None
+        if not isinstance(model, ModelConfig):
+            continue
+        run = Path(os.path.expanduser(model.path)) if model.path else None
         if run is not None and (run / FOLDER).is_dir():
             changes[key] = _model_of_run(key, model, run, say)
+        elif model.lora is not None and model.lora.adapter is not None:
+            changes[key] = model.model_copy(update={"lora": _with_adapters_settings(key, model.lora)})
     return config.model_copy(update=changes) if changes else config
 
 
@@ -47,25 +49,34 @@ def _model_of_run(key: str, model: ModelConfig, run: Path, say: Callable[[str], 
         raise DamagedCheckpoint(saved.path, f"{CONFIG} is not valid: {first_problem(error)}") from None
     given = {name: getattr(model, name) for name in model.model_fields_set - {"path", "scratch"}}
     say(f"{key}: the weights are those of step {saved.step} of {model.path}")
-    return then.model_copy(update={**given, "weights": str(saved.path.resolve())})
-
-
-def load_weights(model: nn.Module, checkpoint: str) -> None:
-    """Replaces the weights of a whole model by those of a checkpoint."""
-    import torch
-
-    from ebbtide.checkpoint.tensors import TensorReader
-
-    folder = Path(checkpoint)
-    if not folder.is_dir():
+    place = str(saved.path.resolve())
+    if then.lora is None:
+        return then.model_copy(update={**given, "weights": place})
+    if "lora" in given:
         raise UserError(
-            f"`model.weights: {checkpoint}` does not exist any more: name the run or checkpoint to start from"
+            f"`{key}.path: {model.path}` is a run with adapters, which are trained further: remove `{key}.lora`. To"
+            f" train others on top of them, name what `ebbtide export --merge {model.path} FOLDER` writes"
         )
-    tensors = TensorReader(CheckpointFiles(folder))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name not in tensors.weights:
-                raise DamagedCheckpoint(folder, f"it lacks model.{name}")
-            found = torch.empty(parameter.shape, dtype=tensors.weights[name])
-            tensors.read({f"model.{name}": found})
-            parameter.copy_(found)
+    return then.model_copy(update={**given, "lora": then.lora.model_copy(update={"adapter": place})})
+
+
+def _with_adapters_settings(key: str, lora: LoraConfig) -> LoraConfig:
+    """The settings of the adapter that a run starts from, where a folder in PEFT's format has them."""
+    assert lora.adapter is not None  # The caller has looked.
+    folder = Path(os.path.expanduser(lora.adapter))
+    if not is_adapter(folder):
+        if not (folder / RUN).is_file():
+            raise UserError(
+                f"`{key}.lora.adapter: {lora.adapter}` is neither a folder with an {ADAPTER_CONFIG} nor a checkpoint of"
+                " a run"
+            )
+        return lora
+    found = read_lora_config(folder)
+    odd = [name for name in ("rank", "alpha", "targets", "exclude") if name in lora.model_fields_set]
+    for name in odd:
+        if getattr(lora, name) != getattr(found, name):
+            raise UserError(
+                f"`{key}.lora.{name}` is {getattr(lora, name)}, and that of the adapter in {lora.adapter} is"
+                f" {getattr(found, name)}: remove it"
+            )
+    return found.model_copy(update={"adapter": lora.adapter})

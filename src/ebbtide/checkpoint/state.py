@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ebbtide.checkpoint.contents import CONFIG, RUN, RandomStates, random_name, read_random, read_run
 from ebbtide.checkpoint.costs import SAVED_HOLDINGS as SAVED_HOLDINGS
 from ebbtide.checkpoint.entries import TensorEntry
+from ebbtide.checkpoint.initial_model import check_base
 from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint
 from ebbtide.checkpoint.tensors import TensorReader
 from ebbtide.config.document import to_yaml
@@ -28,6 +29,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes, local_world_size
 from ebbtide.memory.host_copies import HostCopies
 from ebbtide.memory.residency import Residency
+from ebbtide.model.lora import base_digest
 from ebbtide.optim.adamw import AdamW, StoredState
 from ebbtide.parallel.dtensor import Region, local, local_region
 from ebbtide.parallel.group import Group
@@ -80,6 +82,16 @@ class RunState:
     problems: str | None = None
     """A digest of the problems that are trained on."""
 
+    @cached_property
+    def base(self) -> str | None:
+        """A digest of the frozen weights, which no checkpoint has; None where all are trained."""
+        return base_digest(self.model) if self.config.model.lora is not None else None
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What a checkpoint has of the model: all of it, or the adapters."""
+        named = list(self.model.named_parameters())
+        return named if self.base is None else [(name, weight) for name, weight in named if weight.requires_grad]
+
     def snapshot(self, step: int, *, copy: bool) -> Snapshot:
         """A snapshot of the run as it is now. With `copy` it stays valid while the run continues; without, it has to be
         written at once."""
@@ -93,11 +105,12 @@ class RunState:
                 "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
                 "optimizer_steps": self.optimizer.steps,
                 "problems": self.problems,
+                "base": self.base,
                 "rollouts": self.rollouts.state() if self.rollouts is not None else [],
             }
             texts |= {RUN: json.dumps(run) + "\n", CONFIG: to_yaml(self.config)}
         fills: dict[TensorEntry, tuple[Fill, bool]] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._parameters():
             weight = copies(local(parameter))
             if entry := _entry(f"model.{name}", local_region(parameter), weight.dtype):
                 fills[entry] = partial(_copy_from, weight), False
@@ -121,6 +134,8 @@ class RunState:
         files = CheckpointFiles(folder)
         run, tensors = read_run(files), TensorReader(files)
         self._check_types(tensors.weights, folder)
+        if self.base is not None:
+            check_base(self.model, files)
         if absent := [name for name in self.optimizer.steps if name not in run.optimizer_steps]:
             raise DamagedCheckpoint(folder, f"{RUN} lacks the optimizer's steps of {absent[0]}")
         self.optimizer.restore(self._read(tensors, parallel), run.optimizer_steps)
@@ -157,7 +172,7 @@ class RunState:
         for name, one in self.optimizer.state().items():
             stored.setdefault(name.split("/", 1)[1], {})[name] = one
         batch: dict[str, nn.Parameter] = {}
-        for name, weight in self.model.named_parameters():
+        for name, weight in self._parameters():
             # Counts whole parameters, not this rank's shards, so that all ranks read the same parameters together.
             if batch and sum(one.numel() for one in batch.values()) + weight.numel() > READ_AT_ONCE:
                 yield self._read_some(batch, stored, saved, parallel)

@@ -74,6 +74,33 @@ class ScratchConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): the model's own weights stay as they are, and only the adapters are trained."""
+
+    rank: Count = 32
+    """Rank of each adapter (r)."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What an adapter adds is multiplied by `alpha / rank`."""
+
+    targets: list[str] | None = None
+    """Names of the linear layers that get an adapter, as in `[q_proj, v_proj]`; `null` is all of the blocks."""
+
+    exclude: list[str] = []
+    """Names of linear layers that get none."""
+
+    adapter: str | None = None
+    """Start from this adapter: a folder in PEFT's format, which sets `rank`, `alpha` and `targets` as well, or a
+    checkpoint of a run with `model.lora`; `null` starts with new ones, which add nothing at first. It is set by itself
+    where `model.path` is the folder of such a run."""
+
+    @model_validator(mode="after")
+    def _targets_are_some(self) -> LoraConfig:
+        if self.targets is not None and not set(self.targets) - set(self.exclude):
+            raise ValueError("`targets` names no layer that `exclude` does not: leave both out for all linear layers")
+        return self
+
+
 def resolve_dtype(name: str, device_type: str) -> str:
     """The dtype that `model.dtype` names, on a device of this type."""
     if name == "auto":
@@ -95,6 +122,9 @@ class ModelConfig(Section):
 
     scratch: ScratchConfig | None = None
     """If set, build a new model with random weights instead of loading one."""
+
+    lora: LoraConfig | None = None
+    """If set, freeze the model and train low-rank adapters beside its linear layers."""
 
     tokenizer: str | None = None
     """Folder or hub id of another tokenizer; `null` is the model's own."""

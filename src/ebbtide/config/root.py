@@ -128,6 +128,11 @@ class Config(Section):
                 " `rollout.top_p`, `top_k` and `min_p` keep, while the trainer's are over the whole vocabulary: remove"
                 " those three, set every temperature to 1 (`evaluate.temperature` may be 0), or use another engine"
             )
+        if rollout.engine == "vllm" and self.model.lora is not None:
+            raise ValueError(
+                "`rollout.engine: vllm` and `model.lora` cannot be combined yet: set `rollout.engine: paged`, or remove"
+                " `model.lora`"
+            )
         if self.parallel is not None and self.parallel.rollout_gpus and rollout.replay is not None:
             raise ValueError(
                 "`rollout.replay` generates nothing, but `parallel.rollout_gpus` are only for generation: remove one of"
@@ -185,6 +190,7 @@ class Config(Section):
             "rollout.partial.extra_prompts": self.rollout.partial.extra_prompts,
             "rollout.serve_port": self.rollout.serve_port is not None,
             "rollout.engine: vllm": self.rollout.engine == "vllm",
+            "model.lora": self.model.lora is not None,
         }
         return next((name for name, value in found.items() if value), None)
 
@@ -279,8 +285,14 @@ class Config(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the initial weights is a holding of the run."""
+        """Whether the run computes log-probs with its initial weights."""
         return any("reference" in models for models in self.forward_passes.values())
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the initial policy is the frozen model beside new adapters, which add nothing at first: then the
+        reference is no copy of anything."""
+        return self.model.lora is not None and self.model.lora.adapter is None
 
     @property
     def needs_initial_weights(self) -> bool:

@@ -29,6 +29,21 @@ SPECIAL_TOKENS = 2  # of one with an alphabet, in addition to its characters: an
 
 
 @dataclass(frozen=True)
+class LoraShape:
+    """The adapters of a model."""
+
+    rank: int
+    targets: frozenset[str] | None
+    """The names of the linear layers that have one; None is all of the blocks'."""
+    exclude: frozenset[str] = frozenset()
+
+    def adapts(self, path: str) -> bool:
+        """Whether the linear layer at this path has an adapter."""
+        name = path.rpartition(".")[2]
+        return name not in self.exclude and (self.targets is None or name in self.targets)
+
+
+@dataclass(frozen=True)
 class Shape:
     """The shape of one model. Widths are in elements, not bytes."""
 
@@ -53,6 +68,8 @@ class Shape:
     mlp_bias: bool = False
     context: int | None = None
     """The number of tokens of the longest sequence; None if the config.json does not have it."""
+    lora: LoraShape | None = None
+    """The adapters, where only these are trained."""
 
     @property
     def queries(self) -> int:
@@ -148,9 +165,39 @@ class Shape:
         return max(self.embedding, *(rows * row for rows, row in self._block_tensors(sparse=self.experts > 0)))
 
     @cached_property
+    def largest_trained_tensor(self) -> int:
+        """The number of parameters of the largest tensor that is trained."""
+        if self.lora is None:
+            return self.largest_tensor
+        return self.lora.rank * max(max(size) for size in self.adapters.values())
+
+    @cached_property
     def tensor_count(self) -> int:
         """The number of parameter tensors."""
         return self.layers * len(self._block_tensors(sparse=self.experts > 0)) + (2 if self.tied else 3)
+
+    @cached_property
+    def adapters(self) -> dict[str, Tensor]:
+        """Path of each linear layer of a block that has an adapter -> its (outputs, inputs)."""
+        family, hidden, queries, keys, mlp = family_named(self.family), self.hidden, self.queries, self.keys, self.mlp
+        qkv = {family.query: queries, family.key: keys, family.value: keys}
+        halves = {family.gate: mlp, family.up: mlp}
+        qkv = {family.query: queries + 2 * keys} if family.has_packed_qkv else qkv
+        halves = {family.gate: 2 * mlp} if family.has_packed_mlp else halves
+        layers = {path: (width, hidden) for path, width in (qkv | halves).items()}
+        layers |= {family.output: (hidden, queries), family.down: (hidden, mlp)}
+        return {path: size for path, size in layers.items() if self.lora is not None and self.lora.adapts(path)}
+
+    @cached_property
+    def adapter_parameters(self) -> int:
+        """The number of parameters of all adapters."""
+        rank = self.lora.rank if self.lora is not None else 0
+        return self.layers * rank * sum(outputs + inputs for outputs, inputs in self.adapters.values())
+
+    @cached_property
+    def trained_tensor_count(self) -> int:
+        """The number of tensors that are trained."""
+        return self.tensor_count if self.lora is None else 2 * self.layers * len(self.adapters)
 
     def tensor_parallel_shape(self, tensor: int) -> Shape:
         """The shape that each of so many tensor-parallel ranks computes with: a share of the heads and of the MLP.
@@ -187,7 +234,9 @@ class Shape:
         blocks = 2 * self.matmul_parameters_per_token * tokens + 2 * self.queries * sum(
             (prompt + new) ** 2 for prompt, new in found
         )
-        return 3.0 * (self.layers * blocks + 2 * self.embedding * sum(new for _, new in found))
+        # The backward has a product for the input of a matmul, and one for its weight where that is trained.
+        times = 3.0 if self.lora is None else 2.0
+        return times * (self.layers * blocks + 2 * self.embedding * sum(new for _, new in found))
 
     @property
     def matmul_parameters_per_token(self) -> int:
@@ -285,6 +334,18 @@ def from_scratch(scratch: ScratchConfig) -> Shape:
 def find_shape(config: ModelConfig) -> Shape:
     """The shape of the configured model, from a folder's or the hub's config.json, the header of a GGUF file, or
     `model.scratch`. No weights are read."""
+    return with_lora(_find_shape(config), config)
+
+
+def with_lora(shape: Shape, config: ModelConfig) -> Shape:
+    """The shape with the configured adapters."""
+    if (lora := config.lora) is None:
+        return shape
+    targets = frozenset(lora.targets) if lora.targets is not None else None
+    return replace(shape, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
+
+
+def _find_shape(config: ModelConfig) -> Shape:
     if config.scratch is not None:
         if config.tokenizer is not None and config.scratch.vocabulary is None:
             raise UserError(

@@ -126,12 +126,15 @@ class OptimizerCosts:
         optimizer, rank = config.optimizer, self._rank
         found = HoldingBytes({}, {})
         if rehearsal != "none":
-            found = HoldingBytes(*state_bytes(optimizer, rank.parameters, rank.itemsize))
-        on_device = rank.parameters
+            found = HoldingBytes(*state_bytes(optimizer, rank.trained, rank.itemsize))
+        on_device = rank.trained
         # Gradients that go to the CPU leave during the backward: whole tensors, or with several ranks whole blocks.
         if optimizer.overlap:
-            on_device -= round(optimizer.cpu_share * rank.parameters)
-            on_device = rank.tp_shape.round_up_to_tensors(on_device, rank.mesh.fsdp_size, grouped=rank.mesh.size > 1)
+            on_device -= round(optimizer.cpu_share * rank.trained)
+            if rank.shape.lora is None:
+                on_device = rank.tp_shape.round_up_to_tensors(
+                    on_device, rank.mesh.fsdp_size, grouped=rank.mesh.size > 1
+                )
         found.device["grads"] = grad_bytes(optimizer, rank.itemsize) * on_device if rehearsal is None else 0
         return found
 
@@ -139,32 +142,32 @@ class OptimizerCosts:
         if run.rehearsal is not None or "step" not in phases:
             return
         optimizer, train, rank, step = run.config.optimizer, run.config.train, self._rank, phases["step"]
-        if ring := ring_bytes(optimizer, rank.parameters, rank.itemsize):
+        if ring := ring_bytes(optimizer, rank.trained, rank.itemsize):
             step.device[RING] = ring
         micro_batches = run.work.pack(train.microbatch_tokens, train.minibatches, rank.mesh.data).passes
         phases["train"].seconds += run.updates * self.host_accumulation(optimizer, micro_batches)
         seconds, exposed = self.step(optimizer)
         step.seconds, step.exposed = run.updates * seconds, run.updates * exposed
         # Gradients for the CPU's step and the weights that it returns, and streamed state, cross the host link.
-        on_cpu = round(optimizer.cpu_share * rank.parameters)
+        on_cpu = round(optimizer.cpu_share * rank.trained)
         moved, grads = rank.itemsize * on_cpu, grad_bytes(optimizer, rank.itemsize) * on_cpu
         if optimizer.overlap:
             phases["train"].moved += run.updates * micro_batches * grads
         else:
             moved += grads
         if optimizer.place == "streamed":
-            moved += 2 * (low_bytes(rank.itemsize) + 2 * moment_bytes(optimizer)) * (rank.parameters - on_cpu)
+            moved += 2 * (low_bytes(rank.itemsize) + 2 * moment_bytes(optimizer)) * (rank.trained - on_cpu)
         step.moved += run.updates * moved
 
     def step(self, config: OptimizerConfig) -> tuple[float, float]:
         """(seconds of an optimizer step, exposed seconds among them in which compute waits for the host link)."""
-        rates, parameters, itemsize = self._rank.machine.rates, self._rank.parameters, self._rank.itemsize
+        rates, parameters, itemsize = self._rank.machine.rates, self._rank.trained, self._rank.itemsize
         cpu_parameters = config.cpu_share * parameters
         gpu_parameters = parameters - cpu_parameters
         state = low_bytes(itemsize) + 2 * moment_bytes(config)
         # Weights and state are read and written; gradients are read twice, once for their norm.
         touched = 2 * (itemsize + state + grad_bytes(config, itemsize))
-        launches = STEP_OPS + (1 - config.cpu_share) * self._rank.tp_shape.tensor_count * TENSOR_OPS
+        launches = STEP_OPS + (1 - config.cpu_share) * self._rank.tp_shape.trained_tensor_count * TENSOR_OPS
         on_device, exposed = gpu_parameters * touched / (STEP_RATE * rates.copy) + launches / rates.host_op, 0.0
         if config.place == "streamed":
             streamed = gpu_parameters * state / (STREAM_RATE * min(rates.link_out, rates.link_in))
@@ -180,5 +183,5 @@ class OptimizerCosts:
     def host_accumulation(self, config: OptimizerConfig, micro_batches: int) -> float:
         """Additional seconds of an update's forwards and backwards if gradients are accumulated on the host."""
         rank = self._rank
-        accumulated = (micro_batches - 1) * rank.mesh.ranks_per_node * config.cpu_share * rank.parameters
+        accumulated = (micro_batches - 1) * rank.mesh.ranks_per_node * config.cpu_share * rank.trained
         return accumulated / (HOST_ACCUMULATION_RATE * rank.machine.rates.cpu_adam)

@@ -17,6 +17,7 @@ from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.move_costs import host_bytes_of
 from ebbtide.memory.plan import Plan
 from ebbtide.model.load import NO_CODE, head_weight, model_config, pick_device, pick_dtype, refuse_broken_files
+from ebbtide.model.lora import add_adapters
 from ebbtide.model.shape import find_shape
 from ebbtide.optim.costs import state_bytes
 from ebbtide.policy.model_costs import frozen_bytes, frozen_size
@@ -88,23 +89,24 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         return {}
     dtype = pick_dtype(config.model.dtype, pick_device(config.device))
     model = _meta_model(config, dtype)
-    parameters = ceil_div(sum(parameter.numel() for parameter in model.parameters()), share)
-    device, host = state_bytes(config.optimizer, parameters, dtype.itemsize) if optimizer else ({}, {})
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    updated = ceil_div(sum(trained), share)
+    device, host = state_bytes(config.optimizer, updated, dtype.itemsize) if optimizer else ({}, {})
     others = {}
     for name, frozen in config.frozen_models.items():
         other = _meta_model(config.model_copy(update={"model": frozen}), dtype)
         count = sum(parameter.numel() for parameter in other.parameters())
         itemsize = frozen.itemsize(pick_device(config.device).type)
         others[name] = frozen_size(count, head_weight(other)[0].numel(), share, itemsize)
-    device |= frozen_bytes(config, parameters, dtype.itemsize, others)
+    device |= frozen_bytes(config, updated, dtype.itemsize, others)
     if config.generates and config.rollout.partial.kv_cache == "keep":
         block = BLOCK_SIZES[pick_device(config.device).type]
         device |= model_cache_costs(model.config).kept_bytes(config.rollout, dtype.itemsize, block)
     needs: dict[str, int] = host_bytes_of(plan, HoldingBytes(device, host))
     if saved:
         staying = {name: size for name, size in device.items() if plan.place(SAVE, name) != "away"}
-        staying["weights"] = dtype.itemsize * parameters
-        needs[COPIES] = save_copies(staying, max(parameter.numel() for parameter in model.parameters()))
+        staying["weights"] = dtype.itemsize * updated
+        needs[COPIES] = save_copies(staying, max(trained))
     return needs
 
 
@@ -114,4 +116,6 @@ def _meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
 
     with refuse_broken_files(config.model), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
+        if config.model.lora is not None:
+            add_adapters(model, config.model.lora, config.seed)
     return model

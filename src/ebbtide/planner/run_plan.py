@@ -17,7 +17,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import Phase, check_device_budget
 from ebbtide.model.load import model_config
-from ebbtide.model.shape import Shape, find_shape, from_config
+from ebbtide.model.shape import Shape, find_shape, from_config, with_lora
 from ebbtide.model.workload import Workload, max_workload
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import mesh_shape
@@ -158,7 +158,8 @@ def model_shape(config: Config) -> Shape:
     """The shape of the model that will be loaded, of a family that can be planned."""
     if config.model.path is not None and locate(config.model.path).gguf is not None:
         return find_shape(config.model)  # transformers takes seconds to read the header of a GGUF file.
-    return from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")
+    found = from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")
+    return with_lora(found, config.model)
 
 
 def _machine(device: torch.device, local_size: int) -> Machine:

@@ -98,9 +98,29 @@ def recomputes_whole_block(shape: Shape, choice: ActivationPolicy) -> bool:
 
 
 def _norm(shape: Shape, width: int, rows: int, itemsize: int) -> int:
-    """Bytes that a norm saves: its input in fp32, a reciprocal root for each row, and the normalized input, which some
-    families also have in fp32."""
-    return 4 * width + 4 * rows + (4 if family_named(shape.family).norm_in_float32 else itemsize) * width
+    """Bytes that a norm saves: its input in fp32, a reciprocal root for each row, and, for the gradient of its weight,
+    the normalized input, which some families also have in fp32."""
+    normalized = 4 if family_named(shape.family).norm_in_float32 else itemsize
+    return 4 * width + 4 * rows + (normalized * width if shape.lora is None else 0)
+
+
+def _adapters(shape: Shape, itemsize: int) -> dict[ActivationName, int]:
+    """Name -> how many more bytes linear layers save than in a model whose weights are all trained: what an adapter has
+    of `rank` channels, less the inputs of layers without one, for whose weights there is no gradient."""
+    if shape.lora is None:
+        return {}
+    family, adapters = family_named(shape.family), shape.adapters
+    layers: tuple[tuple[ActivationName, int, tuple[str, ...]], ...] = (
+        ("qkv_linear", shape.hidden, tuple({family.query, family.key, family.value})),
+        ("attn_proj", 0, (family.output,)),  # Attention saves what it returns anyway.
+        ("mlp_fc1", shape.hidden, tuple({family.gate, family.up})),
+        ("mlp_fc2", shape.mlp, (family.down,)),
+    )
+    found: dict[ActivationName, int] = {}
+    for name, width, paths in layers:
+        count = sum(path in adapters for path in paths)
+        found[name] = itemsize * (shape.lora.rank * count - (0 if count else width))
+    return found
 
 
 def saved_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy | None = None) -> dict[ActivationName, int]:
@@ -120,6 +140,8 @@ def saved_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy | None = N
     }
     if shape.has_post_norms:
         found["attn_proj"] = _norm(shape, hidden, 1, itemsize)
+    for name, more in _adapters(shape, itemsize).items():
+        found[name] = found.get(name, 0) + more
     if "attn_norm" in recompute:
         found |= {"attn_norm": 4, "block_input": itemsize * hidden}
     if "mlp_norm" in recompute:

@@ -18,6 +18,7 @@ FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
 STARTS = 0.37e-3  # Seconds per block and forward, twice that in a backward, for launches of short kernels.
 # Operations of the host per block: for a forward alone, and for a forward with its backward, by what is recomputed.
 OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 110, "fused": 366}
+ADAPTER_OPS = {"forward": 12, "keep": 40}  # In addition, for each linear layer with an adapter; not fitted.
 FUSED_EXPERTS_OPS = {"fused forward": 140, "fused": 444}  # In addition, for a block of experts.
 # The same for fused blocks: as a multiple of the bytes that their kernels read and write, and seconds per block.
 FUSED_BYTES, FUSED_STARTS = 1.07, 0.035e-3
@@ -47,6 +48,13 @@ class Speed:
         linear = 2 * shape.layers * shape.matmul_parameters_per_token * tokens / self._rates.matmul
         return linear + 2 * shape.layers * shape.queries * length * tokens / (ATTENTION * self._rates.matmul)
 
+    def _untrained(self, tokens: float) -> float:
+        """Seconds of the matmuls that a backward has for weights, and not for those that are frozen."""
+        shape = self._shape
+        if shape.lora is None:
+            return 0.0
+        return 2 * shape.layers * shape.matmul_parameters_per_token * tokens / self._rates.matmul
+
     def _small(self, tokens: float) -> float:
         """Seconds of a forward's small kernels: norms, rotary embeddings, activation functions and sums."""
         shape = self._shape
@@ -59,7 +67,8 @@ class Speed:
 
     def host(self, kind: str) -> float:
         """Seconds in which the host launches the kernels of all blocks."""
-        return self._shape.layers * OPS[kind] / self._rates.host_op
+        adapters = len(self._shape.adapters) * ADAPTER_OPS["forward" if kind == "forward" else "keep"]
+        return self._shape.layers * (OPS[kind] + adapters) / self._rates.host_op
 
     def head(self, predicted: float, matmuls: int) -> float:
         """Seconds of so many matmuls of the output head; each chunk of logits is read and written around it."""
@@ -86,10 +95,11 @@ class Speed:
         device = (
             forward
             + 2 * matmuls
+            - self._untrained(part.tokens)
             + BACKWARD_BYTES * small
             + 2 * starts
             + recompute
-            + self.head(part.completion_tokens, 4)
+            + self.head(part.completion_tokens, 4 if self._shape.lora is None else 3)
         )
         offload = (
             activation_bytes(self._shape, self._itemsize, choice, keep_last).offloaded
@@ -97,7 +107,7 @@ class Speed:
             / self._rates.link_out
         )
         exposed = max(0.0, offload - forward)
-        host = self.host(kind) + leaving * self._shape.tensor_count * LEAVING_OPS / self._rates.host_op
+        host = self.host(kind) + leaving * self._shape.trained_tensor_count * LEAVING_OPS / self._rates.host_op
         return overlap(device, host) + exposed, exposed
 
 

@@ -19,6 +19,7 @@ from ebbtide.model.block_functions import Activation
 from ebbtide.model.families import FAMILIES, Family, family_of, part_of
 from ebbtide.model.joined_weights import join
 from ebbtide.model.load import decoder, layers_of
+from ebbtide.model.lora import adapted_layers
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
 from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, Saved, norm_of
@@ -165,6 +166,8 @@ def why_not_computed(model: PreTrainedModel) -> str:
     """What a model has or lacks that fused blocks do not compute; empty if nothing."""
     config = model.config.get_text_config()
     family, inner, blocks = FAMILIES.get(config.model_type), decoder(model), layers_of(model)
+    if adapted_layers(model):
+        return "it has adapters (`model.lora`)"
     if family is None:
         return f"its family, {config.model_type}, is not one of {', '.join(FAMILIES)}"
     if not blocks or None in [part_of(inner, path) for path in (family.embedding, family.rotary, family.last_norm)]:

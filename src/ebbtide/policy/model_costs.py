@@ -16,6 +16,8 @@ from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.rank_model import RankModel
 from ebbtide.system.units import ceil_div
 
+BASE: HoldingName = "base"
+"""The row of a policy's frozen weights, beside adapters that are trained."""
 POLICY = "policy"
 """The name of the policy in `Config.forward_passes`; all other names are of frozen models."""
 KNOWN_FROZEN: tuple[HoldingName, ...] = ("reference", "teacher", "teacher_head")
@@ -32,12 +34,18 @@ def weights_holding(gathered_by: RolloutWeightsMode | None = None) -> HoldingSpe
     return HoldingSpec("weights", needed, movable=False, cells=cells)
 
 
+def base_holding() -> HoldingSpec:
+    """The frozen weights of a policy with adapters."""
+    return HoldingSpec(BASE, weights_holding().needed_in, movable=False, frozen=True)
+
+
 def frozen_holdings(config: Config) -> list[HoldingSpec]:
-    """The frozen models of an algorithm: each is needed in the phases in which it computes log-probs."""
+    """The frozen models of an algorithm: each is needed in the phases in which it computes log-probs. A
+    reference that is the base of new adapters is no model of its own."""
     phases: dict[HoldingName, set[Phase]] = {}
     for phase, models in config.forward_passes.items():
         for model in models:
-            if model != POLICY:
+            if model != POLICY and not (model == "reference" and config.reference_is_base):
                 phases.setdefault(model, set()).add(phase)
     found = [HoldingSpec(name, frozenset(needed), frozen=True) for name, needed in phases.items()]
     for name in config.frozen_models:  # losses over the vocabulary compute with its head
@@ -82,7 +90,7 @@ class FrozenSize(NamedTuple):
 def frozen_bytes(
     config: Config, parameters: int, itemsize: int, others: Mapping[HoldingName, FrozenSize] | None = None
 ) -> dict[HoldingName, int]:
-    """The bytes of each frozen model: of as many parameters as the policy has here, or of those in `others`."""
+    """The bytes of each frozen model: of as many parameters as are trained here, or of those in `others`."""
     found = {spec.name: itemsize * parameters for spec in frozen_holdings(config)}
     for name, size in (others or {}).items():
         found |= {name: size.itemsize * size.parameters, head_of(name): size.itemsize * size.head}
@@ -110,10 +118,13 @@ class WeightsCosts:
 
     @staticmethod
     def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
-        return [weights_holding(config.rollout_weights(shards))]
+        base = [base_holding()] if config.model.lora is not None else []
+        return [weights_holding(config.rollout_weights(shards)), *base]
 
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
-        return HoldingBytes({"weights": self._rank.itemsize * self._rank.parameters})
+        rank = self._rank
+        base = {BASE: rank.itemsize * rank.parameters} if config.model.lora is not None else {}
+        return HoldingBytes({"weights": rank.itemsize * rank.trained, **base})
 
     def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
         """Weights cost nothing but their memory."""
@@ -136,7 +147,7 @@ class FrozenCosts:
             name: frozen_size(shape.parameters, shape.embedding, mesh.shards, itemsize)
             for name, (shape, itemsize) in self._frozen.items()
         }
-        return HoldingBytes(frozen_bytes(config, self._rank.parameters, self._rank.itemsize, others))
+        return HoldingBytes(frozen_bytes(config, self._rank.trained, self._rank.itemsize, others))
 
     def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
         """Frozen weights cost nothing but their memory."""

@@ -16,9 +16,9 @@ from ebbtide.parallel.dtensor import is_sharded, local
 
 @torch.no_grad()
 def freeze_reference(model: nn.Module, residency: Residency) -> dict[str, Tensor]:
-    """Name -> frozen copy of this rank's shard of each parameter, registered as the holding `reference`. The policy's
-    own module computes with them: there is no second model."""
-    named = {name: local(parameter) for name, parameter in model.named_parameters()}
+    """Name -> frozen copy of this rank's shard of each parameter that is trained, registered as the holding
+    `reference`. The policy's own module computes with them: there is no second model."""
+    named = {name: local(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
     kinds = {parameter.dtype for parameter in named.values()}
     copies: dict[str, Tensor] = {}
     flats: list[Tensor] = []
@@ -35,9 +35,9 @@ def freeze_reference(model: nn.Module, residency: Residency) -> dict[str, Tensor
 @contextmanager
 @torch.no_grad()
 def use_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside this context the model computes with other weights. Those of a sharded model are exchanged with its own,
-    and again at the end: FSDP knows them by their memory."""
-    parameters = dict(model.named_parameters())
+    """Inside this context the model computes with these weights in place of its own of the same names. Those of a
+    sharded model are exchanged with its own, and again at the end: FSDP knows them by their memory."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights}
     own = {name: parameter.data for name, parameter in parameters.items() if not is_sharded(parameter)}
 
     def exchange() -> None:

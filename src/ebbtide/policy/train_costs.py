@@ -212,7 +212,8 @@ class TrainCosts:
         grad = grad_bytes(config.optimizer, itemsize)
         chunk = config.train.head_chunk_tokens
         diverges = _policy_head(config, "train") == "divergence"
-        sizes = part.completion_tokens, shape.vocabulary, shape.embedding, chunk
+        trained_head = shape.embedding if shape.lora is None else 0
+        sizes = part.completion_tokens, shape.vocabulary, trained_head, chunk
         head = (
             divergence_costs.backward_bytes(*sizes, self._itemsizes, itemsize)
             if diverges
@@ -222,21 +223,22 @@ class TrainCosts:
         copied = part.completion_tokens * sum(one._itemsize * one._shape.hidden for one in self._frozen.values())
         # Gradients that leave are sent in chunks: one is being filled while another is copied.
         passing = (
-            2 * grad * min(CPU_CHUNK, shape.parameters)
+            2 * grad * min(CPU_CHUNK, self._rank.trained)
             if config.optimizer.overlap and config.optimizer.cpu_share
             else 0
         )
         # The head's gradient is the first. If the head is tied to the embedding, autograd keeps it until the
         # embedding's own gradient is there, and only then accumulates or offloads it.
-        head_grads = itemsize * shape.embedding if shape.tied or not (before or grads_leave) else 0
+        head_grads = itemsize * trained_head if shape.tied or not (before or grads_leave) else 0
         early, late = before + head_grads + passing, max(before + head_grads, whole) + passing
-        in_first = late - (grad * shape.block_parameters if before == 0 and not grads_leave else 0)
+        of_block = shape.block_parameters if shape.lora is None else shape.adapter_parameters // shape.layers
+        in_first = late - (grad * of_block if before == 0 and not grads_leave else 0)
         memory = [
             ((saved.blocks + saved.norm_saved) * tokens + 2 * itemsize * hidden * part.completion_tokens, head),
             ((saved.blocks + saved.in_final_norm) * tokens, 0),
             ((saved.blocks + saved.in_backward + itemsize * hidden) * tokens, 0),
             ((saved.first_block + saved.in_backward + itemsize * hidden) * tokens, 0),
-            (itemsize * hidden * tokens, itemsize * shape.embedding),
+            (itemsize * hidden * tokens, itemsize * trained_head),
         ]
         if diverges:
             memory = [(activations + copied, rest) for activations, rest in memory]

@@ -1,0 +1,142 @@
+"""LoRA: low-rank adapters beside the linear layers of a frozen model. Trainer and sampler compute with the same
+adapters; nothing is merged while a run trains."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ebbtide.config.model import LoraConfig
+from ebbtide.config.root import Config
+from ebbtide.errors import UserError
+from ebbtide.model.families import family_of
+from ebbtide.model.load import layers_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LEAST_LEARNING_RATE = 5e-6  # Below it a run is told that adapters need more.
+DIGESTED = 4096  # Numbers of each tensor that the digest of a base has, besides their sum.
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter: x W.T + scale (x A.T) B.T. Its own weight keeps its name."""
+
+    lora_A: nn.Parameter  # [rank, in]  # noqa: N815 (the names that everybody knows)
+    lora_B: nn.Parameter  # [out, rank]  # noqa: N815
+    scale: float
+    is_on: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = functional.linear(x, self.weight, self.bias)
+        if not self.is_on:
+            return found
+        return torch.add(found, functional.linear(functional.linear(x, self.lora_A), self.lora_B), alpha=self.scale)
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    """Freezes a model and gives its linear layers adapters. A is random, by the seed alone; B is 0, so that the model
+    still computes what it did."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for module in find_targets(model, config).values():
+        weight = module.weight
+        shapes = (config.rank, module.in_features), (module.out_features, config.rank)
+        first, second = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for shape in shapes)
+        if not weight.is_meta:
+            made = nn.init.kaiming_uniform_(torch.empty(shapes[0]), math.sqrt(5), generator=generator)  # As PEFT does.
+            first.copy_(made)
+        module.__class__ = LoraLinear
+        assert isinstance(module, LoraLinear)
+        module.lora_A, module.lora_B = nn.Parameter(first), nn.Parameter(second)
+        module.scale, module.is_on = config.alpha / config.rank, True
+
+
+def doubtful_learning_rate(config: Config) -> str | None:
+    """What to say of a learning rate that suits the training of all weights, and not that of adapters."""
+    if config.model.lora is None or config.optimizer.lr >= LEAST_LEARNING_RATE:
+        return None
+    return (
+        f"`optimizer.lr: {config.optimizer.lr:g}` is little for adapters (`model.lora`), which need about ten times"
+        " what all weights need"
+    )
+
+
+def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Linear]:
+    """Name -> each linear layer of the blocks that gets an adapter."""
+    if family_of(model).sparse:
+        raise UserError(
+            "`model.lora` for a mixture of experts is not supported: its experts are no linear layers. Choose a dense"
+            " model, or train all weights without `model.lora`"
+        )
+    inside = set((layers_of(model) or nn.ModuleList()).modules())
+    linear = {
+        name: module for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)
+    }
+    names = {name.rpartition(".")[2] for name in linear}
+    if odd := sorted({*(config.targets or ()), *config.exclude} - names):
+        raise UserError(
+            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks are:"
+            f" {', '.join(sorted(names))}"
+        )
+    wanted = (set(config.targets) if config.targets is not None else names) - set(config.exclude)
+    if not wanted:
+        raise UserError("`model.lora`: the model's blocks have no linear layers that get an adapter")
+    return {name: module for name, module in linear.items() if name.rpartition(".")[2] in wanted}
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """Name -> each layer that has an adapter."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside this context the model computes as if it had no adapters."""
+    layers = [*adapted_layers(model).values()]
+    before = [layer.is_on for layer in layers]
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer, was_on in zip(layers, before, strict=True):
+            layer.is_on = was_on
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> float:
+    """Adds what the adapters add to the weights, in float32 and rounded once, and removes them. Returns the rounding:
+    the norm of what it changed, as a fraction of the norm of what the adapters add."""
+    lost, added = 0.0, 0.0
+    for layer in adapted_layers(model).values():
+        update = layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
+        exact = layer.weight.float() + update
+        layer.weight.copy_(exact)
+        lost += float((layer.weight.float() - exact).square().sum())
+        added += float(update.square().sum())
+        del layer.lora_A, layer.lora_B
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+    return math.sqrt(lost / added) if added else 0.0
+
+
+@torch.no_grad()
+def base_digest(model: nn.Module) -> str:
+    """A digest of the frozen weights, by which a checkpoint of adapters knows the model that they belong to: of each
+    tensor the sum of its numbers' bits, and some of them. It is quick where a digest of all bytes takes minutes."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            continue
+        flat = parameter.detach().reshape(-1)
+        bits = flat.view(torch.int16 if flat.dtype.itemsize == 2 else torch.int32)
+        some = bits[:: max(1, len(bits) // DIGESTED)].cpu().numpy().tobytes()
+        found.update(f"{name} {tuple(parameter.shape)} {flat.dtype} {int(bits.sum(dtype=torch.int64))}".encode() + some)
+    return found.hexdigest()
