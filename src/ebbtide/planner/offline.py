@@ -48,6 +48,7 @@ def _with_exact_decided(config: Config, hardware: Hardware, shape: Shape) -> Con
     if config.rollout.exact is not None:
         return config
     one = config.parallel is None and config.rollout.engine == "paged" and config.algorithm == "grpo"
+    one = one and config.model.lora is None
     fused = can_fuse(shape, config.model.itemsize("cuda"), "cuda", 1)
     return with_changes(config, {"rollout.exact": one and fused and hardware.gpu in HOPPER_GPUS})
 

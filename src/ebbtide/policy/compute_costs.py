@@ -67,7 +67,7 @@ class Speed:
 
     def host(self, kind: str) -> float:
         """Seconds in which the host launches the kernels of all blocks."""
-        adapters = len(self._shape.adapters) * ADAPTER_OPS["forward" if kind == "forward" else "keep"]
+        adapters = len(self._shape.adapters) * ADAPTER_OPS["forward" if "forward" in kind else "keep"]
         return self._shape.layers * (OPS[kind] + adapters) / self._rates.host_op
 
     def head(self, predicted: float, matmuls: int) -> float:
@@ -177,16 +177,16 @@ class FusedSpeed(Speed):
         forward = self._forward(part.tokens, length)
         device = (
             forward
-            + 2 * self._linear(part.tokens)
+            + (2 if self._shape.lora is None else 1) * self._linear(part.tokens)
             + ATTENTION_BACKWARD * self._attention(part.tokens, length)
             + self._fused(part.tokens, backward=True)
             + 2 * self._shape.layers * FUSED_STARTS
             + self._recomputed(part.tokens, length, choice)
-            + self.head(part.completion_tokens, 4)
+            + self.head(part.completion_tokens, 4 if self._shape.lora is None else 3)
         )
         offloaded = fused_costs.activation_bytes(self._shape, self._itemsize, choice, keep_last).offloaded
         exposed = max(0.0, offloaded * part.tokens / self._rates.link_out - forward)
-        host = self.host("fused") + leaving * self._shape.tensor_count * LEAVING_OPS / self._rates.host_op
+        host = self.host("fused") + leaving * self._shape.trained_tensor_count * LEAVING_OPS / self._rates.host_op
         return overlap(device, host) + exposed, exposed
 
 

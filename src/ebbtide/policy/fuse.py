@@ -22,10 +22,11 @@ from ebbtide.model.load import decoder, layers_of
 from ebbtide.model.lora import adapted_layers
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
-from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, Saved, norm_of
+from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, norm_of
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.fused_mlp import FusedGatedMLP
 from ebbtide.policy.fused_norm import FusedNorm
+from ebbtide.policy.saved_activations import Saved
 from ebbtide.system.transformers_internals import attention_implementation, is_gelu_tanh, is_silu
 
 if TYPE_CHECKING:
@@ -166,8 +167,6 @@ def why_not_computed(model: PreTrainedModel) -> str:
     """What a model has or lacks that fused blocks do not compute; empty if nothing."""
     config = model.config.get_text_config()
     family, inner, blocks = FAMILIES.get(config.model_type), decoder(model), layers_of(model)
-    if adapted_layers(model):
-        return "it has adapters (`model.lora`)"
     if family is None:
         return f"its family, {config.model_type}, is not one of {', '.join(FAMILIES)}"
     if not blocks or None in [part_of(inner, path) for path in (family.embedding, family.rotary, family.last_norm)]:
@@ -180,7 +179,8 @@ def why_not_computed(model: PreTrainedModel) -> str:
 
 def _problem(block: nn.Module, family: Family) -> str:
     """What a block has or lacks that fused blocks do not compute; empty if nothing."""
-    names = {name for name, _ in block.named_parameters()}
+    adapters = {f"{path}.lora_{which}" for path, one in adapted_layers(block).items() for which in "AB"}
+    names = {name for name, _ in block.named_parameters()} - adapters
     attention, query_norm = part_of(block, family.attention), part_of(block, family.query_norm)
     mlp = {name for name in names if name.startswith(f"{family.mlp}.")}
     matrices = (family.query, family.key, family.value)
@@ -220,7 +220,7 @@ def _mlp(block: nn.Module, family: Family) -> FusedMLP:
     if part_of(block, family.experts) is None:
         kind = _activation(part_of(block, family.activation))
         assert kind is not None
-        return FusedGatedMLP(family, kind)
+        return FusedGatedMLP(block, family, kind)
     kind, router = _activation(part_of(block, family.expert_activation)), part_of(block, family.router)
     assert kind is not None
     return Experts(family, kind, int(router.top_k), normalizes=bool(getattr(router, "norm_topk_prob", True)))

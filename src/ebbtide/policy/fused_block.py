@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ebbtide.config.memory import ActivationName
 from ebbtide.model.block_functions import (
     Norm,
     Rotary,
@@ -39,32 +38,14 @@ from ebbtide.model.families import Family, part_of
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.linear import linear
 from ebbtide.policy.attention import PackedAttention
+from ebbtide.policy.fused_adapters import FusedAdapters
 from ebbtide.policy.rotary_input import RotaryInput
+from ebbtide.policy.saved_activations import Dropped, Saved, recompute_or, taken
 
 Grads = dict[str, Tensor | None]
 """Name of a weight -> its gradient."""
 Weights = dict[str, Tensor]
 """Name of a weight -> what it is in a call."""
-
-
-class Saved(Protocol):
-    """What one forward of one block saves for its backward."""
-
-    def put(self, name: ActivationName, *tensors: Tensor) -> None:
-        """Keeps or offloads tensors, or drops them if they are to be recomputed."""
-
-    def take(self, name: ActivationName) -> tuple[Tensor, ...] | None:
-        """The tensors of this name, once; None if they were dropped."""
-
-
-class Dropped:
-    """Saves nothing: for a forward without a backward."""
-
-    def put(self, name: ActivationName, *tensors: Tensor) -> None:
-        pass
-
-    def take(self, name: ActivationName) -> None:
-        return None
 
 
 class FusedMLP(Protocol):
@@ -73,6 +54,10 @@ class FusedMLP(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """Paths of its weights in the block, in the order of the autograd function's inputs."""
+
+    @property
+    def adapter_names(self) -> Sequence[str]:
+        """Those of its adapters."""
 
     @property
     def joinable(self) -> Sequence[str]:
@@ -85,10 +70,18 @@ class FusedMLP(Protocol):
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor: ...
 
     def backward(
-        self, grad: Tensor, remake: Callable[[], Tensor], weights: Weights, saved: Saved, grads: Grads | None
+        self,
+        grad: Tensor,
+        remake: Callable[[], Tensor],
+        weights: Weights,
+        saved: Saved,
+        grads: Grads,
+        *,
+        wants: bool,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
         """(the gradient of the norm's output, a function that is called with that output and sets the gradients of the
-        weights). `remake` recomputes that output; without `grads`, the weights need no gradients."""
+        weights). `remake` recomputes that output; `wants`: whether gradients of matrices are wanted, besides those of
+        adapters."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +123,10 @@ class FusedBlock:
         self._qkv = JoinedWeights([f"{path}.weight" for path in parts])
         self._qkv_bias = JoinedWeights([name for path in parts if (name := f"{path}.bias") in present])
         self._output, self._output_bias = f"{family.output}.weight", f"{family.output}.bias"
+        self._qkv_adapters, self._output_adapters = (
+            FusedAdapters(block, [*parts]),
+            FusedAdapters(block, [family.output]),
+        )
         qk_norms = (f"{family.query_norm}.weight", f"{family.key_norm}.weight") if self._has_qk_norm else ()
         self._norms = () if family.qk_norm_over_heads else qk_norms
         self.rotary_input = RotaryInput(self.heads, self.kv_heads, self.channels)
@@ -141,9 +138,15 @@ class FusedBlock:
         self._post_norms = [f"{path}.weight" for path in family.post_norms]
         norms = *self._pre_norms, *self._post_norms, *qk_norms
         own = (*norms, *self._qkv.names, *self._qkv_bias.names, self._output)
-        self.names = (*own, *((self._output_bias,) if self._output_bias in present else ()), *mlp.names)
+        bias = (self._output_bias,) if self._output_bias in present else ()
+        self.names = (*own, *bias, *self._qkv_adapters.names, *self._output_adapters.names, *mlp.names)
         """Paths of the weights, in the order of the autograd function's inputs."""
         self._places = [_place(block, name) for name in self.names]
+
+    @property
+    def adapter_names(self) -> Sequence[str]:
+        """Those of the weights of its adapters."""
+        return *self._qkv_adapters.names, *self._output_adapters.names, *self.mlp.adapter_names
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -223,7 +226,7 @@ class FusedBlock:
 
     def project(self, normed: Tensor, weights: Weights) -> Tensor:
         """Queries, keys and values of all heads [T, (heads + 2 kv heads) * channels]."""
-        return self._qkv.product(normed, weights, self._qkv_bias)
+        return self._qkv_adapters.add(self._qkv.product(normed, weights, self._qkv_bias), normed, weights)
 
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
@@ -242,7 +245,9 @@ class FusedBlock:
 
     def _project_back(self, mixed: Tensor, weights: Weights) -> Tensor:
         """The output of attention."""
-        return linear(mixed.flatten(1), weights[self._output], weights.get(self._output_bias))
+        mixed = mixed.flatten(1)
+        output = linear(mixed, weights[self._output], weights.get(self._output_bias))
+        return self._output_adapters.add(output, mixed, weights)
 
     def _add_attention(self, x: Tensor, output: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         return self._add(x, self._normed_output(output, weights, 0), weights, 1)
@@ -252,7 +257,7 @@ class FusedBlock:
     def backward(self, grad: Tensor, weights: Weights, call: Call, *, wants: bool) -> tuple[Tensor, Grads]:
         """(the gradient of the input, the gradients of the weights; of matrices only if it `wants` them)."""
         saved, grads = call.saved, Grads()
-        (x,) = _taken(saved, "block_input")
+        (x,) = taken(saved, "block_input")
         # What was dropped, from what comes before it.
         qkv = recompute_or(saved.take("core_attn"), lambda: self.project(self.enter(x, None, weights)[1], weights))
         attended = saved.take("attn_proj")
@@ -261,7 +266,7 @@ class FusedBlock:
         added, *outputs = saved.take("mlp_norm") or self._after_attention(x, mixed, weights)
         remake = partial(self._remade, added, weights)
         dfound = self._output_backward(grad, outputs, weights, 1, grads)
-        dnormed, finish = self.mlp.backward(dfound, remake, weights, saved, grads if wants else None)
+        dnormed, finish = self.mlp.backward(dfound, remake, weights, saved, grads, wants=wants)
         dadded = self._add_backward(added, dnormed, grad, weights, 1, grads, finish)
         del added, remake, dfound, dnormed, grad, finish
         doutput = self._output_backward(dadded, outputs, weights, 0, grads)
@@ -269,7 +274,9 @@ class FusedBlock:
         if wants:
             grads[self._output] = doutput.t() @ mixed.flatten(1)
             grads[self._output_bias] = doutput.sum(0) if self._output_bias in weights else None
-        dmixed = (doutput @ weights[self._output]).unflatten(1, (self.heads, self.channels))
+        dmixed = doutput @ weights[self._output]
+        self._output_adapters.backward(dmixed, doutput, weights, grads)(mixed.flatten(1))
+        dmixed = dmixed.unflatten(1, (self.heads, self.channels))
         del doutput
         rotary, prepared = self.rotary(weights, call.cos, call.sin), self.rotary_input.forward(qkv, weights)
         parts = call.attention.backward(dmixed, *rotate_expanded(prepared, rotary), mixed, sums)
@@ -281,13 +288,17 @@ class FusedBlock:
         grads.update(more)
         del qkv
 
+        dnormed = dqkv @ self._qkv(weights)
+        finish_adapters = self._qkv_adapters.backward(dnormed, dqkv, weights, grads)
+
         def finish_qkv(normed: Tensor) -> None:
+            finish_adapters(normed)
             if wants:
                 grads.update(self._qkv.split(dqkv.t() @ normed, weights))
 
         if self._qkv_bias.names and wants:
             grads.update(self._qkv_bias.split(dqkv.sum(0), weights))
-        return self._add_backward(x, dqkv @ self._qkv(weights), dadded, weights, 0, grads, finish_qkv), grads
+        return self._add_backward(x, dnormed, dadded, weights, 0, grads, finish_qkv), grads
 
     def _after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """What is saved as `mlp_norm`."""
@@ -347,7 +358,8 @@ class _Block(torch.autograd.Function):
             raise RuntimeError("a block's backward can run only once for each forward: what it saved is gone")
         ctx.call = ctx.weights = None
         by_name = {name: weight.detach() for name, weight in zip(block.names, weights, strict=True)}
-        wants = any(ctx.needs_input_grad[3:])
+        trained = zip(block.names, ctx.needs_input_grad[3:], strict=True)
+        wants = any(needed for name, needed in trained if name not in block.adapter_names)
         dx, found = block.backward(grads[0][0].contiguous(), by_name, call, wants=wants)
         needed = zip(block.names, ctx.needs_input_grad[3:], strict=True)
         return dx[None], None, None, *(found.pop(name, None) if wanted else None for name, wanted in needed)
@@ -362,17 +374,6 @@ def norm_of(module: nn.Module, path: str, family: Family) -> Norm:
 def rotary_factor(config: Any) -> float:
     """The fraction of a head's channels that are rotated, by the config of a family in which it may be less than 1."""
     return float((getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0)
-
-
-def recompute_or(taken: tuple[Tensor, ...] | None, recompute: Callable[[], Tensor]) -> Tensor:
-    """A saved tensor, or what recomputes it."""
-    return taken[0] if taken else recompute()
-
-
-def _taken(saved: Saved, name: ActivationName) -> tuple[Tensor, ...]:
-    found = saved.take(name)
-    assert found is not None, f"a block always saves its {name}"
-    return found
 
 
 def _place(block: nn.Module, path: str) -> tuple[nn.Module, str]:

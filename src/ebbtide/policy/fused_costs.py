@@ -32,9 +32,9 @@ KEPT_SHARE = 0.5  # Fraction of the bytes of `preset: keep` that `preset: balanc
 
 def can_fuse(shape: Shape, itemsize: int, device_type: str, tensor_parallel: int) -> bool:
     """Whether blocks of this shape run fused: on a GPU, in 16 bits, and not where tensor parallelism exchanges results
-    in the middle of a block, or where it has adapters."""
+    in the middle of a block."""
     known = shape.family in FAMILIES and shape.head_dim <= 256 and shape.head_dim % 2 == 0 and not shape.mlp_bias
-    return device_type == "cuda" and itemsize == 2 and tensor_parallel == 1 and known and shape.lora is None
+    return device_type == "cuda" and itemsize == 2 and tensor_parallel == 1 and known
 
 
 @cache

@@ -12,7 +12,8 @@ from torch import Tensor
 from ebbtide.model.block_functions import Activation, activate, activate_weighted_backward, combine
 from ebbtide.model.families import Family
 from ebbtide.model.linear import linear
-from ebbtide.policy.fused_block import Grads, Saved, Weights, recompute_or
+from ebbtide.policy.fused_block import Grads, Weights
+from ebbtide.policy.saved_activations import Saved, recompute_or
 from ebbtide.system.torch_internals import grouped_mm
 
 
@@ -37,7 +38,7 @@ class Experts:
         self._router = f"{family.router}.weight"
         self._halves, self._down = f"{family.experts}.gate_up_proj", f"{family.experts}.down_proj"
         self.names = self._router, self._halves, self._down
-        self.joinable, self.joined = (), ()
+        self.joinable, self.joined, self.adapter_names = (), (), ()
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
         logits = linear(normed, weights[self._router])
@@ -71,7 +72,14 @@ class Experts:
         return grouped_mm(normed[routing.tokens], weights[self._halves].transpose(1, 2), routing.ends)
 
     def backward(
-        self, grad: Tensor, remake: Callable[[], Tensor], weights: Weights, saved: Saved, grads: Grads | None
+        self,
+        grad: Tensor,
+        remake: Callable[[], Tensor],
+        weights: Weights,
+        saved: Saved,
+        grads: Grads,
+        *,
+        wants: bool,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
         router, halves_weight, down = weights[self._router], weights[self._halves], weights[self._down]
         logits = recompute_or(saved.take("moe_router"), lambda: linear(remake(), router))
@@ -85,14 +93,14 @@ class Experts:
         product, dhalves, dscale = activate_weighted_backward(
             halves, grouped_mm(by_row, down, routing.ends), scale, self._activation
         )
-        if grads is not None:
+        if wants:
             grads[self._down] = grouped_mm(by_row.t(), product, routing.ends)
         del by_row, product, halves
         dnormed = combine(grouped_mm(dhalves, halves_weight, routing.ends), routing.places, None)
         dlogits = self._route_backward(dscale[routing.places], routing).to(logits.dtype)
 
         def finish(normed: Tensor) -> None:
-            if grads is not None:
+            if wants:
                 grads[self._halves] = grouped_mm(dhalves.t(), normed[routing.tokens], routing.ends)
                 grads[self._router] = dlogits.t() @ normed
 

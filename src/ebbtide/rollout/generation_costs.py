@@ -35,6 +35,7 @@ from ebbtide.system.units import GIB
 # matmuls.
 DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_MATMULS = 36e-6, 0.89, 1.34, 1.24
 DECODE_EXPERTS = 90e-6  # Additional seconds per block of a decode step, for sorting tokens by expert and back.
+DECODE_ADAPTER = 7e-6  # The same per linear layer with an adapter: its two matmuls. Not fitted.
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class GenerationCosts:
         weights = self._itemsize * (shape.parameters - (0 if shape.tied else shape.embedding)) / rates.copy
         matmuls = 2 * used * rows / rates.matmul
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
+        starts += shape.layers * len(shape.adapters) * DECODE_ADAPTER
         decode = starts + DECODE_WEIGHTS * weights + DECODE_CACHE * cache + DECODE_MATMULS * matmuls
         captures = not shape.experts or (self._machine.has_grouped_matmul and self._itemsize == 2)
         if not (captured and captures):  # Without CUDA graphs the host launches every kernel.

@@ -1,0 +1,105 @@
+"""Adapters in fused blocks: transformers' own outputs and gradients, and the same bits whatever is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from blocks import Setup
+from ebbtide.config.model import LoraConfig
+from ebbtide.model.load import LoadedModel
+from ebbtide.model.lora import adapted_layers, add_adapters, without_adapters
+from ebbtide.model.shape import from_config
+from ebbtide.policy import fused_costs
+from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
+from ebbtide.policy.block_activations import ActivationChoice
+from ebbtide.policy.datum import Datum
+from ebbtide.policy.fuse import own_forwards, saved_names
+from ebbtide.policy.fused_check import fused_problem
+from ebbtide.policy.packing import pack
+from families import SHAPE, TOKENIZER
+
+pytestmark = pytest.mark.usefixtures("fused_on_cpu")
+SOME = LoraConfig(rank=3, alpha=5, targets=["k_proj", "o_proj", "up_proj"])
+ALL = LoraConfig(rank=3, alpha=5)
+
+
+def adapted(family: str, lora: LoraConfig, *, base: bool = False, dtype: torch.dtype = torch.float32) -> Setup:
+    """A model of four fused blocks with adapters that add something. `base`: its own weights are trained as well."""
+    config = AutoConfig.for_model(family, **{**SHAPE, "num_hidden_layers": 4})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    add_adapters(model, lora, seed=0)
+    for layer in adapted_layers(model).values():
+        layer.lora_B.data.normal_(std=0.3)
+    if base:
+        model.requires_grad_(True)
+    return Setup("qwen3", fused=True, given=LoadedModel(model.to(dtype), TOKENIZER, "sdpa"))
+
+
+def compare_with_own(setup: Setup) -> None:
+    fused = setup.grads()
+    with own_forwards(setup.model):
+        own = setup.grads()
+    assert fused.keys() == own.keys()
+    for name, grad in own.items():
+        torch.testing.assert_close(fused[name], grad, atol=2e-6, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME], ids=["all layers", "some"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "olmo2"])
+def test_gradients_are_those_of_the_models_own_blocks(family: str, lora: LoraConfig) -> None:
+    setup = adapted(family, lora)
+    assert all(".lora_" in name for name in setup.kept)
+    assert len(setup.kept) == 2 * len(adapted_layers(setup.model))
+    compare_with_own(setup)
+    assert fused_problem(setup.model, setup.policy._fused) == ""
+
+
+def test_packed_matrices_have_adapters() -> None:
+    setup = adapted("phi3", ALL)
+    assert {name.rpartition(".")[2] for name in adapted_layers(setup.model)} == {
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    }
+    compare_with_own(setup)
+
+
+def test_weights_beside_adapters_may_be_trained_too() -> None:
+    compare_with_own(adapted("qwen3", SOME, base=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_the_same_bits_whatever_is_kept(family: str) -> None:
+    setup = adapted(family, ALL)
+    names = saved_names(setup.blocks[0])
+    for one in names:
+        setup.with_choice([one])
+        if one != "block_input":
+            setup.with_choice(recompute=[one])
+    setup.with_choice(recompute=[one for one in names if one != "block_input"])
+
+
+def test_without_adapters_is_the_base() -> None:
+    setup = adapted("qwen3", ALL)
+    (batch,) = pack([Datum.completion([1, 2], [3, 4, 5])], 64, torch.device("cpu"))
+    with torch.no_grad():
+        found = setup.policy._logprobs(batch, 1.0)[0]
+        with without_adapters(setup.model):
+            base = setup.policy._logprobs(batch, 1.0)[0]
+        for layer in adapted_layers(setup.model).values():
+            layer.lora_B.data.zero_()
+        assert torch.equal(setup.policy._logprobs(batch, 1.0)[0], base)
+    assert not torch.equal(found, base)
+
+
+def test_they_save_nothing() -> None:
+    setup = adapted("qwen3", ALL, dtype=torch.bfloat16)
+    shape = from_config(setup.model.config.to_dict(), "it")
+    blocks = PlacedBlocks(setup.blocks, setup.policy._fused)
+    measured = measure_saved_bytes(blocks, ActivationChoice(), setup.policy._probe)
+    foretold = fused_costs.saved_bytes(shape, 2)
+    assert sum(measured.values()) == sum(foretold.values()) - 4 * shape.heads  # a GPU's attention saves sums
