@@ -9,12 +9,13 @@ from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.planner_keys import with_changes
 from ebbtide.config.root import Config
 from ebbtide.memory.plan import check_device_budget
-from ebbtide.model.shape import Shape, find_shape
+from ebbtide.model.shape import Shape, find_shape, with_lora
 from ebbtide.parallel.costs import MeshShape, mesh_shape
 from ebbtide.planner.fewer_gpus import note_fewer_gpus
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.search import PlanResult, PlanSearch
+from ebbtide.planner.with_adapters import note_adapters
 from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.policy.model_costs import frozen_shapes
 from ebbtide.system.machine import Machine, machine_for
@@ -66,8 +67,11 @@ def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape,
     def search(candidate: Config) -> PlanResult:
         machine = hardware.machine(candidate)
         itemsize, sharing = candidate.model.itemsize("cuda"), hardware.sharing(candidate.parallel)
-        predictor = Predictor(shape, machine, itemsize=itemsize, sharing=sharing, frozen=frozen)
+        predictor = Predictor(
+            with_lora(shape, candidate.model), machine, itemsize=itemsize, sharing=sharing, frozen=frozen
+        )
         return PlanSearch.for_config(predictor, candidate).choose(candidate)
 
     result = search(config)
-    return replace(result, notes=note_fewer_gpus(config, result, search)), shape, machine
+    notes = [*note_fewer_gpus(config, result, search), *note_adapters(config, shape, result, search)]
+    return replace(result, notes=notes), shape, machine

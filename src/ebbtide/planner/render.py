@@ -351,9 +351,10 @@ def render_plan(chosen: PlanResult, requested: Config, shape: Shape, machine: Ma
     """The whole plan as a text for a terminal."""
     size = requested.step_size
     ranks = chosen.candidate.prediction.sharing.size
+    adapters = f" and {shape.adapter_parameters:,} of adapters" if shape.lora is not None else ""
     header = (
-        f"{shape.family}, {shape.parameters:,} parameters, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name} with"
-        f" {machine.device_gib:.1f} GiB and {format_number(machine.host_gib)} GiB of host memory;"
+        f"{shape.family}, {shape.parameters:,} parameters{adapters}, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name}"
+        f" with {machine.device_gib:.1f} GiB and {format_number(machine.host_gib)} GiB of host memory;"
         f" {size.describe()}"
     )
     title = [] if chosen.fits else ["the smallest plan:" if chosen.candidate.changes else "with the current settings:"]

@@ -18,7 +18,7 @@ FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
 STARTS = 0.37e-3  # Seconds per block and forward, twice that in a backward, for launches of short kernels.
 # Operations of the host per block: for a forward alone, and for a forward with its backward, by what is recomputed.
 OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 110, "fused": 366}
-ADAPTER_OPS = {"forward": 12, "keep": 40}  # In addition, for each linear layer with an adapter; not fitted.
+ADAPTER_OPS = {"forward": 4, "keep": 16}  # In addition, for each linear layer with an adapter; not fitted.
 FUSED_EXPERTS_OPS = {"fused forward": 140, "fused": 444}  # In addition, for a block of experts.
 # The same for fused blocks: as a multiple of the bytes that their kernels read and write, and seconds per block.
 FUSED_BYTES, FUSED_STARTS = 1.07, 0.035e-3

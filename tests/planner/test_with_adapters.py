@@ -1,0 +1,50 @@
+"""Plans with adapters, and adapters as an answer to what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+from test_fewer_gpus import MANY, SHAPE
+from typer.testing import CliRunner
+
+from ebbtide.cli import app
+
+SMALL = ["--gpu", "4090", SHAPE, *MANY, "memory.budget_gib=3.5", "--host-gib", "4"]
+
+
+def planned(*options: str, code: int = 0) -> dict:
+    done = CliRunner().invoke(app, ["plan", "quickstart", "--json", *options])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def word(found: dict) -> list[str]:
+    return [line for line in found["words"] if line.startswith("with adapters")]
+
+
+def test_adapters_are_an_answer_to_what_does_not_fit() -> None:
+    (said,) = word(planned(*SMALL, code=1))
+    adapted = planned(*SMALL, "model.lora.rank=32")
+    peak = max(phase["peak_gib"] for phase in adapted["phases"].values())
+    assert f"(`model.lora.rank=32`): the peak is {peak:.3g} GiB" in said
+    assert word(adapted) == []
+
+
+def test_what_fits_needs_none() -> None:
+    assert word(planned("--gpu", "h100", SHAPE, *MANY)) == []
+
+
+def test_what_does_not_fit_with_adapters_either_is_not_offered_them() -> None:
+    assert word(planned(*SMALL, "memory.budget_gib=1.2", code=1)) == []
+
+
+def test_state_and_gradients_are_of_the_adapters_alone() -> None:
+    wide = [SHAPE, "model.scratch.hidden=4096", "model.scratch.mlp=12288", *MANY, "train.microbatch_tokens=8192"]
+    whole, adapted = (
+        planned("--gpu", "h200", *wide, "optimizer.place=device", *more) for more in ([], ["model.lora.rank=8"])
+    )
+    sizes = [found["phases"]["step"]["device_gib"] for found in (whole, adapted)]
+    assert sizes[1]["base"] == sizes[0]["weights"]
+    for name in ("master", "moments", "grads", "weights"):
+        assert 0 < sizes[1][name] < 0.02 * sizes[0][name]
+    assert adapted["phases"]["train"]["seconds"] < whole["phases"]["train"]["seconds"]
