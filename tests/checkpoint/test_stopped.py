@@ -124,7 +124,8 @@ def test_of_a_run_that_was_killed_after_its_last_checkpoint_what_is_missing_is_m
     folder = tmp_path / "run"
     shutil.copytree(straight[0], folder)
     assert not (folder / "report.html").exists()
-    monkeypatch.setattr("ebbtide.worker.load_model", lambda *_: pytest.fail("loaded"))
+    for load in ("load_model", "load_initial"):
+        monkeypatch.setattr(f"ebbtide.worker.{load}", lambda *_, **__: pytest.fail("loaded"))
     said: list[str] = []
     again = config(folder, resume="auto")
     run_rank(Job("test", again, None, find_checkpoint(again, said.append)))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from conftest import TINY, family, merged
@@ -103,11 +104,13 @@ def test_a_mixture_of_experts_is_refused() -> None:
 
 
 def test_the_seed_alone_decides_the_first_weights() -> None:
-    first, other = load_initial(config(), CPU).model, load_initial(config(), CPU).model
+    first = load_initial(config(), CPU).model
     torch.manual_seed(99)
-    again = load_initial(config(), CPU).model
+    again, other = load_initial(config(), CPU).model, load_initial(config({"seed": 1}), CPU).model
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    assert len(list(other.parameters())) == len(list(first.parameters()))
+    layers = [*adapted_layers(first).values()]
+    assert not any(torch.equal(a.lora_A, b.lora_A) for a, b in zip(layers, adapted_layers(other).values(), strict=True))
+    assert not torch.equal(layers[0].lora_A, layers[7].lora_A)  # of the same shape in the next block
 
 
 def test_without_adapters_is_the_base_to_the_bit() -> None:
@@ -166,6 +169,14 @@ def test_the_digest_is_of_the_base(changes: dict) -> None:
     assert base_digest(model) == before
     model.model.layers[0].self_attn.q_proj.weight.data[3, 4] += 1
     assert base_digest(model) != before
+
+
+def test_the_digest_is_the_same_in_any_type() -> None:
+    model = made()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    before = base_digest(model)
+    assert base_digest(model.bfloat16()) == before
 
 
 # Shapes
@@ -227,6 +238,8 @@ def written(folder: Path, **changes) -> Path:
         ({"bias": "all"}, "has `bias: all`"),
         ({"peft_type": "IA3"}, "not a LoRA adapter"),
         ({"target_modules": ".*_proj"}, "by a pattern"),
+        ({"init_lora_weights": "pissa"}, "has `init_lora_weights: pissa`"),
+        ({"a_new_kind_of_adapter": {"strength": 3}}, "has `a_new_kind_of_adapter"),
         ({"r": None}, "no readable adapter_config.json"),
         ({"r": 0}, "no readable adapter_config.json"),
     ],
@@ -241,14 +254,18 @@ def test_settings_that_contradict_the_adapter_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`model.lora.rank` is 8, and that of the adapter in .* is 4: remove it"):
         with_runs_as_models(GrpoConfig.model_validate(tree), print)
     tree = merged(TINY, {"model.lora": {"adapter": str(tmp_path / "nothing")}})
-    with pytest.raises(UserError, match=r"is neither a folder with an adapter_config\.json nor a checkpoint"):
+    with pytest.raises(UserError, match=r"is neither a folder with an adapter_config\.json nor a run"):
         with_runs_as_models(GrpoConfig.model_validate(tree), print)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     other = made({"model.scratch.mlp": 64})
-    with pytest.raises(UserError, match=r"does not fit the model: .*mlp.*, not \["):
+    with pytest.raises(UserError, match="was trained on another model"):
         load_adapter(other, written(tmp_path))
+    without_digest = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(without_digest, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"does not fit the model: .*mlp.*, not \["):
+        load_adapter(other, tmp_path)
     with pytest.raises(UserError, match="the model has no such layer"):
         load_adapter(made(targets=["q_proj"]), tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")

@@ -52,7 +52,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("during", "number"), [("worker.load_model", signal.SIGINT), ("algorithms.task.encode_prompts", signal.SIGTERM)]
+    ("during", "number"), [("worker.load_initial", signal.SIGINT), ("algorithms.task.encode_prompts", signal.SIGTERM)]
 )
 def test_a_stop_before_the_first_step_takes_the_folder_back(tmp_path, capfd, monkeypatch, during, number) -> None:
     def end(code: int) -> None:

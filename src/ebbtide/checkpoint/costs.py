@@ -57,4 +57,6 @@ class SaveCosts:
         """Bytes of host memory for the copies of asynchronous saves."""
         if config.checkpoint is None or not config.checkpoint.async_save:
             return 0
-        return save_copies(phases[SAVE].device, self._rank.shape.largest_trained_tensor)
+        shape = self._rank.shape
+        largest = shape.largest_trained_tensor if config.model.has_lasting_base else shape.largest_tensor
+        return save_copies(phases[SAVE].device, largest)

@@ -23,7 +23,7 @@ from ebbtide.config.adapter import CONFIG as ADAPTER_CONFIG
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.model.load import uninitialized_model
-from ebbtide.model.lora import merge_adapters
+from ebbtide.model.lora import base_digest, merge_adapters
 from ebbtide.model.peft_format import write_adapter
 
 
@@ -69,9 +69,10 @@ def read_model(saved: Checkpoint) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     if config.model.lora is not None:  # The checkpoint has the adapters, and their base is where the run found it.
         dtype = next(iter(tensors.weights.values()))
         there = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-        loaded = load_initial(config.model_copy(update={"model": there}), torch.device("cpu"), adapter=False)
-        check_base(loaded.model, files)
-        load_weights(loaded.model, str(saved.path), "run")
+        settings = config.model_copy(update={"model": there, "device": "cpu"})
+        loaded = load_initial(settings, torch.device("cpu"), adapter=False)
+        load_weights(loaded.model, str(saved.path), "run", adapters=True)
+        check_base(base_digest(loaded.model), files)
         return loaded.model, loaded.tokenizer, config
     model, tokenizer = uninitialized_model(config, next(iter(tensors.weights.values())))
     tensors.read({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
@@ -91,10 +92,15 @@ def export(
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
     saved, model, tokenizer, config = read_newest(run, step, say)
-    lora = config.model.lora
+    lora, base = config.model.lora, config.model.path if config.model.weights is None else None
     if merge and lora is not None:
         lost = merge_adapters(model)
         say(f"merged the adapters into the weights in {model.dtype}, which rounded away {lost:.2%} of what they add")
+    elif lora is not None and config.model.weights is not None:
+        say(
+            f"the adapter's base is not a model of its own, but one with the weights of {config.model.weights}: export"
+            " with `--merge` to have one model"
+        )
     elif merge:
         raise UserError(f"{run} has no adapters (`model.lora`) to merge: leave out `--merge`")
     target = out.resolve()
@@ -104,7 +110,7 @@ def export(
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))  # a unique name
         transformers_logging.disable_progress_bar()  # in a pipe it would print a line for each refresh
         if lora is not None and not merge:
-            write_adapter(model, lora, config.model.path, unfinished)
+            write_adapter(model, lora, base, unfinished)
         else:
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -32,7 +32,7 @@ def with_runs_as_models(config: Config, say: Callable[[str], None]) -> Config:
         if run is not None and (run / FOLDER).is_dir():
             changes[key] = _model_of_run(key, model, run, say)
         elif model.lora is not None and model.lora.adapter is not None:
-            changes[key] = model.model_copy(update={"lora": _with_adapters_settings(key, model.lora)})
+            changes[key] = model.model_copy(update={"lora": _with_adapters_settings(key, model.lora, say)})
     return config.model_copy(update=changes) if changes else config
 
 
@@ -42,11 +42,7 @@ def _model_of_run(key: str, model: ModelConfig, run: Path, say: Callable[[str], 
         raise UserError(
             f"`{key}.path: {model.path}` is a run without a complete checkpoint (`ebbtide checkpoints RUN` lists them)"
         )
-    tree = read_tree(CheckpointFiles(saved.path)).get("model")
-    try:
-        then = ModelConfig.model_validate(tree)
-    except ValidationError as error:
-        raise DamagedCheckpoint(saved.path, f"{CONFIG} is not valid: {first_problem(error)}") from None
+    then = _saved_model(saved.path)
     given = {name: getattr(model, name) for name in model.model_fields_set - {"path", "scratch"}}
     say(f"{key}: the weights are those of step {saved.step} of {model.path}")
     place = str(saved.path.resolve())
@@ -60,23 +56,32 @@ def _model_of_run(key: str, model: ModelConfig, run: Path, say: Callable[[str], 
     return then.model_copy(update={**given, "lora": then.lora.model_copy(update={"adapter": place})})
 
 
-def _with_adapters_settings(key: str, lora: LoraConfig) -> LoraConfig:
-    """The settings of the adapter that a run starts from, where a folder in PEFT's format has them."""
+def _saved_model(checkpoint: Path) -> ModelConfig:
+    """The model of the run that a checkpoint is of."""
+    tree = read_tree(CheckpointFiles(checkpoint)).get("model")
+    try:
+        return ModelConfig.model_validate(tree)
+    except ValidationError as error:
+        raise DamagedCheckpoint(checkpoint, f"{CONFIG} is not valid: {first_problem(error)}") from None
+
+
+def _with_adapters_settings(key: str, lora: LoraConfig, say: Callable[[str], None]) -> LoraConfig:
+    """The settings of the adapter that a run starts from: those of a folder in PEFT's format, or of a run."""
     assert lora.adapter is not None  # The caller has looked.
-    folder = Path(os.path.expanduser(lora.adapter))
-    if not is_adapter(folder):
+    called, place = f"`{key}.lora.adapter: {lora.adapter}`", lora.adapter
+    folder = Path(os.path.expanduser(place))
+    if is_adapter(folder):
+        found: LoraConfig | None = read_lora_config(folder)
+    else:
+        saved = newest_valid(partial(list_checkpoints, folder / FOLDER), say)
+        folder = saved.path if saved is not None else folder
         if not (folder / RUN).is_file():
-            raise UserError(
-                f"`{key}.lora.adapter: {lora.adapter}` is neither a folder with an {ADAPTER_CONFIG} nor a checkpoint of"
-                " a run"
-            )
-        return lora
-    found = read_lora_config(folder)
-    odd = [name for name in ("rank", "alpha", "targets", "exclude") if name in lora.model_fields_set]
-    for name in odd:
-        if getattr(lora, name) != getattr(found, name):
-            raise UserError(
-                f"`{key}.lora.{name}` is {getattr(lora, name)}, and that of the adapter in {lora.adapter} is"
-                f" {getattr(found, name)}: remove it"
-            )
-    return found.model_copy(update={"adapter": lora.adapter})
+            raise UserError(f"{called} is neither a folder with an {ADAPTER_CONFIG} nor a run or a checkpoint of one")
+        found, place = _saved_model(folder).lora, str(folder.resolve())
+    if found is None:
+        raise UserError(f"{called} is of a run that trained all weights: name it in `{key}.path`")
+    for name in ("rank", "alpha", "targets", "exclude"):
+        mine, theirs = getattr(lora, name), getattr(found, name)
+        if name in lora.model_fields_set and mine != theirs:
+            raise UserError(f"`{key}.lora.{name}` is {mine}, and that of the adapter in {place} is {theirs}: remove it")
+    return found.model_copy(update={"adapter": place})

@@ -46,14 +46,14 @@ def _load_adapter(model: nn.Module, adapter: str) -> None:
     folder = Path(adapter).expanduser()
     if is_adapter(folder):
         return load_adapter(model, folder)
-    load_weights(model, adapter, "model.lora.adapter")
-    check_base(model, CheckpointFiles(folder))
+    load_weights(model, adapter, "model.lora.adapter", adapters=True)
+    check_base(base_digest(model), CheckpointFiles(folder))
 
 
-def check_base(model: nn.Module, files: CheckpointFiles) -> None:
-    """Raises if a checkpoint's adapters belong to another model than this one, whose frozen weights are its base."""
+def check_base(base: str, files: CheckpointFiles) -> None:
+    """Raises if a checkpoint's adapters belong to another model than the one with this digest."""
     saved = read_run(files).base
-    if saved is not None and saved != base_digest(model):
+    if saved is not None and saved != base:
         raise UserError(
             f"the adapters in {files.folder} were trained on another model than `model.path`: its weights are not the"
             " ones that they were saved with. Name the model that the run was started with"
@@ -61,17 +61,21 @@ def check_base(model: nn.Module, files: CheckpointFiles) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, checkpoint: str, key: str) -> None:
-    """Replaces the weights of a whole model that are trained by those of a checkpoint, which `key` names."""
+def load_weights(model: nn.Module, checkpoint: str, key: str, *, adapters: bool = False) -> None:
+    """Replaces the weights of a whole model by those of a checkpoint, which `key` names. Of a run with `adapters` it
+    has those, and frozen weights only where they are found nowhere else."""
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
         raise UserError(f"`{key}: {checkpoint}` does not exist any more: name the run or checkpoint to start from")
-    tensors = TensorReader(CheckpointFiles(folder))
+    files = CheckpointFiles(folder)
+    tensors = TensorReader(files)
+    if adapters != (read_run(files).base is not None):
+        has = "all weights" if adapters else "adapters (`model.lora`)"
+        raise UserError(f"`{key}: {checkpoint}` is a checkpoint of a run that trained {has}: name it in `model.path`")
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if name not in tensors.weights:
+        if name in tensors.weights:
+            found = torch.empty(parameter.shape, dtype=tensors.weights[name])
+            tensors.read({f"model.{name}": found})
+            parameter.copy_(found)
+        elif parameter.requires_grad:
             raise DamagedCheckpoint(folder, f"it lacks model.{name}")
-        found = torch.empty(parameter.shape, dtype=tensors.weights[name])
-        tensors.read({f"model.{name}": found})
-        parameter.copy_(found)

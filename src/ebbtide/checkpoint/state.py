@@ -88,9 +88,12 @@ class RunState:
         return base_digest(self.model) if self.config.model.lora is not None else None
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What a checkpoint has of the model: all of it, or the adapters."""
-        named = list(self.model.named_parameters())
-        return named if self.base is None else [(name, weight) for name, weight in named if weight.requires_grad]
+        """What a checkpoint has of the model: all of it, or the adapters, if their base can be loaded again."""
+        return [
+            (name, weight)
+            for name, weight in self.model.named_parameters()
+            if weight.requires_grad or not self.config.model.has_lasting_base
+        ]
 
     def snapshot(self, step: int, *, copy: bool) -> Snapshot:
         """A snapshot of the run as it is now. With `copy` it stays valid while the run continues; without, it has to be
@@ -134,8 +137,8 @@ class RunState:
         files = CheckpointFiles(folder)
         run, tensors = read_run(files), TensorReader(files)
         self._check_types(tensors.weights, folder)
-        if self.base is not None:
-            check_base(self.model, files)
+        if self.base is not None and self.config.model.has_lasting_base:
+            check_base(self.base, files)
         if absent := [name for name in self.optimizer.steps if name not in run.optimizer_steps]:
             raise DamagedCheckpoint(folder, f"{RUN} lacks the optimizer's steps of {absent[0]}")
         self.optimizer.restore(self._read(tensors, parallel), run.optimizer_steps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,22 +12,15 @@ from ebbtide.config.model import LoraConfig
 from ebbtide.errors import UserError
 
 CONFIG = "adapter_config.json"
-# What an adapter's config may say that changes what it computes or trains, and the values under which it does not.
-ORDINARY: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
-    "modules_to_save": ([], None),
-    "trainable_token_indices": ([], {}, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": ([], None),
-    "layer_replication": ([], None),
-    "target_parameters": ([], None),
-    "fan_in_fan_out": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "use_qalora": (False, None),
-    "alora_invocation_tokens": ([], None),
+# Keys that do not change what a trained adapter computes, besides those that are read. Any other that says something is
+# refused: peft has many kinds of adapters.
+HARMLESS = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "layers_pattern", "runtime_config"),
 }
+READ = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora"}
+USUAL = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+"""Keys that may have one of these values, besides none at all."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -42,8 +34,8 @@ def read_lora_config(folder: Path) -> LoraConfig:
         found = json.loads((folder / CONFIG).read_text())
         if not isinstance(found, dict) or found.get("peft_type") != "LORA":
             raise UserError(f"{called} is not a LoRA adapter: its {CONFIG} does not say `peft_type: LORA`")
-        for key, values in ORDINARY.items():
-            if key in found and found[key] not in values:
+        for key in sorted(found.keys() - HARMLESS - READ):
+            if found[key] and found[key] not in USUAL.get(key, ()):
                 raise UserError(f"{called} has `{key}: {found[key]}`, which is not supported: choose another adapter")
         targets, excluded = found.get("target_modules"), found.get("exclude_modules") or []
         if targets == "all-linear":

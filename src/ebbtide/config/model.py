@@ -140,6 +140,12 @@ class ModelConfig(Section):
     """Date for chat templates that print one, as Llama 3's does, such as `"2026-11-16"`; `null` is the day on which
     the run started, which is written to its config.yaml so that a resumed run has the same prompts."""
 
+    @property
+    def has_lasting_base(self) -> bool:
+        """Whether only adapters are trained, of a model that can be loaded again at any time. A new one has other
+        random weights on another device."""
+        return self.lora is not None and self.scratch is None
+
     def itemsize(self, device_type: str) -> int:
         """Bytes of a weight on a device of this type."""
         return {"float32": 4, "bfloat16": 2}[resolve_dtype(self.dtype, device_type)]

@@ -15,14 +15,15 @@ from torch.nn import functional
 
 from ebbtide.config.model import LoraConfig
 from ebbtide.config.root import Config
-from ebbtide.errors import UserError
 from ebbtide.model.families import family_of
 from ebbtide.model.load import layers_of
+from ebbtide.model.shape import check_targets, no_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LEAST_LEARNING_RATE = 5e-6  # Below it a run is told that adapters need more.
+AT_ONCE = 2**22  # Numbers that are summed at once.
 DIGESTED = 4096  # Numbers of each tensor that the digest of a base has, besides their sum.
 
 
@@ -72,23 +73,12 @@ def doubtful_learning_rate(config: Config) -> str | None:
 def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Linear]:
     """Name -> each linear layer of the blocks that gets an adapter."""
     if family_of(model).sparse:
-        raise UserError(
-            "`model.lora` for a mixture of experts is not supported: its experts are no linear layers. Choose a dense"
-            " model, or train all weights without `model.lora`"
-        )
+        raise no_experts()
     inside = set((layers_of(model) or nn.ModuleList()).modules())
     linear = {
         name: module for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)
     }
-    names = {name.rpartition(".")[2] for name in linear}
-    if odd := sorted({*(config.targets or ()), *config.exclude} - names):
-        raise UserError(
-            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks are:"
-            f" {', '.join(sorted(names))}"
-        )
-    wanted = (set(config.targets) if config.targets is not None else names) - set(config.exclude)
-    if not wanted:
-        raise UserError("`model.lora`: the model's blocks have no linear layers that get an adapter")
+    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear})
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in wanted}
 
 
@@ -130,13 +120,16 @@ def merge_adapters(model: nn.Module) -> float:
 @torch.no_grad()
 def base_digest(model: nn.Module) -> str:
     """A digest of the frozen weights, by which a checkpoint of adapters knows the model that they belong to: of each
-    tensor the sum of its numbers' bits, and some of them. It is quick where a digest of all bytes takes minutes."""
+    tensor, in bfloat16, the sum of its numbers' bits, and some of them. It is quick where a digest of all bytes takes
+    minutes, and the same whatever type the model is loaded in."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             continue
+        total = torch.zeros((), dtype=torch.int64, device=parameter.device)
+        for part in parameter.detach().reshape(-1).split(AT_ONCE):  # A sum makes a copy of what it adds.
+            total += part.bfloat16().view(torch.int16).sum(dtype=torch.int64)
         flat = parameter.detach().reshape(-1)
-        bits = flat.view(torch.int16 if flat.dtype.itemsize == 2 else torch.int32)
-        some = bits[:: max(1, len(bits) // DIGESTED)].cpu().numpy().tobytes()
-        found.update(f"{name} {tuple(parameter.shape)} {flat.dtype} {int(bits.sum(dtype=torch.int64))}".encode() + some)
+        some = flat[:: max(1, len(flat) // DIGESTED)].bfloat16().view(torch.int16).cpu().numpy().tobytes()
+        found.update(f"{name} {tuple(parameter.shape)} {int(total)}".encode() + some)
     return found.hexdigest()

@@ -13,10 +13,12 @@ from torch import nn
 from ebbtide.config.adapter import CONFIG
 from ebbtide.config.model import LoraConfig
 from ebbtide.errors import UserError
-from ebbtide.model.lora import adapted_layers
+from ebbtide.model.lora import adapted_layers, base_digest
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+DIGEST = "ebbtide_base"
+"""The key of the file's metadata with a digest of the model that the adapter was trained on."""
 
 
 @torch.no_grad()
@@ -27,6 +29,9 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as opened:
             names = set(opened.keys())
+            digest = (opened.metadata() or {}).get(DIGEST)
+            if digest is not None and digest != base_digest(model):
+                raise UserError(f"{called} was trained on another model than `model.path`: name the one it belongs to")
             if odd := sorted(names ^ parameters.keys()):
                 where = "the model has no such layer" if odd[0] in names else "it lacks it"
                 raise UserError(f"{called} does not fit the model: {odd[0]}: {where}")
@@ -60,7 +65,7 @@ def write_adapter(model: nn.Module, config: LoraConfig, base: str | None, folder
         "inference_mode": True,
     }
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in _named(model).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt", DIGEST: base_digest(model)})
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ebbtide.config.model import ModelConfig, ScratchConfig
+from ebbtide.config.model import LoraConfig, ModelConfig, ScratchConfig
 from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
 from ebbtide.model.families import FAMILIES, family_named, has_bias
@@ -231,12 +231,11 @@ class Shape:
         counted."""
         found = list(lengths)
         tokens = sum(prompt + new for prompt, new in found)
-        blocks = 2 * self.matmul_parameters_per_token * tokens + 2 * self.queries * sum(
-            (prompt + new) ** 2 for prompt, new in found
-        )
+        attention = 2 * self.layers * self.queries * sum((prompt + new) ** 2 for prompt, new in found)
+        blocks = 2 * self.layers * self.matmul_parameters_per_token * tokens
         # The backward has a product for the input of a matmul, and one for its weight where that is trained.
         times = 3.0 if self.lora is None else 2.0
-        return times * (self.layers * blocks + 2 * self.embedding * sum(new for _, new in found))
+        return 3.0 * attention + times * (blocks + 2 * self.embedding * sum(new for _, new in found))
 
     @property
     def matmul_parameters_per_token(self) -> int:
@@ -341,8 +340,34 @@ def with_lora(shape: Shape, config: ModelConfig) -> Shape:
     """The shape with the configured adapters."""
     if (lora := config.lora) is None:
         return shape
+    family = family_named(shape.family)
+    if family.sparse:
+        raise no_experts()
+    paths = *family.attention_matrices, *family.mlp_matrices
+    check_targets(lora, {path.rpartition(".")[2] for path in paths})
     targets = frozenset(lora.targets) if lora.targets is not None else None
     return replace(shape, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
+
+
+def no_experts() -> UserError:
+    """The error for adapters of a mixture of experts."""
+    return UserError(
+        "`model.lora` for a mixture of experts is not supported: its experts are no linear layers. Choose a dense"
+        " model, or train all weights without `model.lora`"
+    )
+
+
+def check_targets(lora: LoraConfig, names: set[str]) -> set[str]:
+    """Those of a block's linear layers that have an adapter; raises for names that are none of them."""
+    if odd := sorted({*(lora.targets or ()), *lora.exclude} - names):
+        raise UserError(
+            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks are:"
+            f" {', '.join(sorted(names))}"
+        )
+    wanted = (set(lora.targets) if lora.targets is not None else names) - set(lora.exclude)
+    if not wanted:
+        raise UserError("`model.lora`: no linear layer is left that gets an adapter: shorten `model.lora.exclude`")
+    return wanted
 
 
 def _find_shape(config: ModelConfig) -> Shape:

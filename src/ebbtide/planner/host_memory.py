@@ -38,7 +38,8 @@ def check_weights_fit(config: Config, device: torch.device) -> None:
         return
     models = {"model": config.model, **config.frozen_models}
     try:
-        counts = {name: find_shape(model).parameters for name, model in models.items()}
+        shapes = {name: find_shape(model) for name, model in models.items()}
+        counts = {name: shape.parameters + shape.adapter_parameters for name, shape in shapes.items()}
     except UserError:  # The shape of this family is not known beforehand.
         return
     needed, free = sum(counts[name] * model.itemsize(device.type) for name, model in models.items()), free_host_bytes()
@@ -106,7 +107,8 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
     if saved:
         staying = {name: size for name, size in device.items() if plan.place(SAVE, name) != "away"}
         staying["weights"] = dtype.itemsize * updated
-        needs[COPIES] = save_copies(staying, max(trained))
+        largest = max(trained) if config.model.has_lasting_base else max(one.numel() for one in model.parameters())
+        needs[COPIES] = save_copies(staying, largest)
     return needs
 
 

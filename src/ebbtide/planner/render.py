@@ -352,10 +352,10 @@ def render_plan(chosen: PlanResult, requested: Config, shape: Shape, machine: Ma
     size = requested.step_size
     ranks = chosen.candidate.prediction.sharing.size
     adapters = f" and {shape.adapter_parameters:,} of adapters" if shape.lora is not None else ""
+    where = f"{ranks} x {machine.name}" if ranks > 1 else machine.name
     header = (
-        f"{shape.family}, {shape.parameters:,} parameters{adapters}, on {f'{ranks} x ' if ranks > 1 else ''}{machine.name}"
-        f" with {machine.device_gib:.1f} GiB and {format_number(machine.host_gib)} GiB of host memory;"
-        f" {size.describe()}"
+        f"{shape.family}, {shape.parameters:,} parameters{adapters}, on {where} with {machine.device_gib:.1f} GiB and"
+        f" {format_number(machine.host_gib)} GiB of host memory; {size.describe()}"
     )
     title = [] if chosen.fits else ["the smallest plan:" if chosen.candidate.changes else "with the current settings:"]
     lines = [

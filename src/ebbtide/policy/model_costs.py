@@ -144,7 +144,7 @@ class FrozenCosts:
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
         mesh = self._rank.mesh
         others = {
-            name: frozen_size(shape.parameters, shape.embedding, mesh.shards, itemsize)
+            name: frozen_size(shape.parameters + shape.adapter_parameters, shape.embedding, mesh.shards, itemsize)
             for name, (shape, itemsize) in self._frozen.items()
         }
         return HoldingBytes(frozen_bytes(config, self._rank.trained, self._rank.itemsize, others))

@@ -125,9 +125,11 @@ class Report:
         self.folder.write_versions(describe_start(self.steps_done, residency.device))
         self._sinks.open(self._config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        some = f" ({trained:,} of them trained)" if trained < parameters else ""
         first = next(model.parameters())
         self.terminal.say(
-            f"{self._source}: {type(model).__name__}, {parameters:,} parameters in"
+            f"{self._source}: {type(model).__name__}, {parameters:,} parameters{some} in"
             f" {str(first.dtype).removeprefix('torch.')} on {first.device}",
             "bold",
         )

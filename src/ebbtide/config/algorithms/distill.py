@@ -88,6 +88,14 @@ class DistillConfig(Config):
             return ()
         return ("train", "evaluate") if self.held_out_examples else ("train",)
 
+    @model_validator(mode="after")
+    def _teachers_adapters_are_trained(self) -> DistillConfig:
+        if self.teacher.lora is not None and self.teacher.lora.adapter is None:
+            raise ValueError(
+                "`teacher.lora` needs `teacher.lora.adapter`: new adapters would add nothing to the teacher"
+            )
+        return self
+
     @property
     def frozen_models(self) -> Mapping[str, ModelConfig]:
         return {"teacher": self.teacher}

@@ -4,6 +4,7 @@
 
 const HOLDING_COLOURS = {
   weights: "#4e79a7",
+  base: "#a0cbe8",
   grads: "#f28e2b",
   master: "#59a14f",
   moments: "#86c5bd",
@@ -17,6 +18,7 @@ const HOLDING_COLOURS = {
 };
 const HOLDING_PATTERNS = {
   // so that no two are told apart by their hue alone
+  base: "/",
   grads: "/",
   moments: "x",
   reference: "\\",
