@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from conftest import TINY, merged
@@ -302,3 +303,36 @@ def test_dpo_and_sft_train_adapters(tmp_path) -> None:
             assert found[0] == pytest.approx(math.log(2))
         assert found[-1] < found[0]
         assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(model).values())
+
+
+def test_it_resumes_without_the_adapter_that_it_started_from(on_folder, tmp_path) -> None:
+    export(on_folder[0], tmp_path / "adapter", say=print)
+    changes = {"model": {"path": str(on_folder[1]), "lora": {"adapter": str(tmp_path / "adapter")}}}
+    straight = run(tmp_path / "run", changes).state_dict()
+    shutil.rmtree(tmp_path / "adapter")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    tree = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    config = with_runs_as_models(GrpoConfig.model_validate({**tree, "resume": str(tmp_path / "run")}), print)
+    with Report(config, "test", resumed=find_checkpoint(config, print)) as report:
+        again = train(config, report).model.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in straight.items())
+
+
+def test_distillation_trains_adapters_towards_a_teacher_with_adapters(whole, tmp_path) -> None:
+    changes = {
+        "task": TINY["task"],
+        "rollout": TINY["rollout"],
+        "model.lora": {"rank": 4},
+        "teacher": {"path": str(whole[0])},
+        "train.steps": 4,
+        "optimizer.lr": 1e-2,
+        "run.folder": str(tmp_path / "run"),
+    }
+    config = with_runs_as_models(config_of("distill", changes), print)
+    with Report(config, "test") as report:
+        model = train(config, report).model
+    found = [line["loss"] for line in lines(tmp_path / "run") if line["step"] > 0]
+    assert found[-1] < found[0]
+    assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(model).values())
+    with pytest.raises(ValueError, match=r"needs `teacher\.lora\.adapter`"):
+        config_of("distill", {**changes, "teacher": {**TINY["model"], "lora": {"rank": 4}}})

@@ -32,6 +32,8 @@ def with_runs_as_models(config: Config, say: Callable[[str], None]) -> Config:
         if run is not None and (run / FOLDER).is_dir():
             changes[key] = _model_of_run(key, model, run, say)
         elif model.lora is not None and model.lora.adapter is not None:
+            if config.resume is not None and not Path(os.path.expanduser(model.lora.adapter)).exists():
+                continue  # The checkpoint has the adapters, and the run's config.yaml their settings.
             changes[key] = model.model_copy(update={"lora": _with_adapters_settings(key, model.lora, say)})
     return config.model_copy(update=changes) if changes else config
 
