@@ -281,8 +281,8 @@ def test_fused_blocks_are_checked_before_they_are_used(name, dtype, monkeypatch)
 def test_wrong_experts_are_noticed(wrong, monkeypatch) -> None:
     forward, backward = Experts.forward, Experts.backward
 
-    def bent(self, grad, remake, weights, saved, grads):
-        dnormed, finish = backward(self, grad, remake, weights, saved, grads)
+    def bent(self, grad, remake, weights, saved, grads, *, wants):
+        dnormed, finish = backward(self, grad, remake, weights, saved, grads, wants=wants)
 
         def finish_bent(normed):
             finish(normed)

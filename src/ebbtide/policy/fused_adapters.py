@@ -1,50 +1,64 @@
-"""The adapters (LoRA) in a fused block, of matrices that are multiplied with the same input. A forward saves nothing
-for them: the backward computes what they have of `rank` channels again."""
+"""The adapters (LoRA) in a fused block, of linear layers that have the same input. A forward saves nothing for them:
+the backward computes what they have of `rank` channels again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from ebbtide.model.linear import linear
+from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.lora import LoraLinear
 
 
-@dataclass(frozen=True)
-class _Adapter:
+class _Adapter(NamedTuple):
     """One of them."""
 
-    layer: LoraLinear
-    first: str
-    """The name of its A [rank, K], and next that of its B [N, rank]."""
     second: str
+    """The name of its B [N, rank]."""
     columns: slice
     """Where its layer's product is among those of all layers, side by side."""
+    channels: slice
+    """Where its channels are among those of all adapters."""
 
 
 class FusedAdapters:
-    """The adapters of linear layers with the same input; some layers may have none."""
+    """The adapters of linear layers with the same input; some layers may have none. Their A are one matrix, and all
+    have the same scale."""
 
     def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
         """`paths`: of the layers, in the order of their products."""
         self._adapters: list[_Adapter] = []
-        start = 0
+        firsts, column, channel = [], 0, 0
         for path in paths:
             layer = block.get_submodule(path)
             assert isinstance(layer, nn.Linear)
-            columns = slice(start, start := start + layer.out_features)
+            columns = slice(column, column := column + layer.out_features)
             if isinstance(layer, LoraLinear):
-                self._adapters.append(_Adapter(layer, f"{path}.lora_A", f"{path}.lora_B", columns))
-        self.names = [name for one in self._adapters for name in (one.first, one.second)]
+                channels = slice(channel, channel := channel + len(layer.lora_A))
+                self._adapters.append(_Adapter(f"{path}.lora_B", columns, channels))
+                firsts.append(f"{path}.lora_A")
+                self._layer = layer
+        self._firsts, self._channels = JoinedWeights(firsts), channel
+
+    @property
+    def joinable(self) -> Sequence[str]:
+        """The names of matrices that are multiplied with the same input: all A [rank, K]."""
+        return self._firsts.names
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [*self._firsts.names, *(one.second for one in self._adapters)]
 
     def add(self, products: Tensor, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """Adds what the adapters make of x [T, K] to the layers' products [T, N], in place, and returns these."""
-        for one in self._adapters:
-            if one.layer.is_on:
-                low = linear(x, weights[one.first])
-                products[:, one.columns].addmm_(low, weights[one.second].t(), alpha=one.layer.scale)
+        if self._adapters and self._layer.is_on:
+            low = self._firsts.product(x, weights)
+            for one in self._adapters:
+                part = products[:, one.columns]
+                part.addmm_(low[:, one.channels], weights[one.second].t(), alpha=self._layer.scale)
         return products
 
     def backward(
@@ -52,16 +66,19 @@ class FusedAdapters:
     ) -> Callable[[Tensor], None]:
         """Adds to the gradient of x, in place, for that of the products. Returns a function that is called with x, and
         sets the adapters' own gradients."""
-        lows = []
+        if not self._adapters:
+            return lambda x: None
+        scale, dlow = self._layer.scale, grad.new_empty((len(grad), self._channels))
         for one in self._adapters:
-            dlow = (grad[:, one.columns] @ weights[one.second]).mul_(one.layer.scale)
-            dx.addmm_(dlow, weights[one.first])
-            lows.append(dlow)
+            part = dlow[:, one.channels]
+            torch.addmm(part, grad[:, one.columns], weights[one.second], beta=0, alpha=scale, out=part)
+        dx.addmm_(dlow, self._firsts(weights))
 
         def finish(x: Tensor) -> None:
-            for one, dlow in zip(self._adapters, lows, strict=True):
-                low = linear(x, weights[one.first])
-                grads[one.first] = dlow.t() @ x
-                grads[one.second] = (grad[:, one.columns].t() @ low).mul_(one.layer.scale)
+            grads.update(self._firsts.split(dlow.t() @ x, weights))
+            low = self._firsts.product(x, weights)
+            for one in self._adapters:
+                part = grad[:, one.columns].t(), low[:, one.channels]
+                grads[one.second] = torch.addmm(weights[one.second], *part, beta=0, alpha=scale)
 
         return finish

@@ -56,8 +56,7 @@ class FusedMLP(Protocol):
         """Paths of its weights in the block, in the order of the autograd function's inputs."""
 
     @property
-    def adapter_names(self) -> Sequence[str]:
-        """Those of its adapters."""
+    def adapters(self) -> Sequence[FusedAdapters]: ...
 
     @property
     def joinable(self) -> Sequence[str]:
@@ -139,14 +138,18 @@ class FusedBlock:
         norms = *self._pre_norms, *self._post_norms, *qk_norms
         own = (*norms, *self._qkv.names, *self._qkv_bias.names, self._output)
         bias = (self._output_bias,) if self._output_bias in present else ()
-        self.names = (*own, *bias, *self._qkv_adapters.names, *self._output_adapters.names, *mlp.names)
+        self.names = (*own, *bias, *mlp.names, *self.adapter_names)
         """Paths of the weights, in the order of the autograd function's inputs."""
         self._places = [_place(block, name) for name in self.names]
 
     @property
-    def adapter_names(self) -> Sequence[str]:
-        """Those of the weights of its adapters."""
-        return *self._qkv_adapters.names, *self._output_adapters.names, *self.mlp.adapter_names
+    def adapter_names(self) -> list[str]:
+        """Paths of the weights of its adapters."""
+        return [name for one in self._adapters for name in one.names]
+
+    @property
+    def _adapters(self) -> list[FusedAdapters]:
+        return [self._qkv_adapters, self._output_adapters, *self.mlp.adapters]
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -156,7 +159,7 @@ class FusedBlock:
     @property
     def joinable(self) -> list[list[Tensor]]:
         """Parameters that are multiplied with the same input."""
-        paths = [self._qkv.names, self._qkv_bias.names, self.mlp.joinable]
+        paths = [self._qkv.names, self._qkv_bias.names, self.mlp.joinable, *(one.joinable for one in self._adapters)]
         return [[self.module.get_parameter(name) for name in some] for some in paths if len(some) > 1]
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:

@@ -24,8 +24,8 @@ class FusedGatedMLP:
         self._halves, self._down = JoinedWeights(self.joinable), f"{family.down}.weight"
         halves = list(dict.fromkeys((family.gate, family.up)))
         self._half_adapters, self._down_adapters = FusedAdapters(block, halves), FusedAdapters(block, [family.down])
-        self.adapter_names = (*self._half_adapters.names, *self._down_adapters.names)
-        self.names, self.joined = (*self.joinable, self._down, *self.adapter_names), (self._halves,)
+        self.adapters = self._half_adapters, self._down_adapters
+        self.names, self.joined = (*self.joinable, self._down), (self._halves,)
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
         halves = self._project(normed, weights)
