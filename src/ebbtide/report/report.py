@@ -307,7 +307,9 @@ class Report:
         else:
             commands.append(("pip install 'ebbtide[report]'", "to get every run as a page, report.html"))
         if (folder / "checkpoints").exists():
-            commands.append((f"ebbtide export {folder} OUT", "the weights as a Hugging Face folder"))
+            lora = self._config.model.lora is not None
+            what = "the adapters, in PEFT's format" if lora else "the weights as a Hugging Face folder"
+            commands.append((f"ebbtide export {folder} OUT", what))
         if (folder / "tensorboard").exists():
             commands.append((f"tensorboard --logdir {folder}", ""))
         return commands
