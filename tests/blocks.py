@@ -11,6 +11,7 @@ from ebbtide.model.load import LoadedModel, blocks_of, load_model
 from ebbtide.policy.activation_plan import PlacedBlocks
 from ebbtide.policy.block_activations import ActivationChoice, locally_recomputable
 from ebbtide.policy.datum import trajectory
+from ebbtide.policy.fuse import saved_names
 from ebbtide.policy.losses import build_loss
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
@@ -113,6 +114,15 @@ class Setup:
         assert all(torch.equal(self.kept[name], grad) for name, grad in got.items())
         assert not any(parking.left)  # all of it was taken back by the backward
         return parking
+
+    def with_each_choice(self) -> None:
+        """Each of a block's names offloaded, each recomputed, and all recomputed."""
+        names = saved_names(self.blocks[0])
+        for one in names:
+            self.with_choice([one])
+            if one != "block_input":
+                self.with_choice(recompute=[one])
+        self.with_choice(recompute=[one for one in names if one != "block_input"])
 
 
 def errors_in_bfloat16(name: str, device: str = "cpu", **sizes) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from ebbtide.policy import fused_costs
 from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
 from ebbtide.policy.block_activations import ActivationChoice
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.fuse import own_forwards, saved_names
+from ebbtide.policy.fuse import own_forwards
 from ebbtide.policy.fused_check import fused_problem
 from ebbtide.policy.packing import pack
 from families import SHAPE, TOKENIZER
@@ -74,13 +74,7 @@ def test_weights_beside_adapters_may_be_trained_too() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 def test_the_same_bits_whatever_is_kept(family: str) -> None:
-    setup = adapted(family, ALL)
-    names = saved_names(setup.blocks[0])
-    for one in names:
-        setup.with_choice([one])
-        if one != "block_input":
-            setup.with_choice(recompute=[one])
-    setup.with_choice(recompute=[one for one in names if one != "block_input"])
+    adapted(family, ALL).with_each_choice()
 
 
 def test_without_adapters_is_the_base() -> None:

@@ -15,7 +15,7 @@ from ebbtide.policy import activation_costs, fused_costs
 from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
 from ebbtide.policy.block_activations import ActivationChoice
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.fuse import own_forwards, saved_names
+from ebbtide.policy.fuse import own_forwards
 from ebbtide.policy.packing import pack
 from ebbtide.policy.policy import Policy
 from families import EXPERTS, SHAPE, TOKENIZER
@@ -31,12 +31,7 @@ def test_blocks_of_other_parts(family) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     setup = Setup("qwen3", fused=True, given=LoadedModel(model, TOKENIZER, "sdpa"))
-    names = saved_names(setup.blocks[0])
-    for one in names:
-        setup.with_choice([one])
-        if one != "block_input":
-            setup.with_choice(recompute=[one])
-    setup.with_choice(recompute=[one for one in names if one != "block_input"])
+    setup.with_each_choice()
     shape, short = from_config(config.to_dict(), "it"), LoadedModel(model.bfloat16(), TOKENIZER, "sdpa")
     fused = Setup("qwen3", fused=True, given=short)
     blocks, probe = PlacedBlocks(fused.blocks, fused.policy._fused), fused.policy._probe

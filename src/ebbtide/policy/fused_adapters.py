@@ -34,8 +34,7 @@ class FusedAdapters:
         firsts, column, channel = [], 0, 0
         for path in paths:
             layer = block.get_submodule(path)
-            assert isinstance(layer, nn.Linear)
-            columns = slice(column, column := column + layer.out_features)
+            columns = slice(column, column := column + block.get_parameter(f"{path}.weight").shape[0])
             if isinstance(layer, LoraLinear):
                 channels = slice(channel, channel := channel + len(layer.lora_A))
                 self._adapters.append(_Adapter(f"{path}.lora_B", columns, channels))
