@@ -22,6 +22,11 @@ CASES = {
     "sft, one example": ("sft", {"data.batch_size": 1}),
     "dpo": ("dpo", {}),
     "dpo, one pair each step": ("dpo", {"data.batch_size": 1, "loss.reference": "each_step", "loss.kind": "ipo"}),
+    "dpo, adapters, one pair": (
+        "dpo",
+        {"model.lora": {"rank": 3}, "data.batch_size": 1, "loss.reference": "each_step"},
+    ),
+    "distill, adapters": ("distill", {"model.lora": {"rank": 3}}),
     "distill, a file": ("distill", {"loss.beta": 0.3}),
     "distill, minibatches": ("distill", {"train.minibatches": 2, "train.epochs": 2, "train.steps": 2}),
     "distill, one example": ("distill", {"data.batch_size": 1, "memory.preset": "lean"}),
@@ -68,7 +73,7 @@ def ranks_agree(tmp_path, cases, parallel) -> None:
             agree(mine, theirs)
 
 
-PLAIN = ("sft", "dpo", "distill, a file")
+PLAIN = ("sft", "dpo", "distill, a file", "dpo, adapters, one pair")
 
 
 def test_two_ranks_train_what_one_trains(tmp_path) -> None:

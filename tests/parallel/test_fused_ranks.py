@@ -18,6 +18,7 @@ CASES = {
         "model.scratch.experts": 4,
         "model.scratch.experts_per_token": 2,
     },
+    "adapters": {"model.lora": {"rank": 3, "exclude": ["k_proj"]}, "loss.kl": {"coefficient": 0.1}},
     "biases": {"model.scratch.architecture": "qwen2", "optimizer.place": "cpu"},
 }
 

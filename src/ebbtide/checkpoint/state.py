@@ -29,8 +29,8 @@ from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes, local_world_size
 from ebbtide.memory.host_copies import HostCopies
 from ebbtide.memory.residency import Residency
-from ebbtide.model.lora import base_digest
 from ebbtide.optim.adamw import AdamW, StoredState
+from ebbtide.parallel.base_digest import digest_of_ranks
 from ebbtide.parallel.dtensor import Region, local, local_region
 from ebbtide.parallel.group import Group
 
@@ -84,8 +84,9 @@ class RunState:
 
     @cached_property
     def base(self) -> str | None:
-        """A digest of the frozen weights, which no checkpoint has; None where all are trained."""
-        return base_digest(self.model) if self.config.model.lora is not None else None
+        """A digest of the frozen weights, which no checkpoint has; None where all are trained. All ranks must ask for
+        it together."""
+        return digest_of_ranks(self.model, self.ranks) if self.config.model.lora is not None else None
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What a checkpoint has of the model: all of it, or the adapters, if their base can be loaded again."""
@@ -100,7 +101,7 @@ class RunState:
         written at once."""
         copies = self.residency.copy_to_host(*SAVED_HOLDINGS, copy=copy)
         # The rest is done while the copies run.
-        texts = {random_name(self.ranks.rank): json.dumps(_random_states()) + "\n"}
+        texts, base = {random_name(self.ranks.rank): json.dumps(_random_states()) + "\n"}, self.base
         if self.ranks.rank == 0:
             run = {
                 "step": step,
@@ -108,7 +109,7 @@ class RunState:
                 "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
                 "optimizer_steps": self.optimizer.steps,
                 "problems": self.problems,
-                "base": self.base,
+                "base": base,
                 "rollouts": self.rollouts.state() if self.rollouts is not None else [],
             }
             texts |= {RUN: json.dumps(run) + "\n", CONFIG: to_yaml(self.config)}

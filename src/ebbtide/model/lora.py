@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -117,19 +117,39 @@ def merge_adapters(model: nn.Module) -> float:
     return math.sqrt(lost / added) if added else 0.0
 
 
+Digested = tuple[int, Tensor]
+"""What a digest has of a tensor, in bfloat16: the sum of its numbers' bits, and the bits of some of them [n] int16."""
+
+
 @torch.no_grad()
-def base_digest(model: nn.Module) -> str:
+def base_digest(model: nn.Module, read: Callable[[Tensor], Digested] | None = None) -> str:
     """A digest of the frozen weights, by which a checkpoint of adapters knows the model that they belong to: of each
     tensor, in bfloat16, the sum of its numbers' bits, and some of them. It is quick where a digest of all bytes takes
-    minutes, and the same whatever type the model is loaded in."""
+    minutes, and the same whatever type the model is loaded in. `read`: how a tensor of which there is a part here is
+    read."""
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            continue
-        total = torch.zeros((), dtype=torch.int64, device=parameter.device)
-        for part in parameter.detach().reshape(-1).split(AT_ONCE):  # A sum makes a copy of what it adds.
-            total += part.bfloat16().view(torch.int16).sum(dtype=torch.int64)
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // DIGESTED)].bfloat16().view(torch.int16).cpu().numpy().tobytes()
-        found.update(f"{name} {tuple(parameter.shape)} {int(total)}".encode() + some)
+        if not parameter.requires_grad:
+            total, some = (read or _read)(parameter.detach())
+            found.update(f"{name} {tuple(parameter.shape)} {total}".encode() + some.cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+def _read(tensor: Tensor) -> Digested:
+    return int(sum_of_bits(tensor)), bits_of(tensor.reshape(-1)[:: digested_step(tensor.numel())])
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in tensor.reshape(-1).split(AT_ONCE):  # A sum makes a copy of what it adds.
+        total += bits_of(part).sum(dtype=torch.int64)
+    return total
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().view(torch.int16)
+
+
+def digested_step(numel: int) -> int:
+    """A digest has the bits of one in so many of a tensor's numbers."""
+    return max(1, numel // DIGESTED)

@@ -56,6 +56,11 @@ class Group:
             dist.all_reduce(table, group=self._group)
         return table.tolist()
 
+    def sum_tensor(self, tensor: Tensor) -> None:
+        """Replaces a tensor on the host by its sum over all ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group)
+
     def all_max(self, values: list[float]) -> list[float]:
         """The elementwise maximum over all ranks."""
         table = torch.tensor(values, dtype=torch.float64)
