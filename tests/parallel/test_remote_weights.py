@@ -100,6 +100,51 @@ def test_weights_are_sent_when_they_have_changed_and_stay_where_they_are(tmp_pat
     assert all(address == addresses[0] for address in addresses)
 
 
+def sent_sizes(rank, configs):
+    """The bytes of weights that go to those that generate, call by call, and what each run gives."""
+    found, send, receive = [], RolloutChannel.send, RolloutChannel.receive
+
+    def counts(transfer):
+        def counted(link, weights):
+            weights = list(weights)
+            sizes.append(sum(weight.numel() * weight.element_size() for weight in weights))
+            transfer(link, weights)
+
+        return counted
+
+    RolloutChannel.send, RolloutChannel.receive = counts(send), counts(receive)
+    for some in configs:
+        sizes: list[int] = []
+        found.append((sizes, run(rank, some)))
+    return found
+
+
+def test_an_update_sends_adapters_alone(tmp_path) -> None:
+    """A base that is in files is never sent; one that is random, on which ranks may differ, is sent once."""
+    from ebbtide.model.load import load_model
+
+    scratch = {"model.lora": {"rank": 2}, "loss.kl": {"coefficient": 0.1}, "train.steps": 3}
+    loaded = load_model(config(tmp_path, None))
+    loaded.model.save_pretrained(tmp_path / "base")
+    loaded.tokenizer.save_pretrained(tmp_path / "base")
+    files = {**scratch, "model": {"path": str(tmp_path / "base"), "lora": {"rank": 2}}}
+    beside = [
+        config(tmp_path / f"two {name}", {"gpus": 1, "rollout_gpus": 1}, one)
+        for name, one in ((1, scratch), (2, files))
+    ]
+    alone = [config(tmp_path / f"one {name}", None, one) for name, one in ((1, scratch), (2, files))]
+    (wanted,) = together(1, runs, alone)
+    mine, theirs = together(2, sent_sizes, beside)
+    adapters = sum(weight.nbytes for name, weight in wanted[0]["weights"].items() if ".lora_" in name)
+    whole = sum(weight.nbytes for weight in wanted[0]["weights"].values())
+    assert 0 < adapters < whole / 4
+    assert (
+        [sizes for sizes, _ in mine] == [sizes for sizes, _ in theirs] == [[whole, adapters, adapters], [adapters] * 3]
+    )
+    for (_, found), other in zip(mine, wanted, strict=True):
+        same(found, other)
+
+
 def linked(rank):
     """Parameters of many sizes and two types, from one rank to two others in buckets of 40 bytes."""
     from datetime import timedelta

@@ -11,7 +11,7 @@ from ebbtide.memory.host import frozen_gc
 from ebbtide.parallel.partition import balance
 from ebbtide.progress import WorkAbandoned
 from ebbtide.rollout.engine import PreemptingEngine, request_sizes
-from ebbtide.rollout.weights.channel import GenerateRequest, RolloutChannel
+from ebbtide.rollout.weights.channel import GenerateRequest, RolloutChannel, sent_weights
 from ebbtide.rollout.weights.remote import Answer
 from ebbtide.system.signals import install_handlers, restore_handlers
 from ebbtide.worker import Worker
@@ -23,7 +23,7 @@ def generation_worker(config: Config, channel: RolloutChannel) -> None:
         engine = worker.engine
         while (request := _next_request(channel, signalled)) is not None:
             if request.sends_weights:
-                channel.receive(worker.loaded.model.parameters())
+                channel.receive(sent_weights(worker.loaded.model, request))
             share = balance(request_sizes(request.requests, request.sampling), channel.generating)[channel.worker_index]
             answer: Answer = [], 0
             if share:

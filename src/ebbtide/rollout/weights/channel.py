@@ -39,6 +39,8 @@ class GenerateRequest:
     sampling: SamplingParams
     sends_weights: bool
     """Whether weights are sent first, because they changed since the last request."""
+    sends_base: bool = False
+    """Whether these are all weights, and not the adapters alone."""
 
 
 class RolloutChannel:
@@ -216,6 +218,11 @@ def _group(store: Store, rank: int, count: int, device: torch.device, timeout: t
     if device.type != "cuda":
         return gloo_group(store, rank, count, timeout)
     return nccl_group(store, rank, count, timeout, "ebbtide weights")
+
+
+def sent_weights(model: nn.Module, request: GenerateRequest) -> list[nn.Parameter]:
+    """The weights of a model that are sent with a request, on either side."""
+    return [weight for weight in model.parameters() if request.sends_base or weight.requires_grad]
 
 
 def buckets(weights: Iterable[nn.Parameter], bucket: int) -> Iterator[list[nn.Parameter]]:
