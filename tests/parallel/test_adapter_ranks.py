@@ -30,20 +30,40 @@ def config_of(folder, parallel, changes=None):
     return GrpoConfig.model_validate(merged(TINY, whole))
 
 
-def test_two_ranks_train_the_adapters_that_one_trains(tmp_path) -> None:
-    def trained(count, parallel):
-        configs = []
-        for name, case in CASES.items():
-            more = {"rollout_weights": "layerwise"} if parallel and name == "layerwise" else {}
-            configs.append(config_of(tmp_path / f"{count} {name}", parallel and {**parallel, **more}, case))
-        return together(count, runs, configs)
+def trained(tmp_path, count, parallel, cases=CASES):
+    """What each rank gives, case by case."""
+    configs = []
+    for name in cases:
+        more = {"rollout_weights": "layerwise"} if parallel and name == "layerwise" else {}
+        configs.append(config_of(tmp_path / f"{parallel} {name}", parallel and {**parallel, **more}, CASES[name]))
+    return [dict(zip(cases, found, strict=True)) for found in together(count, runs, configs)]
 
-    (alone,) = trained(1, None)
-    for rank in trained(2, {"gpus": 2}):
-        for mine, theirs in zip(rank, alone, strict=True):
-            agree(mine, theirs)
-            assert any(numpy.any(weight) for name, weight in mine["weights"].items() if name.endswith("lora_B"))
-        first, *_, last = (line["kl"] for line in rank[0]["metrics"] if line["step"])
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("alone"), 1, None)[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "parallel", "cases"),
+    [
+        (2, {"gpus": 2}, CASES),
+        (2, {"gpus": 2, "tensor": 2}, ("kl", "cpu", "everything", "some layers")),
+        pytest.param(2, {"data": 2, "replicate": 2}, ("kl", "everything"), marks=pytest.mark.slow),
+        pytest.param(4, {"data": 2, "tensor": 2}, ("kl", "everything", "layerwise"), marks=pytest.mark.slow),
+    ],
+    ids=["data", "tensor", "replicas", "both"],
+)
+def test_ranks_train_the_adapters_that_one_trains(alone, tmp_path, count, parallel, cases) -> None:
+    for rank in trained(tmp_path, count, parallel, cases):
+        for name, mine in rank.items():
+            agree(mine, alone[name])
+            for key, weight in mine["weights"].items():
+                if ".lora_" not in key:
+                    numpy.testing.assert_array_equal(weight, alone[name]["weights"][key], err_msg=key)
+                elif key.endswith("lora_B"):
+                    assert numpy.any(weight)
+        first, *_, last = (line["kl"] for line in rank["kl"]["metrics"] if line["step"])
         assert first == 0 < last
 
 
@@ -124,8 +144,11 @@ def digests(rank, configs):
 ODD = {"model.scratch.hidden": 100, "model.scratch.mlp": 102, "model.scratch.head_dim": 6}
 
 
+WORLDS = {"gpus": 2}, {"data": 2, "replicate": 2}, {"gpus": 2, "tensor": 2}
+
+
 def test_ranks_find_the_digest_of_the_whole_base(tmp_path) -> None:
-    configs = [config_of(tmp_path, parallel, ODD) for parallel in ({"gpus": 2}, {"data": 2, "replicate": 2})]
+    configs = [config_of(tmp_path, parallel, ODD) for parallel in WORLDS]
     mine, theirs = together(2, digests, configs)
     assert mine == theirs
     for whole, sharded, other in mine:

@@ -28,9 +28,10 @@ STAGES = [
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_ranks(tmp_path) -> None:
+@pytest.mark.parametrize("lora", [{}, {"model.lora": {"rank": 3}}], ids=["all weights", "adapters"])
+def test_a_run_goes_on_with_other_ranks(tmp_path, lora) -> None:
     def config(steps, parallel, more, name):
-        changes = {**BASE, **ODD, "checkpoint": {"every": None, **more.pop("checkpoint", {})}, **more}
+        changes = {**BASE, **ODD, **lora, "checkpoint": {"every": None, **more.pop("checkpoint", {})}, **more}
         return GrpoConfig.model_validate(
             merged(TINY, {**changes, "train.steps": steps, "parallel": parallel, "run.folder": str(tmp_path / name)})
         )

@@ -138,11 +138,6 @@ class Config(Section):
                 "`rollout.replay` generates nothing, but `parallel.rollout_gpus` are only for generation: remove one of"
                 " the two"
             )
-        if self.parallel is not None and self.parallel.tensor > 1 and self.model.lora is not None:
-            raise ValueError(
-                f"`parallel.tensor: {self.parallel.tensor}` and `model.lora` cannot be combined yet: set"
-                " `parallel.tensor: 1`, or remove `model.lora`"
-            )
         if self.parallel is not None and self.single_rank_only is not None:
             raise ValueError(f"`parallel` and `{self.single_rank_only}` cannot be combined yet: remove one of the two")
         return self

@@ -3,7 +3,12 @@ by columns, then by rows, and one all-reduce sums the outputs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -16,6 +21,8 @@ from transformers import PreTrainedModel
 from ebbtide.errors import UserError
 from ebbtide.model.families import FAMILIES
 from ebbtide.model.load import decoder
+from ebbtide.model.lora import adapted_layers
+from ebbtide.parallel.dtensor import is_sharded
 
 STYLES: dict[str, type[ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -51,7 +58,32 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
                 f"`parallel.tensor: {mesh.size()}`: {name} has {key} = {size}, which is not a multiple of it:"
                 f" set a divisor of {size}"
             )
-    parallelize_module(decoder(model), mesh, {path: _style(style) for path, style in plan.items()})
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    with _adapters_apart(model, mesh):
+        parallelize_module(decoder(model), mesh, {path: _style(style) for path, style in plan.items()})
+    for name, parameter in model.named_parameters():  # A replicated one would now be trained, whatever it was before.
+        parameter.requires_grad_(name not in frozen)
+
+
+@contextmanager
+def _adapters_apart(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[None]:
+    """Inside this context layers have no adapters, whose matrices torch would shard like a weight. At the end they are
+    sharded by what they have of the weight's sharded dimension: by columns, B's rows; by rows, A's columns. The other
+    matrix is replicated, and FSDP adds up the ranks' parts of its gradient."""
+    apart = [(layer, layer.lora_A, layer.lora_B) for layer in adapted_layers(model).values()]
+    for layer, *_ in apart:
+        del layer.lora_A, layer.lora_B
+    yield
+    for layer, first, second in apart:
+        places: dict[int, tuple[Placement, Placement]] = {0: (Replicate(), Shard(0)), 1: (Shard(1), Replicate())}
+        if is_sharded(layer.weight):
+            (cut,) = layer.weight.placements
+            assert isinstance(cut, Shard)
+            first, second = (
+                nn.Parameter(distribute_tensor(factor.detach(), mesh, [placed]))
+                for factor, placed in zip((first, second), places[cut.dim], strict=True)
+            )
+        layer.lora_A, layer.lora_B = first, second
 
 
 def _style(name: str) -> ParallelStyle:
