@@ -248,11 +248,6 @@ def test_the_table_has_the_bytes_of_base_and_adapters(tmp_path) -> None:
     assert sizes["base"] == 4 * shape.parameters
 
 
-def test_what_does_not_go_together_yet_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"model\.lora.* cannot be combined yet"):
-        settings(tmp_path / "run", {"rollout.engine": "vllm"})
-
-
 def test_the_huggingface_engine_samples_with_adapters(tmp_path) -> None:
     run(tmp_path / "run", {"rollout.engine": "huggingface", "train.steps": 2})
     assert max(line["mismatch_max"] for line in lines(tmp_path / "run") if line["step"] > 0) < 1e-4

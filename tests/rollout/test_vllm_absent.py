@@ -1,16 +1,23 @@
 """What the vLLM engine does without vLLM: its error, its part of the config, and the weights it would hand over."""
 
+import json
 import sys
 from types import ModuleType
 
 import pytest
+import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from vllm_stand_in import StandIn
 
 from conftest import family
+from ebbtide.algorithms.loop import train
+from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.config.rollout import VllmConfig
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
+from ebbtide.model.lora import adapted_layers, merge_adapters
+from ebbtide.report.report import Report
 from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.vllm_engine import checkpoint_weights
 
@@ -71,6 +78,60 @@ def test_weights_in_the_policys_own_shape_are_not_copied(tiny) -> None:
     model = load_model(tiny()).model
     own = {parameter.data_ptr() for parameter in model.parameters()}
     assert {tensor.data_ptr() for _, tensor in checkpoint_weights(model, 1)} == own
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_with_adapters_are_those_of_the_merged_model(tiny, dtype) -> None:
+    """Added in float32 and rounded once, and nothing of the policy changes."""
+    config = tiny({"model.lora": {"rank": 3, "exclude": ["k_proj"]}, "model.dtype": dtype})
+    model = with_adapters(config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = dict(checkpoint_weights(model, 1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    one = adapted_layers(model)["model.layers.1.mlp.down_proj"]
+    exact = one.weight.float() + 32 / 3 * (one.lora_B.float() @ one.lora_A.float())
+    torch.testing.assert_close(found["model.layers.1.mlp.down_proj.weight"], exact.to(one.weight.dtype))
+    keys = "model.layers.1.self_attn.k_proj.weight"
+    assert found[keys].data_ptr() == model.get_parameter(keys).data_ptr()
+    merge_adapters(model)
+    wanted = model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    assert not torch.equal(found["model.layers.1.mlp.down_proj.weight"], before["model.layers.1.mlp.down_proj.weight"])
+
+
+def with_adapters(config):
+    model = load_initial(config, torch.device("cpu")).model
+    torch.manual_seed(0)
+    for layer in adapted_layers(model).values():
+        layer.lora_B.data.normal_(std=0.1)
+    return model
+
+
+def test_a_run_with_adapters_samples_from_merged_weights(tiny, tmp_path, monkeypatch) -> None:
+    vllm = StandIn()
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    config = tiny(
+        {
+            "rollout.engine": "vllm",
+            "model.lora": {"rank": 3},
+            "optimizer.lr": 1e-2,
+            "train.steps": 3,
+            "checkpoint": None,
+            "run.folder": str(tmp_path),
+            "loss.kl": {"coefficient": 0.1},
+        }
+    )
+    with Report(config, "test") as report:
+        model = train(config, report).model
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"] > 0]
+    assert len(steps) == vllm.engines[0].loaded == 3
+    assert max(step["mismatch_max"] for step in steps) < 1e-4
+    assert steps[0]["kl"] == 0 < steps[2]["kl"]
+    base = load_model(config).model.state_dict()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in base.items())
+    assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(model).values())
 
 
 def test_vllm_runs_no_code_of_a_model_either(tiny, monkeypatch) -> None:

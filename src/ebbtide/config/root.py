@@ -128,11 +128,6 @@ class Config(Section):
                 " `rollout.top_p`, `top_k` and `min_p` keep, while the trainer's are over the whole vocabulary: remove"
                 " those three, set every temperature to 1 (`evaluate.temperature` may be 0), or use another engine"
             )
-        if rollout.engine == "vllm" and self.model.lora is not None:
-            raise ValueError(
-                "`rollout.engine: vllm` and `model.lora` cannot be combined yet: set `rollout.engine: paged`, or remove"
-                " `model.lora`"
-            )
         if self.parallel is not None and self.parallel.rollout_gpus and rollout.replay is not None:
             raise ValueError(
                 "`rollout.replay` generates nothing, but `parallel.rollout_gpus` are only for generation: remove one of"

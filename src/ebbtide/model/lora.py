@@ -101,13 +101,31 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.is_on = was_on
 
 
+def _added(layer: LoraLinear) -> Tensor:
+    """What its adapter adds to a layer's weight, in float32."""
+    return layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
+
+
+@torch.no_grad()
+def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of a model as if its adapters were merged: in float32, and rounded once. The model stays as
+    it is; a tensor that has an adapter is made when it is asked for."""
+    layers = adapted_layers(model)
+    for name, tensor in model.state_dict().items():
+        path, _, last = name.rpartition(".")
+        if path in layers and last == "weight":
+            yield name, (tensor.float() + _added(layers[path])).to(tensor.dtype)
+        elif path not in layers or last not in ("lora_A", "lora_B"):
+            yield name, tensor
+
+
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> float:
     """Adds what the adapters add to the weights, in float32 and rounded once, and removes them. Returns the rounding:
     the norm of what it changed, as a fraction of the norm of what the adapters add."""
     lost, added = 0.0, 0.0
     for layer in adapted_layers(model).values():
-        update = layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
+        update = _added(layer)
         exact = layer.weight.float() + update
         layer.weight.copy_(exact)
         lost += float((layer.weight.float() - exact).square().sum())

@@ -24,6 +24,7 @@ from ebbtide.config.rollout import VllmConfig
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.model.load import LoadedModel
+from ebbtide.model.lora import merged_tensors
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Request, SamplingParams, diverged_error
 from ebbtide.rollout.stopping import StopCondition
@@ -169,11 +170,11 @@ class VllmEngine:
 
 
 def checkpoint_weights(model: PreTrainedModel, bucket: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the model's tensors with the names and shapes of a checkpoint's files. Those that have another shape
-    there, such as experts, are copied, about `bucket` bytes at a time."""
+    """Yields the model's tensors, with its adapters merged, with the names and shapes of a checkpoint's files. Those
+    that have an adapter, or another shape there, such as experts, are copied, about `bucket` bytes at a time."""
     pending: dict[str, Tensor] = {}
     # The tensors of a layer stay together.
-    for _, block in groupby(model.state_dict().items(), lambda item: re.split(r"(?<=\d)\.", item[0], maxsplit=1)[0]):
+    for _, block in groupby(merged_tensors(model), lambda item: re.split(r"(?<=\d)\.", item[0], maxsplit=1)[0]):
         pending |= dict(block)
         if sum(tensor.nbytes for tensor in pending.values()) >= bucket:
             yield from to_checkpoint_format(model, pending).items()
