@@ -45,6 +45,7 @@ def test_holdings_are_those_of_a_rank_to_the_byte_and_a_plan_that_moves_changes_
         "device": {"loss.kl": {}},
         "bfloat16": {"model.dtype": "bfloat16"},
         # Half, at a round place. A block's gradients stay with those of its first tensors.
+        "adapters": {"model.lora": {"rank": 64}, "loss.kl": {}},
         "split": {"optimizer.cpu_fraction": 443_776 / 887_424, "loss.kl": {}},
         # the CPU steps to other bits
         "tight": {"memory.budget_gib": 0.086, "optimizer.cpu_fraction": 0.0, "loss.kl": {}},
@@ -57,7 +58,8 @@ def test_holdings_are_those_of_a_rank_to_the_byte_and_a_plan_that_moves_changes_
         assert written["ranks"] == {"data": 2, "tensor": 1, "replicate": 1, "node": 2}
         last = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
         for phase in ("generate", "logprob", "train", "step"):
-            for holding in ("weights", "master", "moments", "reference", *(["grads"] if phase == "step" else [])):
+            names = "weights", "base", "master", "moments", "reference", *(["grads"] if phase == "step" else [])
+            for holding in names:
                 held = round(GIB * last.get(f"device_gib/{phase}/{holding}", 0.0))
                 assert round(GIB * written["phases"][phase]["device_gib"].get(holding, 0.0)) == held, (
                     name,
@@ -92,6 +94,15 @@ def test_all_ranks_choose_alike_for_the_least_that_any_has(tmp_path) -> None:
     assert mine == theirs
 
 
+# Every family without adapters, and those that may have some with them.
+WITH_ADAPTERS = [(name, lora) for name in FAMILIES for lora in (False, True) if not (lora and name == "qwen3_moe")]
+
+
+def planned_config(name: str, lora: bool) -> GrpoConfig:
+    changes = {**family(name), "model.scratch.layers": 3, "model.scratch.tied": name == "qwen3"}
+    return GrpoConfig.model_validate(merged(TINY, {**changes, **({"model.lora": {"rank": 5}} if lora else {})}))
+
+
 def parts(rank: int, meshes: list[tuple[int, int, int]]) -> dict[object, object]:
     """Parameters that the first of many ranks has, and the collectives of passes: none of the others is there, and
     nothing is sent."""
@@ -101,7 +112,7 @@ def parts(rank: int, meshes: list[tuple[int, int, int]]) -> dict[object, object]
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ebbtide.model.load import load_model
+    from ebbtide.checkpoint.initial_model import load_initial
     from ebbtide.parallel.dtensor import local
     from ebbtide.policy.datum import trajectory
     from ebbtide.policy.losses import build_loss
@@ -113,22 +124,23 @@ def parts(rank: int, meshes: list[tuple[int, int, int]]) -> dict[object, object]
         copies, shards, tensor = mesh
         dist.init_process_group("fake", rank=0, world_size=copies * shards * tensor, store=FakeStore())
         made = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard", "tensor"))
-        for name in FAMILIES:
+        for name, lora in WITH_ADAPTERS:
             if name == "qwen3_moe" and tensor > 1:
                 continue
-            config = GrpoConfig.model_validate(
-                merged(TINY, {**family(name), "model.scratch.layers": 3, "model.scratch.tied": name == "qwen3"})
-            )
-            policy = Policy(load_model(config, torch.device("cpu")), config)
+            config = planned_config(name, lora)
+            policy = Policy(load_initial(config, torch.device("cpu")), config)
             policy.shard(made, torch.device("cpu"))
-            found[mesh, name] = sum(local(weight).numel() for weight in policy.model.parameters())
+            numbers = [0, 0]
+            for weight in policy.model.parameters():
+                numbers[weight.requires_grad] += local(weight).numel()
+            found[mesh, name, lora] = numbers
             if name != "llama":
                 continue
             samples = [trajectory([1] * 3, [2] * 4, [-5.0] * 4, advantage=1.0, weight=1.0)] * 2
             for what, work in (("forward", policy.forward_only), ("update", policy.forward_backward)):
                 with CommDebugMode() as seen:
                     work(samples, build_loss(config.loss), no_progress)
-                found[mesh, what] = {
+                found[mesh, what, lora] = {
                     str(kind).split(".")[-1].strip("_"): count for kind, count in seen.get_comm_counts().items()
                 }
         dist.destroy_process_group()
@@ -141,24 +153,30 @@ def test_parts_and_collectives_are_those_that_ranks_have() -> None:
     layers = 3
     for mesh in meshes:
         copies, shards, tensor = mesh
-        for name in FAMILIES:
-            if (mesh, name) in found:
-                config = GrpoConfig.model_validate(
-                    merged(TINY, {**family(name), "model.scratch.tied": name == "qwen3", "model.scratch.layers": 3})
-                )
-                shape = find_shape(config.model)
-                assert shape.tensor_parallel_shape(tensor).model_shard(shards) == found[mesh, name], (mesh, name)
+        for name, lora in WITH_ADAPTERS:
+            if (mesh, name, lora) in found:
+                shape = find_shape(planned_config(name, lora).model)
                 predictor = Predictor(
                     shape, machine_for("h200", None, None, None), sharing=MeshShape(copies * shards, tensor, copies, 1)
                 )
-                assert predictor._rank.parameters == found[mesh, name]
-        gathered = {"allgather_base": layers + 1} if shards > 1 else {}
-        joined = {"all_reduce": ALLREDUCES_FORWARD * layers} if tensor > 1 else {}
-        assert found[mesh, "forward"] == gathered | joined, mesh
-        gathered = {"allgather_base": 2 * layers + 1, "reduce_scatter_base": layers + 1} if shards > 1 else {}
-        joined = {"all_reduce": (ALLREDUCES_FORWARD + ALLREDUCES_BACKWARD) * layers} if tensor > 1 else {}
-        copied = {"allreduce": layers + 1} if copies > 1 else {}
-        assert found[mesh, "update"] == gathered | joined | copied, mesh
+                own = predictor._rank
+                wanted = [own.parameters, own.trained] if lora else [0, own.parameters]
+                assert found[mesh, name, lora] == wanted, (mesh, name, lora)
+        for lora in (False, True):
+            gathered = {"allgather_base": layers + 1} if shards > 1 else {}
+            joined = {"all_reduce": ALLREDUCES_FORWARD * layers} if tensor > 1 else {}
+            assert found[mesh, "forward", lora] == gathered | joined, mesh
+            # With adapters nothing outside the blocks is reduced.
+            reduced = layers if lora else layers + 1
+            gathered = {"allgather_base": 2 * layers + 1, "reduce_scatter_base": reduced} if shards > 1 else {}
+            sums = (ALLREDUCES_FORWARD + ALLREDUCES_BACKWARD) * layers
+            if (
+                lora
+            ):  # One for each adapter, and none for the inputs of the first block's three, which need no gradient.
+                sums += 7 * layers - 3
+            joined = {"all_reduce": sums} if tensor > 1 else {}
+            copied = {"allreduce": reduced} if copies > 1 else {}
+            assert found[mesh, "update", lora] == gathered | joined | copied, mesh
 
 
 def test_a_budget_below_the_least_of_a_rank_is_refused(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from test_fewer_gpus import MANY, SHAPE
 from typer.testing import CliRunner
 
@@ -48,3 +49,33 @@ def test_state_and_gradients_are_of_the_adapters_alone() -> None:
     for name in ("master", "moments", "grads", "weights"):
         assert 0 < sizes[1][name] < 0.02 * sizes[0][name]
     assert adapted["phases"]["train"]["seconds"] < whole["phases"]["train"]["seconds"]
+
+
+def test_several_ranks_are_offered_adapters_too() -> None:
+    ranks = [*SMALL, "parallel.gpus=2"]
+    (said,) = word(planned(*ranks, code=1))
+    adapted = planned(*ranks, "model.lora.rank=32")
+    peak = max(phase["peak_gib"] for phase in adapted["phases"].values())
+    assert f"(`model.lora.rank=32`): the peak is {peak:.3g} GiB" in said
+
+
+def test_each_rank_has_a_part_of_base_and_adapters() -> None:
+    wide = ["--gpu", "h200", SHAPE, *MANY, "optimizer.place=device", "model.lora.rank=32"]
+    alone, four, tensor = (
+        planned(*wide, *more)["phases"] for more in ([], ["parallel.gpus=4"], ["parallel.gpus=4", "parallel.tensor=2"])
+    )
+    for name in ("base", "weights", "master", "moments", "grads"):
+        assert four["step"]["device_gib"][name] == pytest.approx(alone["step"]["device_gib"][name] / 4, rel=0.01)
+        # Half of an adapter is on both of the tensor-parallel ranks.
+        assert alone["step"]["device_gib"][name] / 4 < tensor["step"]["device_gib"][name]
+        assert tensor["step"]["device_gib"][name] < alone["step"]["device_gib"][name] / 2
+    full = planned(*wide[:-1], "parallel.gpus=4")["phases"]
+    assert four["train"]["seconds_communication"] < full["train"]["seconds_communication"]
+
+
+def test_rollout_workers_get_adapters_alone() -> None:
+    wide = [SHAPE, "model.scratch.hidden=4096", "model.scratch.mlp=12288", *MANY]
+    beside = ["--gpu", "h200", *wide, "parallel.gpus=2", "parallel.rollout_gpus=1"]
+    full, adapted = (planned(*beside, *more)["phases"]["generate"] for more in ([], ["model.lora.rank=8"]))
+    assert adapted["device_gib"]["gathered"] < full["device_gib"]["gathered"] / 10
+    assert adapted["seconds_communication"] < full["seconds_communication"]

@@ -188,11 +188,15 @@ class Shape:
         layers |= {family.output: (hidden, queries), family.down: (hidden, mlp)}
         return {path: size for path, size in layers.items() if self.lora is not None and self.lora.adapts(path)}
 
+    def adapter_shard(self, ranks: int = 1) -> int:
+        """The number of parameters of one block's adapters on rank 0 of so many."""
+        rank, layers = self.lora.rank if self.lora is not None else 0, self.adapters.values()
+        return _largest_shard([one for rows, row in layers for one in ((rank, row), (rows, rank))], ranks)
+
     @cached_property
     def adapter_parameters(self) -> int:
         """The number of parameters of all adapters."""
-        rank = self.lora.rank if self.lora is not None else 0
-        return self.layers * rank * sum(outputs + inputs for outputs, inputs in self.adapters.values())
+        return self.layers * self.adapter_shard()
 
     @cached_property
     def trained_tensor_count(self) -> int:

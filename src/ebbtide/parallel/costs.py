@@ -112,15 +112,12 @@ class GatherCosts:
         shards, self._near_latency = shared.fsdp_size, NVLINK if links.has_nvlink else PCIE
         # FSDP pads every rank's shard to the size of the first when it is sent, so some of what is gathered may be
         # padding.
-        self.block_bytes, self.root_bytes = (
-            shards * itemsize * part.block_shard(shards),
-            shards * itemsize * part.root_shard(shards),
-        )
-        reduced = REDUCED if shared.data > 1 else itemsize
-        self.reduced_block_bytes, self.reduced_root_bytes = (
-            reduced * self.block_bytes // itemsize,
-            reduced * self.root_bytes // itemsize,
-        )
+        block, adapters, root = part.block_shard(shards), part.adapter_shard(shards), part.root_shard(shards)
+        self.block_bytes, self.root_bytes = shards * itemsize * (block + adapters), shards * itemsize * root
+        # Gradients are those of what is trained: everything, or the blocks' adapters.
+        trained = (block, root) if shape.lora is None else (adapters, 0)
+        reduced = shards * (REDUCED if shared.data > 1 else itemsize)
+        self.reduced_block_bytes, self.reduced_root_bytes = reduced * trained[0], reduced * trained[1]
         self.replica_reduced_bytes = self.reduced_block_bytes // shards if shared.replicate > 1 else 0
         """The bytes of this rank's shard of a block's gradients while replicas all-reduce it."""
         self.prefetched_bytes = self.block_bytes if shards > 1 else 0
@@ -129,10 +126,8 @@ class GatherCosts:
             self._all_gather(self._shard_ranks, self.block_bytes),
             self._all_gather(self._shard_ranks, self.root_bytes),
         )
-        self._block_out, self._root_out = (
-            self._reduce_gradients(self.reduced_block_bytes),
-            self._reduce_gradients(self.reduced_root_bytes),
-        )
+        self._block_out = self._reduce_gradients(self.reduced_block_bytes)
+        self._root_out = self._reduce_gradients(self.reduced_root_bytes) if self.reduced_root_bytes else 0.0
 
     # Groups of ranks
 
@@ -189,8 +184,12 @@ class GatherCosts:
         `recompute` the blocks' forwards are recomputed in the backward."""
         if self._mesh.tensor == 1:
             return 0.0
-        once = self._all_reduce(self._tensor_ranks, self._itemsize * self._shape.hidden * tokens)
-        return self._shape.layers * (ALLREDUCES_FORWARD * (1 + recompute) + ALLREDUCES_BACKWARD * backward) * once
+        shape, hidden = self._shape, self._itemsize * self._shape.hidden
+        once = self._all_reduce(self._tensor_ranks, hidden * tokens)
+        found = shape.layers * (ALLREDUCES_FORWARD * (1 + recompute) + ALLREDUCES_BACKWARD * backward) * once
+        if shape.lora is not None and backward:  # The gradient of each adapter's replicated matrix.
+            found += shape.layers * len(shape.adapters) * self._all_reduce(self._tensor_ranks, hidden * shape.lora.rank)
+        return found
 
     def forward_time(self, passes: int, compute: float) -> CommTime:
         """The communication of so many forward passes without a backward, each with `compute` seconds in its blocks.
@@ -218,10 +217,11 @@ class GatherCosts:
         """The number of sharded parameters (of a block, outside the blocks). Replicated ones need no gathering to
         generate."""
         shape, ranks = self._shape, self._mesh.tensor
+        block, part = (one.block_parameters + one.adapter_shard() for one in (shape, self._part))
         if self._mesh.fsdp_size > 1:
-            return shape.block_parameters, shape.root_shard()
+            return block, shape.root_shard()
         # This rank's part of a block is what is replicated, and one shard of what is sharded.
-        return (shape.block_parameters - self._part.block_parameters) * ranks // (ranks - 1) if ranks > 1 else 0, 0
+        return (block - part) * ranks // (ranks - 1) if ranks > 1 else 0, 0
 
     def gathered_bytes(self, mode: RolloutWeightsMode | None) -> int:
         """The bytes of gathered weights that a rank has in addition to its own shard while it generates: all of them,
@@ -229,7 +229,8 @@ class GatherCosts:
         block, root = self._sharded_parameters
         if mode == "layerwise":
             return self._itemsize * (root + 3 * block + block // self._mesh.shards)
-        return self._itemsize * (self._shape.parameters if root else self._shape.layers * block)
+        shape = self._shape
+        return self._itemsize * (shape.parameters + shape.adapter_parameters if root else shape.layers * block)
 
     def generate_time(self, mode: RolloutWeightsMode | None, passes: float, compute: float, rates: Rates) -> CommTime:
         """The communication of a generate phase of so many passes and `compute` seconds. What is gathered for the
@@ -239,8 +240,15 @@ class GatherCosts:
             once = shape.layers * self._all_gather(self._group(self._mesh.shards, 1), self._itemsize * block)
             before = self._all_gather_tensors(self._itemsize * root, 2 if shape.tied else 3, rates)
             return CommTime(before + passes * once, before + once / shape.layers + max(0.0, passes * once - compute))
-        before = self._all_gather_tensors(self.gathered_bytes(mode), shape.tensor_count, rates)
+        tensors = shape.tensor_count + (shape.trained_tensor_count if shape.lora is not None else 0)
+        before = self._all_gather_tensors(self.gathered_bytes(mode), tensors, rates)
         return CommTime(before, before)
+
+    def weight_sync_seconds(self, rates: Rates) -> float:
+        """The seconds to gather what rollout workers are sent: all weights, or the adapters."""
+        if (shape := self._shape).lora is None:
+            return self.generate_time("gathered", 0, 0.0, rates).seconds
+        return self._all_gather_tensors(self._itemsize * shape.adapter_parameters, shape.trained_tensor_count, rates)
 
     def _all_gather_tensors(self, size: int, tensors: int, rates: Rates) -> float:
         """The seconds to gather so many bytes in so many tensors, one after the other: limited by the links between

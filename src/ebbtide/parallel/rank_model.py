@@ -21,7 +21,8 @@ class RankModel:
         """The shape that this rank computes with in training (tensor parallelism). Generation has the whole model."""
         self.parameters = self.tp_shape.model_shard(self.mesh.fsdp_size)
         """Parameters of this rank's shard, without adapters."""
-        self.trained = self.parameters if shape.lora is None else shape.adapter_parameters
+        adapters = shape.layers * self.tp_shape.adapter_shard(self.mesh.fsdp_size)
+        self.trained = self.parameters if shape.lora is None else adapters
         """Those that are trained: all, or the adapters'."""
         self.gathers = (
             GatherCosts(shape, self.tp_shape, self.mesh, machine.links, itemsize) if self.mesh.size > 1 else None

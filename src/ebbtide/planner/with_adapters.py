@@ -14,8 +14,7 @@ from ebbtide.system.units import gib
 
 def note_adapters(config: Config, shape: Shape, chosen: PlanResult, plan: Callable[[Config], PlanResult]) -> list[str]:
     """A note, if a run that does not fit would with adapters. `plan` plans a config."""
-    alone = config.parallel is None and config.rollout.engine != "vllm" and not shape.experts
-    if chosen.fits or config.model.lora is not None or not alone:
+    if chosen.fits or config.model.lora is not None or shape.experts:
         return []
     lora = LoraConfig()
     found = plan(config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}))

@@ -231,7 +231,9 @@ class TrainCosts:
         # embedding's own gradient is there, and only then accumulates or offloads it.
         head_grads = itemsize * trained_head if shape.tied or not (before or grads_leave) else 0
         early, late = before + head_grads + passing, max(before + head_grads, whole) + passing
-        of_block = shape.block_parameters if shape.lora is None else shape.adapter_parameters // shape.layers
+        of_block, shard = shape.block_parameters, shape.block_shard(self._sharing.fsdp_size)
+        if shape.lora is not None:
+            of_block, shard = shape.adapter_shard(), shape.adapter_shard(self._sharing.fsdp_size)
         in_first = late - (grad * of_block if before == 0 and not grads_leave else 0)
         memory = [
             ((saved.blocks + saved.norm_saved) * tokens + 2 * itemsize * hidden * part.completion_tokens, head),
@@ -249,8 +251,8 @@ class TrainCosts:
         # While all blocks' activations still exist, a block's gradients need no more than what its backward has freed
         # by then (benchmarks/rank_memory.py).
         gathers = self._gathers
-        own_grads = 2 * grad * shape.block_shard(self._sharing.fsdp_size) if grads_leave else whole
-        with_head = gathers.root_bytes + itemsize * shape.embedding
+        own_grads = 2 * grad * shard if grads_leave else whole
+        with_head = gathers.root_bytes + itemsize * trained_head
         # With ranks, one more tensor of the MLP's width was measured than without; why is not known.
         wide = 0 if shape.experts else itemsize * shape.mlp * tokens
         # Fused blocks copy gathered matrices that are multiplied with the same input side by side.
@@ -258,7 +260,7 @@ class TrainCosts:
         last = (
             with_head + gathers.block_bytes + gathers.prefetched_bytes + gathers.replica_reduced_bytes + wide + beside
         )
-        first = last + itemsize * shape.block_parameters + gathers.reduced_block_bytes
+        first = last + itemsize * of_block + gathers.reduced_block_bytes
         gathered = (
             gathers.root_bytes + gathers.prefetched_bytes,
             with_head + gathers.prefetched_bytes,
@@ -268,7 +270,8 @@ class TrainCosts:
         )
         grads = (before, before, before, own_grads, own_grads)
         found = [(grad, *rest, more) for grad, rest, more in zip(grads, memory, gathered, strict=True)]
-        return [*found, (own_grads, 0, 0, itemsize * shape.root_shard() + gathers.reduced_root_bytes)]
+        of_root = itemsize * shape.root_shard() if shape.lora is None else 0
+        return [*found, (own_grads, 0, 0, of_root + gathers.reduced_root_bytes)]
 
     def _forward_rows(self, config: Config, work: Workload, kind: Head) -> dict[HoldingName, int]:
         """The bytes of forwards without gradient: the widest point of a block, or the head."""

@@ -107,12 +107,12 @@ class GenerationCosts:
         """Sets the memory and the seconds of a phase that generates, on the training ranks or on rollout workers."""
         workers = config.parallel.rollout_gpus if config.parallel is not None else 0
         if workers:
-            worker = PhaseCost({"weights": self._itemsize * self._shape.parameters})
+            shape, sent = self._shape, self._sent_bytes
+            worker = PhaseCost({"weights": self._itemsize * (shape.parameters + shape.adapter_parameters)})
             generation = self._sample_on_rank(config, work.largest_share(workers), worker, budget)
             # Weights are gathered and concatenated into a buffer; a tensor larger than it is sent alone.
             phase.device["gathered"] = max(
-                2 * min(WEIGHT_SYNC_BUCKET, self._itemsize * self._shape.parameters),
-                self._itemsize * self._shape.largest_tensor,
+                2 * min(WEIGHT_SYNC_BUCKET, sent), self._itemsize * shape.largest_trained_tensor
             )
             sync_seconds = self._weight_sync_seconds(workers)
             phase.add_seconds(1, Seconds(worker.seconds + sync_seconds, 0.0, sync_seconds, sync_seconds))
@@ -125,12 +125,13 @@ class GenerationCosts:
         """Seconds of a weight sync: gathering the weights and sending them to so many rollout workers."""
         links = self._machine.links
         link = links.near if self._sharing.size + workers <= self._sharing.node else links.far
-        gather_seconds = (
-            self._gathers.generate_time("gathered", 0, 0.0, self._machine.rates).seconds
-            if self._gathers is not None
-            else 0.0
-        )
-        return gather_seconds + self._itemsize * self._shape.parameters / link
+        gather = self._gathers.weight_sync_seconds(self._machine.rates) if self._gathers is not None else 0.0
+        return gather + self._sent_bytes / link
+
+    @property
+    def _sent_bytes(self) -> int:
+        """The bytes that rollout workers are sent after an update."""
+        return self._itemsize * (self._shape.parameters if self._shape.lora is None else self._shape.adapter_parameters)
 
     def _sample_on_rank(self, config: Config, work: Workload, phase: PhaseCost, budget: int) -> Generation:
         """Sets the memory and the seconds of one rank that generates; `work` is that rank's share."""
