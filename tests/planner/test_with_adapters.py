@@ -9,6 +9,7 @@ from test_fewer_gpus import MANY, SHAPE
 from typer.testing import CliRunner
 
 from ebbtide.cli import app
+from ebbtide.planner.holdings import plan_holdings
 
 SMALL = ["--gpu", "4090", SHAPE, *MANY, "memory.budget_gib=3.5", "--host-gib", "4"]
 
@@ -79,3 +80,10 @@ def test_rollout_workers_get_adapters_alone() -> None:
     full, adapted = (planned(*beside, *more)["phases"]["generate"] for more in ([], ["model.lora.rank=8"]))
     assert adapted["device_gib"]["gathered"] < full["device_gib"]["gathered"] / 10
     assert adapted["seconds_communication"] < full["seconds_communication"]
+
+
+def test_ranks_gather_the_base_as_they_do_the_adapters(tiny) -> None:
+    made = plan_holdings(tiny({"model.lora": {"rank": 2}, "parallel": {"gpus": 2}}), 2)
+    for phase in made.phases:
+        wanted = "gathered" if phase in ("generate", "evaluate") else made.place(phase, "weights")
+        assert made.place(phase, "base") == made.place(phase, "weights") == wanted

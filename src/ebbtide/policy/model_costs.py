@@ -34,9 +34,10 @@ def weights_holding(gathered_by: RolloutWeightsMode | None = None) -> HoldingSpe
     return HoldingSpec("weights", needed, movable=False, cells=cells)
 
 
-def base_holding() -> HoldingSpec:
-    """The frozen weights of a policy with adapters."""
-    return HoldingSpec(BASE, weights_holding().needed_in, movable=False, frozen=True)
+def base_holding(gathered_by: RolloutWeightsMode | None = None) -> HoldingSpec:
+    """The frozen weights of a policy with adapters, which are gathered as those are."""
+    weights = weights_holding(gathered_by)
+    return HoldingSpec(BASE, weights.needed_in, movable=False, frozen=True, cells=weights.cells)
 
 
 def frozen_holdings(config: Config) -> list[HoldingSpec]:
@@ -118,8 +119,9 @@ class WeightsCosts:
 
     @staticmethod
     def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
-        base = [base_holding()] if config.model.lora is not None else []
-        return [weights_holding(config.rollout_weights(shards)), *base]
+        gathered_by = config.rollout_weights(shards)
+        base = [base_holding(gathered_by)] if config.model.lora is not None else []
+        return [weights_holding(gathered_by), *base]
 
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
         rank = self._rank
