@@ -18,14 +18,21 @@ from ebbtide.errors import UserError
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.model.lora import add_adapters, base_digest
 from ebbtide.model.peft_format import load_adapter
+from ebbtide.model.quantize import new_quantized_model, quantize_model
 
 
 def load_initial(config: Config, device: torch.device, *, adapter: bool = True) -> LoadedModel:
     """The model that a run starts with, on a device. Without `adapter`, adapters are new ones: a checkpoint that is
     loaded later has them."""
-    loaded, model = load_model(config, device), config.model
-    if model.weights is not None:
-        load_weights(loaded.model, model.weights, "model.weights")
+    model = config.model
+    if model.base is not None and model.scratch is not None and model.weights is None:
+        loaded = load_model(config, device, new_quantized_model)
+    else:
+        loaded = load_model(config, device if model.base is None else torch.device("cpu"))
+        if model.weights is not None:
+            load_weights(loaded.model, model.weights, "model.weights")
+        if model.base is not None:
+            quantize_model(loaded.model, model.base, device)
     if model.lora is not None:
         add_adapters(loaded.model, model.lora, config.seed)
         if adapter and model.lora.adapter is not None:

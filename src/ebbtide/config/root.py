@@ -128,6 +128,11 @@ class Config(Section):
                 " `rollout.top_p`, `top_k` and `min_p` keep, while the trainer's are over the whole vocabulary: remove"
                 " those three, set every temperature to 1 (`evaluate.temperature` may be 0), or use another engine"
             )
+        if self.model.base is not None and self.model.lora is None:
+            raise ValueError(
+                f"`model.base: {self.model.base}` quantizes weights that are not trained: set `model.lora.rank=32` to"
+                " train adapters beside them, or remove `model.base`"
+            )
         if rollout.engine == "vllm" and self.model.lora is not None:
             raise ValueError(
                 "`rollout.engine: vllm` and `model.lora` cannot be combined yet: set `rollout.engine: paged`, or remove"
@@ -191,6 +196,7 @@ class Config(Section):
             "rollout.serve_port": self.rollout.serve_port is not None,
             "rollout.engine: vllm": self.rollout.engine == "vllm",
             "model.lora": self.model.lora is not None,
+            "model.base": self.model.base is not None,
         }
         return next((name for name, value in found.items() if value), None)
 

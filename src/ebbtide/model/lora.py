@@ -17,6 +17,7 @@ from ebbtide.config.model import LoraConfig
 from ebbtide.config.root import Config
 from ebbtide.model.families import family_of
 from ebbtide.model.load import layers_of
+from ebbtide.model.quantize import QuantizedLinear, layer_matrix, layer_product, make_dense, quantized_of
 from ebbtide.model.shape import check_targets, no_experts
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class LoraLinear(nn.Linear):
     is_on: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        found = functional.linear(x, self.weight, self.bias)
+        found = layer_product(self, x)
         if not self.is_on:
             return found
         return torch.add(found, functional.linear(functional.linear(x, self.lora_A), self.lora_B), alpha=self.scale)
@@ -50,7 +51,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     for module in find_targets(model, config).values():
         weight = module.weight
         shapes = (config.rank, module.in_features), (module.out_features, config.rank)
-        first, second = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for shape in shapes)
+        first, second = (torch.zeros(shape, dtype=model.dtype, device=weight.device) for shape in shapes)
         if not weight.is_meta:
             made = nn.init.kaiming_uniform_(torch.empty(shapes[0]), math.sqrt(5), generator=generator)  # As PEFT does.
             first.copy_(made)
@@ -102,18 +103,24 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merge_adapters(model: nn.Module) -> float:
-    """Adds what the adapters add to the weights, in float32 and rounded once, and removes them. Returns the rounding:
+def merge_adapters(model: PreTrainedModel) -> float:
+    """Adds what the adapters add to the weights, in float32 and rounded once, and removes them; quantized layers are
+    numbers from then on. Returns the rounding:
     the norm of what it changed, as a fraction of the norm of what the adapters add."""
     lost, added = 0.0, 0.0
     for layer in adapted_layers(model).values():
         update = layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
-        exact = layer.weight.float() + update
+        exact = layer_matrix(layer).float() + update
+        if quantized_of(layer) is not None:
+            make_dense(layer, layer.lora_A.dtype)
         layer.weight.copy_(exact)
         lost += float((layer.weight.float() - exact).square().sum())
         added += float(update.square().sum())
         del layer.lora_A, layer.lora_B
         layer.__class__ = nn.Linear  # type: ignore[assignment]
+    for module in model.modules():  # those without adapters
+        if isinstance(module, QuantizedLinear):
+            make_dense(module, model.dtype)
     return math.sqrt(lost / added) if added else 0.0
 
 

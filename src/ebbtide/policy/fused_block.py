@@ -35,6 +35,7 @@ from ebbtide.model.block_functions import (
     rotate_expanded,
 )
 from ebbtide.model.families import Family, part_of
+from ebbtide.model.quantize import layer_columns
 from ebbtide.policy.attention import PackedAttention
 from ebbtide.policy.projection import Projection
 from ebbtide.policy.rotary_input import RotaryInput
@@ -91,7 +92,7 @@ class FusedBlock:
         self.module, self.mlp = block, mlp
         attention = part_of(block, family.attention)
         self.channels = int(attention.head_dim)
-        self.heads = part_of(block, family.output).weight.shape[1] // self.channels
+        self.heads = layer_columns(part_of(block, family.output)) // self.channels
         keys = len(part_of(block, family.key).weight) // self.channels
         self.kv_heads = (keys - self.heads) // 2 if family.has_packed_qkv else keys
         self.scale = float(attention.scaling)

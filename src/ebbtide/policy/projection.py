@@ -1,12 +1,15 @@
-"""Linear layers of a fused block that have the same input, as one: their matrices, biases and adapters."""
+"""Linear layers of a fused block that have the same input, as one: their matrices, which may be quantized, biases and
+adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ebbtide.model.joined_weights import JoinedWeights
+from ebbtide.model.quantize import OFFSET, SCALE, Quantized, dequantize, quantized_linear
 from ebbtide.policy.fused_adapters import FusedAdapters
 
 
@@ -16,14 +19,19 @@ class Projection:
     def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
         """`paths`: of the layers in the block, in the order of their products."""
         present = {name for name, _ in block.named_parameters()}
-        self._matrix = JoinedWeights([f"{path}.weight" for path in paths])
-        self._bias = JoinedWeights([name for path in paths if (name := f"{path}.bias") in present])
+
+        def of_layers(kind: str) -> JoinedWeights:
+            return JoinedWeights([name for path in paths if (name := f"{path}.{kind}") in present])
+
+        self._weight, self._bias = of_layers("weight"), of_layers("bias")
+        self._scale, self._offset = of_layers(SCALE), of_layers(OFFSET)
+        self._own = self._weight, self._bias, self._scale, self._offset
         self._adapters = FusedAdapters(block, paths)
 
     @property
     def names(self) -> Sequence[str]:
         """Paths of its weights in the block, without those of adapters."""
-        return [*self._matrix.names, *self._bias.names]
+        return [name for one in self._own for name in one.names]
 
     @property
     def adapter_names(self) -> Sequence[str]:
@@ -32,22 +40,35 @@ class Projection:
     @property
     def joinable(self) -> Sequence[Sequence[str]]:
         """Names of weights that are to follow each other in memory."""
-        return [self._matrix.names, self._bias.names, self._adapters.joinable]
+        return [*(one.names for one in self._own), self._adapters.joinable]
 
     def keep_apart(self) -> None:
         """Multiplies matrices one by one with few rows, even where they follow each other in memory."""
-        self._matrix.apart = True
+        self._weight.apart = True
 
     def __call__(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """The products of x [T, K]: [T, N]."""
-        return self._adapters.add(self._matrix.product(x, weights, self._bias), x, weights)
+        return self._adapters.add(self._product(x, weights), x, weights)
+
+    def _product(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        if not self._scale.names:
+            return self._weight.product(x, weights, self._bias)
+        return quantized_linear(x, self._quantized(weights), self._bias(weights) if self._bias.names else None)
+
+    def _quantized(self, weights: dict[str, Tensor]) -> Quantized:
+        offset = self._offset(weights) if self._offset.names else None
+        return Quantized(self._weight(weights), self._scale(weights), offset)
+
+    def _matrix(self, weights: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """All matrices as one, in numbers [N, K]."""
+        return dequantize(self._quantized(weights), dtype) if self._scale.names else self._weight(weights)
 
     def backward(
         self, grad: Tensor, weights: dict[str, Tensor], grads: dict[str, Tensor | None], *, wants: bool
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
         """(the gradient of x, a function that is called with x and sets the gradients of the weights, of others than
         adapters only if it `wants` them)."""
-        dx = grad @ self._matrix(weights)
+        dx = grad @ self._matrix(weights, grad.dtype)
         finish_adapters = self._adapters.backward(dx, grad, weights, grads)
         if wants and self._bias.names:
             grads.update(self._bias.split(grad.sum(0), weights))
@@ -55,6 +76,6 @@ class Projection:
         def finish(x: Tensor) -> None:
             finish_adapters(x)
             if wants:
-                grads.update(self._matrix.split(grad.t() @ x, weights))
+                grads.update(self._weight.split(grad.t() @ x, weights))
 
         return dx, finish

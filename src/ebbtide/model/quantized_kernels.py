@@ -1,0 +1,161 @@
+"""Quantized matrices (`model.base`) on a GPU as Triton kernels: codes to numbers, and the products of few rows, in
+which codes become numbers on their way into the matmul.
+
+A product adds in the order in which cuBLAS adds the products of the numbers without split-K (linear_kernels.py), and
+has its bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 256
+"""Products of more rows are cuBLAS's, of the numbers."""
+COLUMNS, DEPTH, STAGES = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
+AT_ONCE = 4096  # Numbers that a program makes of codes.
+
+
+@triton.jit
+def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    inside = column < columns
+    found = tl.load(codes + row * columns + column, mask=inside).to(tl.float32) * tl.load(scale + row).to(tl.float32)
+    tl.store(out + row * columns + column, found.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _dequantize_int4(codes, scale, offset, out, groups, half: tl.constexpr, at_once: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    place = tl.arange(0, half)
+    inside = (group < groups)[:, None]
+    pairs = tl.load(codes + (row * groups + group[:, None]) * half + place[None, :], mask=inside)
+    factor = tl.load(scale + row * groups + group, mask=group < groups).to(tl.float32)[:, None]
+    lowest = tl.load(offset + row * groups + group, mask=group < groups).to(tl.float32)[:, None]
+    target = out + (row * groups + group[:, None]) * 2 * half + place[None, :]
+    first, second = (pairs & 15).to(tl.float32) * factor + lowest, (pairs >> 4).to(tl.float32) * factor + lowest
+    tl.store(target, first.to(tl.bfloat16), mask=inside)
+    tl.store(target + half, second.to(tl.bfloat16), mask=inside)
+
+
+def dequantize(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """The numbers [N, K] of codes."""
+    rows, width = codes.shape
+    if offset is None:
+        out = torch.empty((rows, width), dtype=torch.bfloat16, device=codes.device)
+        grid = rows, triton.cdiv(width, AT_ONCE)
+        _dequantize_float8[grid](codes, scale, out, width, AT_ONCE)
+        return out
+    out = torch.empty((rows, 2 * width), dtype=torch.bfloat16, device=codes.device)
+    groups = scale.shape[1]
+    half = width // groups
+    at_once = AT_ONCE // (2 * half)
+    _dequantize_int4[rows, triton.cdiv(groups, at_once)](codes, scale, offset, out, groups, half, at_once)
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def _linear_float8(
+    x,  # [rows, depth]
+    codes,  # [width, depth], as bytes
+    scale,  # [width]
+    bias,  # [width]
+    out,  # [rows, width]
+    rows,
+    width,
+    depth: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+    biased: tl.constexpr,
+):
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    place = tl.arange(0, at_once)
+    there, near = (column < width)[:, None], (row < rows)[None, :]
+    code_at = codes + column.to(tl.int64)[:, None] * depth + place[None, :]
+    x_at = x + row[None, :] * depth + place[:, None]
+    total = tl.zeros([columns, tile], tl.float32)
+    for at in range(0, depth, at_once):
+        inside = at + place < depth
+        found = tl.load(code_at + at, mask=there & inside[None, :], other=0)
+        numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(x.dtype.element_ty)
+        total = tl.dot(numbers, tl.load(x_at + at, mask=near & inside[:, None], other=0.0), total)
+    # A power of 2 changes no bit of a sum but its exponent.
+    total *= tl.load(scale + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    if biased:
+        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + row[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def _linear_int4(
+    x,  # [rows, depth]
+    codes,  # [width, depth / 2]
+    scale,  # [width, groups]
+    offset,  # [width, groups]
+    bias,  # [width]
+    out,  # [rows, width]
+    rows,
+    width,
+    groups: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    half: tl.constexpr,
+    biased: tl.constexpr,
+):
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    place = tl.arange(0, half)
+    there, near = (column < width)[:, None], (row < rows)[None, :]
+    code_at = codes + column.to(tl.int64)[:, None] * (groups * half) + place[None, :]
+    scale_at, offset_at = scale + column[:, None] * groups, offset + column[:, None] * groups
+    x_at = x + row[None, :] * (2 * groups * half) + place[:, None]
+    total = tl.zeros([columns, tile], tl.float32)
+    for group in range(0, groups):
+        pairs = tl.load(code_at + group * half, mask=there, other=0)
+        factor = tl.load(scale_at + group, mask=there, other=0.0).to(tl.float32)
+        lowest = tl.load(offset_at + group, mask=there, other=0.0).to(tl.float32)
+        first = ((pairs & 15).to(tl.float32) * factor + lowest).to(tl.bfloat16).to(x.dtype.element_ty)
+        total = tl.dot(first, tl.load(x_at + 2 * group * half, mask=near, other=0.0), total)
+        second = ((pairs >> 4).to(tl.float32) * factor + lowest).to(tl.bfloat16).to(x.dtype.element_ty)
+        total = tl.dot(second, tl.load(x_at + (2 * group + 1) * half, mask=near, other=0.0), total)
+    if biased:
+        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + row[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
+
+
+def takes(x: Tensor, codes: Tensor, group: int) -> bool:
+    """Whether the product of x with these codes is one for this kernel. In 4 bits a half of a group is to be at least
+    the depth of a matmul instruction."""
+    return (
+        0 < len(x) <= MOST_ROWS
+        and x.dtype == torch.bfloat16
+        and x.is_contiguous()
+        and (codes.dtype != torch.uint8 or group >= 32)
+    )
+
+
+def linear(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, *, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ numbers.T [K, N] + bias [N], for what this kernel `takes`."""
+    rows, width = len(x), len(codes)
+    tile = min(128, max(16, triton.next_power_of_2(rows)))
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    grid = triton.cdiv(width, COLUMNS), triton.cdiv(rows, tile)
+    given = out if bias is None else bias
+    if offset is None:
+        _linear_float8[grid](
+            x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, COLUMNS, DEPTH,
+            bias is not None, num_warps=4, num_stages=STAGES,
+        )  # fmt: skip
+    else:
+        groups = scale.shape[1]
+        _linear_int4[grid](
+            x, codes, scale, offset, given, out, rows, width, groups, tile, COLUMNS, codes.shape[1] // groups,
+            bias is not None, num_warps=4, num_stages=STAGES,
+        )  # fmt: skip
+    return out
