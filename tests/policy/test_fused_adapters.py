@@ -7,9 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocks import Setup
-from ebbtide.config.model import LoraConfig
+from ebbtide.config.model import BaseKind, LoraConfig
 from ebbtide.model.load import LoadedModel
 from ebbtide.model.lora import adapted_layers, add_adapters, without_adapters
+from ebbtide.model.quantize import quantize_model
 from ebbtide.model.shape import from_config
 from ebbtide.policy import fused_costs
 from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
@@ -25,11 +26,20 @@ SOME = LoraConfig(rank=3, alpha=5, targets=["k_proj", "o_proj", "up_proj"])
 ALL = LoraConfig(rank=3, alpha=5)
 
 
-def adapted(family: str, lora: LoraConfig, *, base: bool = False, dtype: torch.dtype = torch.float32) -> Setup:
+def adapted(
+    family: str,
+    lora: LoraConfig,
+    *,
+    base: bool = False,
+    dtype: torch.dtype = torch.float32,
+    quantized: BaseKind | None = None,
+) -> Setup:
     """A model of four fused blocks with adapters that add something. `base`: its own weights are trained as well."""
     config = AutoConfig.for_model(family, **{**SHAPE, "num_hidden_layers": 4})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
+    if quantized is not None:
+        quantize_model(model, quantized, torch.device("cpu"))
     add_adapters(model, lora, seed=0)
     for layer in adapted_layers(model).values():
         layer.lora_B.data.normal_(std=0.3)
@@ -66,6 +76,19 @@ def test_packed_matrices_have_adapters() -> None:
         "down_proj",
     }
     compare_with_own(setup)
+
+
+@pytest.mark.parametrize("kind", ["float8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "olmo2", "phi3"])
+def test_a_quantized_base_is_what_the_models_own_blocks_compute_with(family: str, kind: BaseKind) -> None:
+    setup = adapted(family, ALL, quantized=kind)
+    assert len(setup.kept) == 2 * len(adapted_layers(setup.model))
+    compare_with_own(setup)
+    assert fused_problem(setup.model, setup.policy._fused) == ""
+
+
+def test_with_a_quantized_base_the_same_bits_whatever_is_kept() -> None:
+    adapted("qwen3", SOME, quantized="int4").with_each_choice()
 
 
 def test_weights_beside_adapters_may_be_trained_too() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from ebbtide.checkpoint.export import read_newest
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.config.model import ModelConfig
@@ -74,7 +76,8 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
     say(f"the weights are those of step {saved.step}")
     # Buffers are not cast: rotary frequencies and router biases are float32 whatever the weights are.
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.dtype in (torch.float32, torch.bfloat16):  # Those of a quantized base are codes.
+            parameter.data = parameter.data.to(dtype)
     return prepare_model(model.to(device), tokenizer, trained.model), trained.model.chat_template
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ebbtide.config.model import LoraConfig, ModelConfig, ScratchConfig
+from ebbtide.config.model import BaseKind, LoraConfig, ModelConfig, ScratchConfig
 from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
 from ebbtide.model.families import FAMILIES, family_named, has_bias
@@ -68,6 +68,8 @@ class Shape:
     mlp_bias: bool = False
     context: int | None = None
     """The number of tokens of the longest sequence; None if the config.json does not have it."""
+    base: BaseKind | None = None
+    """How the matrices of the blocks' linear layers are quantized."""
     lora: LoraShape | None = None
     """The adapters, where only these are trained."""
 
@@ -177,16 +179,21 @@ class Shape:
         return self.layers * len(self._block_tensors(sparse=self.experts > 0)) + (2 if self.tied else 3)
 
     @cached_property
-    def adapters(self) -> dict[str, Tensor]:
-        """Path of each linear layer of a block that has an adapter -> its (outputs, inputs)."""
+    def linear_layers(self) -> dict[str, Tensor]:
+        """Path of each linear layer of a block -> its (outputs, inputs)."""
         family, hidden, queries, keys, mlp = family_named(self.family), self.hidden, self.queries, self.keys, self.mlp
         qkv = {family.query: queries, family.key: keys, family.value: keys}
         halves = {family.gate: mlp, family.up: mlp}
         qkv = {family.query: queries + 2 * keys} if family.has_packed_qkv else qkv
         halves = {family.gate: 2 * mlp} if family.has_packed_mlp else halves
         layers = {path: (width, hidden) for path, width in (qkv | halves).items()}
-        layers |= {family.output: (hidden, queries), family.down: (hidden, mlp)}
-        return {path: size for path, size in layers.items() if self.lora is not None and self.lora.adapts(path)}
+        return layers | {family.output: (hidden, queries), family.down: (hidden, mlp)}
+
+    @cached_property
+    def adapters(self) -> dict[str, Tensor]:
+        """Those of them that have an adapter."""
+        adapts = self.lora.adapts if self.lora is not None else lambda path: False
+        return {path: size for path, size in self.linear_layers.items() if adapts(path)}
 
     @cached_property
     def adapter_parameters(self) -> int:
@@ -337,7 +344,7 @@ def find_shape(config: ModelConfig) -> Shape:
 
 
 def with_lora(shape: Shape, config: ModelConfig) -> Shape:
-    """The shape with the configured adapters."""
+    """The shape with the configured adapters, and the base as it is quantized beside them."""
     if (lora := config.lora) is None:
         return shape
     family = family_named(shape.family)
@@ -346,7 +353,7 @@ def with_lora(shape: Shape, config: ModelConfig) -> Shape:
     paths = *family.attention_matrices, *family.mlp_matrices
     check_targets(lora, {path.rpartition(".")[2] for path in paths})
     targets = frozenset(lora.targets) if lora.targets is not None else None
-    return replace(shape, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
+    return replace(shape, base=config.base, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
 
 
 def no_experts() -> UserError:

@@ -110,7 +110,7 @@ class Scheduler:
     def __init__(self, blocks: BlockAllocator, size: int, *, batch: int, chunk: int) -> None:
         """Blocks hold `size` tokens, at most `batch` samples decode at once, and at most `chunk` tokens are prefilled
         in one pass."""
-        self.allocator, self.block_size, self._batch, self._chunk = blocks, size, batch, chunk
+        self.allocator, self.block_size, self._batch, self.chunk = blocks, size, batch, chunk
         self.groups: dict[int, PromptGroup] = {}
         """The groups that have not ended."""
         self._waiting: deque[ScheduledSample] = deque()
@@ -231,7 +231,7 @@ class Scheduler:
     def _schedule_prefill(self) -> list[PrefillChunk]:
         """Schedules what must be prefilled before the running samples can decode: their prompts, and the own tokens of
         samples that were preempted."""
-        chunks, budget = [], self._chunk
+        chunks, budget = [], self.chunk
         seen: set[int] = set()
         for sample in self._running:
             group = sample.group
