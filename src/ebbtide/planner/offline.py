@@ -73,5 +73,5 @@ def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape,
         return PlanSearch.for_config(predictor, candidate).choose(candidate)
 
     result = search(config)
-    notes = [*note_fewer_gpus(config, result, search), *note_adapters(config, shape, result, search)]
+    notes = [*note_fewer_gpus(config, result, search), *note_adapters(config, result, search)]
     return replace(result, notes=notes), shape, machine

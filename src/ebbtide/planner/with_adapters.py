@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 from ebbtide.config.model import LoraConfig
 from ebbtide.config.root import Config
-from ebbtide.model.shape import Shape
 from ebbtide.planner.render import format_number
 from ebbtide.planner.search import PlanResult
 from ebbtide.system.units import gib
 
 
-def note_adapters(config: Config, shape: Shape, chosen: PlanResult, plan: Callable[[Config], PlanResult]) -> list[str]:
+def note_adapters(config: Config, chosen: PlanResult, plan: Callable[[Config], PlanResult]) -> list[str]:
     """A note, if a run that does not fit would with adapters. `plan` plans a config."""
-    alone = config.parallel is None and config.rollout.engine != "vllm" and not shape.experts
+    alone = config.parallel is None and config.rollout.engine != "vllm"
     if chosen.fits or config.model.lora is not None or not alone:
         return []
     lora = LoraConfig()
