@@ -117,10 +117,12 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
-@pytest.mark.parametrize("which", ADAPTERS)
-def test_with_adapters(tiny, which, name) -> None:
-    longest = 1400  # chunks of prefill, and batches of training, have more rows than those that are split by channels
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [*((name, which) for name in ("qwen3", "qwen2") for which in ADAPTERS), ("qwen3_moe", "all of rank 8")],
+)
+def test_with_adapters(tiny, name, which) -> None:
+    longest = 1400  # passes and micro-batches on both sides of the number of rows above which chunks have no programs
     config = tiny(
         {
             **family(name),
@@ -136,6 +138,7 @@ def test_with_adapters(tiny, which, name) -> None:
             "rollout.max_prompt_tokens": longest,
             "rollout.max_new_tokens": 400,
             "train.microbatch_tokens": 4096,
+            "train.head_chunk_tokens": 2048,
         }
     )
     loaded = load_model(config)
