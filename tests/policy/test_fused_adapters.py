@@ -19,7 +19,8 @@ from ebbtide.policy.datum import Datum
 from ebbtide.policy.fuse import own_forwards
 from ebbtide.policy.fused_check import fused_problem
 from ebbtide.policy.packing import pack
-from families import SHAPE, TOKENIZER
+from ebbtide.system.torch_internals import grouped_mm
+from families import EXPERTS, SHAPE, TOKENIZER
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 SOME = LoraConfig(rank=3, alpha=5, targets=["k_proj", "o_proj", "up_proj"])
@@ -35,7 +36,8 @@ def adapted(
     quantized: BaseKind | None = None,
 ) -> Setup:
     """A model of four fused blocks with adapters that add something. `base`: its own weights are trained as well."""
-    config = AutoConfig.for_model(family, **{**SHAPE, "num_hidden_layers": 4})
+    own = EXPERTS if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(family, **{**SHAPE, **own, "num_hidden_layers": 4})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     if quantized is not None:
@@ -67,6 +69,23 @@ def test_gradients_are_those_of_the_models_own_blocks(family: str, lora: LoraCon
     assert fused_problem(setup.model, setup.policy._fused) == ""
 
 
+@pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj"]])
+def test_experts_beside_adapters_are_frozen(monkeypatch, targets: list[str] | None) -> None:
+    """Theirs are gradients of their inputs alone: no product of two matrices by groups of rows, which is a weight's."""
+    setup = adapted("qwen3_moe", LoraConfig(rank=3, alpha=5, targets=targets))
+    assert {name.split(".")[3] for name in setup.kept} == {"self_attn"}
+    compare_with_own(setup)
+    dimensions = list[tuple[int, int]]()
+
+    def counted(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        dimensions.append((first.dim(), second.dim()))
+        return grouped_mm(first, second, ends)
+
+    monkeypatch.setattr("ebbtide.policy.fused_experts.grouped_mm", counted)
+    setup.grads()
+    assert set(dimensions) == {(2, 3)}
+
+
 def test_packed_matrices_have_adapters() -> None:
     setup = adapted("phi3", ALL)
     assert {name.rpartition(".")[2] for name in adapted_layers(setup.model)} == {
@@ -95,7 +114,7 @@ def test_weights_beside_adapters_may_be_trained_too() -> None:
     compare_with_own(adapted("qwen3", SOME, base=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "qwen3_moe"])
 def test_the_same_bits_whatever_is_kept(family: str) -> None:
     adapted(family, ALL).with_each_choice()
 

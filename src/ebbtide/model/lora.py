@@ -18,7 +18,7 @@ from ebbtide.config.root import Config
 from ebbtide.model.families import family_of
 from ebbtide.model.load import layers_of
 from ebbtide.model.quantize import QuantizedLinear, layer_matrix, layer_product, make_dense, quantized_of
-from ebbtide.model.shape import check_targets, no_experts
+from ebbtide.model.shape import check_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,13 +73,14 @@ def doubtful_learning_rate(config: Config) -> str | None:
 
 def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Linear]:
     """Name -> each linear layer of the blocks that gets an adapter."""
-    if family_of(model).sparse:
-        raise no_experts()
+    family = family_of(model)
     inside = set((layers_of(model) or nn.ModuleList()).modules())
     linear = {
-        name: module for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)
+        name: module
+        for name, module in model.named_modules()
+        if module in inside and isinstance(module, nn.Linear) and (not family.sparse or name.endswith(family.adaptable))
     }
-    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear})
+    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear}, sparse=family.sparse)
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in wanted}
 
 

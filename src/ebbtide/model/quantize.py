@@ -28,6 +28,7 @@ from ebbtide.model.families import family_of
 from ebbtide.model.linear import linear
 from ebbtide.model.load import NO_CODE, layers_of, model_config
 from ebbtide.model.quantized_sizes import LARGEST_GROUP, SMALLEST_GROUP
+from ebbtide.model.shape import no_quantized_experts
 from ebbtide.system.transformers_internals import initialize
 
 if TYPE_CHECKING:
@@ -237,10 +238,7 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[nn.Linear]:
     if family_of(model).sparse:
-        raise UserError(
-            "`model.base` for a mixture of experts is not supported: its experts are no linear layers. Remove it, or"
-            " choose a dense model"
-        )
+        raise no_quantized_experts()
     for module in (layers_of(model) or nn.ModuleList()).modules():
         if isinstance(module, nn.Linear):
             yield module

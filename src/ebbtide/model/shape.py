@@ -192,8 +192,9 @@ class Shape:
     @cached_property
     def adapters(self) -> dict[str, Tensor]:
         """Those of them that have an adapter."""
-        adapts = self.lora.adapts if self.lora is not None else lambda path: False
-        return {path: size for path, size in self.linear_layers.items() if adapts(path)}
+        lora, can = self.lora, set(family_named(self.family).adaptable)
+        found = self.linear_layers.items()
+        return {path: size for path, size in found if path in can and lora is not None and lora.adapts(path)}
 
     @cached_property
     def adapter_parameters(self) -> int:
@@ -348,28 +349,29 @@ def with_lora(shape: Shape, config: ModelConfig) -> Shape:
     if (lora := config.lora) is None:
         return shape
     family = family_named(shape.family)
-    if family.sparse:
-        raise no_experts()
-    paths = *family.attention_matrices, *family.mlp_matrices
-    check_targets(lora, {path.rpartition(".")[2] for path in paths})
+    if config.base is not None and family.sparse:
+        raise no_quantized_experts()
+    check_targets(lora, {path.rpartition(".")[2] for path in family.adaptable}, sparse=family.sparse)
     targets = frozenset(lora.targets) if lora.targets is not None else None
     return replace(shape, base=config.base, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
 
 
-def no_experts() -> UserError:
-    """The error for adapters of a mixture of experts."""
+def no_quantized_experts() -> UserError:
+    """The error for a quantized base of a mixture of experts."""
     return UserError(
-        "`model.lora` for a mixture of experts is not supported: its experts are no linear layers. Choose a dense"
-        " model, or train all weights without `model.lora`"
+        "`model.base` for a mixture of experts is not supported: its experts are no linear layers. Remove it, or choose"
+        " a dense model"
     )
 
 
-def check_targets(lora: LoraConfig, names: set[str]) -> set[str]:
-    """Those of a block's linear layers that have an adapter; raises for names that are none of them."""
+def check_targets(lora: LoraConfig, names: set[str], *, sparse: bool = False) -> set[str]:
+    """Those of a block's linear layers that have an adapter; raises for names that are none of them. `sparse`: whether
+    it is a mixture of experts."""
     if odd := sorted({*(lora.targets or ()), *lora.exclude} - names):
+        why = ". Experts and their router cannot have adapters yet: they stay as they are" if sparse else ""
         raise UserError(
-            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks are:"
-            f" {', '.join(sorted(names))}"
+            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks that can have an adapter are:"
+            f" {', '.join(sorted(names))}{why}"
         )
     wanted = (set(lora.targets) if lora.targets is not None else names) - set(lora.exclude)
     if not wanted:

@@ -15,12 +15,13 @@ from ebbtide.system.units import gib
 def note_adapters(config: Config, shape: Shape, chosen: PlanResult, plan: Callable[[Config], PlanResult]) -> list[str]:
     """A note, if a run that does not fit would with adapters, or with a smaller base beside them: the first that fits.
     `plan` plans a config."""
-    alone = config.parallel is None and config.rollout.engine != "vllm" and not shape.experts
+    alone = config.parallel is None and config.rollout.engine != "vllm"
     if chosen.fits or config.model.base == "int4" or not alone:
         return []
     lora = config.model.lora or LoraConfig()
     bases: list[BaseKind | None] = [None] if config.model.lora is None else []
-    bases += ["int4"] if config.model.base == "float8" else ["float8", "int4"]
+    if not shape.experts:
+        bases += ["int4"] if config.model.base == "float8" else ["float8", "int4"]
     for base in bases:
         found = plan(config.model_copy(update={"model": config.model.model_copy(update={"lora": lora, "base": base})}))
         if found.fits:

@@ -53,11 +53,18 @@ class FusedAdapters:
 
     def add(self, products: Tensor, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """Adds what the adapters make of x [T, K] to the layers' products [T, N], in place, and returns these."""
-        if self._adapters and self._layer.is_on:
-            low = self._firsts.product(x, weights)
-            for one in self._adapters:
-                part = products[:, one.columns]
-                part.addmm_(low[:, one.channels], weights[one.second].t(), alpha=self._layer.scale)
+        if not self._adapters or not self._layer.is_on:
+            return products
+        scale = self._layer.scale
+        if x.is_cuda and x.itemsize == 2:
+            from ebbtide.model import adapter_kernels  # It needs triton, which comes with torch on a GPU.
+
+            seconds, starts = zip(*((weights[one.second], one.columns.start) for one in self._adapters), strict=True)
+            adapter_kernels.add(products, x, self._firsts(weights), seconds, starts, scale)
+            return products
+        low = self._firsts.product(x, weights)
+        for one in self._adapters:
+            products[:, one.columns].addmm_(low[:, one.channels], weights[one.second].t(), alpha=scale)
         return products
 
     def backward(
