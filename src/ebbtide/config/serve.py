@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ebbtide.config.base import Count, Port, Section
 from ebbtide.config.root import Config
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class ServeConfig(Section):
@@ -21,6 +24,10 @@ class ServeConfig(Section):
 
     name: Annotated[str, Field(min_length=1)] | None = None
     """Model name for clients; `null` is the hub id, or the name of the folder or file."""
+
+    lora: dict[str, str] = {}
+    """Adapters to serve beside the model, each under its own name, as in `lora.math=FOLDER lora.code=RUN`: a folder in
+    PEFT's format, or a run with `model.lora` or a checkpoint of one. A client chooses by `model`."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the GPU if there is one."""
@@ -43,6 +50,24 @@ class ServeConfig(Section):
 
     stop_seconds: Annotated[float, Field(ge=0.0)] = 30.0
     """How long running requests may continue after the first Ctrl-C or SIGTERM; a second one ends them at once."""
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _names_and_folders(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError(f"`lora` is {given!r}, and each adapter has a name: write `lora.NAME=FOLDER`")
+        for name, folder in given.items():
+            if not ADAPTER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"`lora` names an adapter {name!r}, and a name has 1 to 64 letters, digits, `_` and `-`, the first"
+                    " a letter or a digit: choose another"
+                )
+            if not isinstance(folder, str) or not folder:
+                raise ValueError(
+                    f"`lora.{name}` is {folder!r} and should be a folder: write `lora.NAME=FOLDER`, with no dot in the"
+                    " name"
+                )
+        return given
 
 
 class SamplerConfig(Config):

@@ -42,12 +42,12 @@ class LoraLinear(nn.Linear):
         return torch.add(found, functional.linear(functional.linear(x, self.lora_A), self.lora_B), alpha=self.scale)
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, called: str = "`model.lora`") -> None:
     """Freezes a model and gives its linear layers adapters. A is random, by the seed alone; B is 0, so that the model
-    still computes what it did."""
+    still computes what it did. `called`: how an error names the adapters."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for module in find_targets(model, config).values():
+    for module in find_targets(model, config, called).values():
         weight = module.weight
         shapes = (config.rank, module.in_features), (module.out_features, config.rank)
         first, second = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for shape in shapes)
@@ -70,7 +70,7 @@ def doubtful_learning_rate(config: Config) -> str | None:
     )
 
 
-def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Linear]:
+def find_targets(model: PreTrainedModel, config: LoraConfig, called: str) -> dict[str, nn.Linear]:
     """Name -> each linear layer of the blocks that gets an adapter."""
     if family_of(model).sparse:
         raise no_experts()
@@ -78,7 +78,7 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Lin
     linear = {
         name: module for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)
     }
-    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear})
+    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear}, called)
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in wanted}
 
 
@@ -101,6 +101,12 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.is_on = was_on
 
 
+def remove_adapter(layer: LoraLinear) -> None:
+    """Makes it a linear layer without an adapter."""
+    del layer.lora_A, layer.lora_B
+    layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> float:
     """Adds what the adapters add to the weights, in float32 and rounded once, and removes them. Returns the rounding:
@@ -112,8 +118,7 @@ def merge_adapters(model: nn.Module) -> float:
         layer.weight.copy_(exact)
         lost += float((layer.weight.float() - exact).square().sum())
         added += float(update.square().sum())
-        del layer.lora_A, layer.lora_B
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        remove_adapter(layer)
     return math.sqrt(lost / added) if added else 0.0
 
 

@@ -357,12 +357,12 @@ def no_experts() -> UserError:
     )
 
 
-def check_targets(lora: LoraConfig, names: set[str]) -> set[str]:
-    """Those of a block's linear layers that have an adapter; raises for names that are none of them."""
+def check_targets(lora: LoraConfig, names: set[str], called: str = "`model.lora`") -> set[str]:
+    """Those of a block's linear layers that have an adapter; raises for names that are none of them. `called`: how an
+    error names the adapter."""
     if odd := sorted({*(lora.targets or ()), *lora.exclude} - names):
         raise UserError(
-            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks are:"
-            f" {', '.join(sorted(names))}"
+            f"{called} names `{odd[0]}`, and the linear layers of the model's blocks are: {', '.join(sorted(names))}"
         )
     wanted = (set(lora.targets) if lora.targets is not None else names) - set(lora.exclude)
     if not wanted:
