@@ -50,10 +50,11 @@ KINDS = {
 
 def write_base(folder: Path, changes: dict | None = None) -> Path:
     """A model with weights that matter, in a folder."""
-    loaded = load_model(GrpoConfig.model_validate(merged(TINY, changes or {})), CPU)
-    generator = torch.Generator().manual_seed(2)
+    config = GrpoConfig.model_validate(merged(TINY, changes or {}))
+    torch.manual_seed(config.seed)
+    loaded = load_model(config, CPU)
     for parameter in loaded.model.parameters():
-        parameter.data += 0.15 * torch.randn(parameter.shape, generator=generator)
+        parameter.data += 0.15 * torch.randn_like(parameter)
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder

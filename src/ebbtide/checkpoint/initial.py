@@ -1,4 +1,4 @@
-"""A run that starts from the weights of another: `model.path` names that run's folder."""
+"""Runs and adapters as models: a run that starts from the weights of another, and adapters that are served by name."""
 
 from __future__ import annotations
 
