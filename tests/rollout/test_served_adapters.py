@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,6 +13,7 @@ import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import TINY, family, merged
 from ebbtide.checkpoint.initial import find_adapters, with_runs_as_models
@@ -25,6 +24,7 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import LoraConfig
 from ebbtide.errors import UserError
 from ebbtide.launch.serve import serve
+from ebbtide.model.families import FAMILIES
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.model.lora import adapted_layers, add_adapters
 from ebbtide.model.peft_format import write_adapter
@@ -34,6 +34,8 @@ from ebbtide.rollout.paged import cache_memory, cpu_runner
 from ebbtide.rollout.paged.cpu_runner import CpuRunner
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.verify import build_verified_engine
+from ebbtide.rollout.serve.queue import RequestQueue
+from families import SHAPE, TOKENIZER
 from patience import PATIENCE
 from test_cli import ebbtide
 from test_lora_runs import run as train_run
@@ -141,6 +143,15 @@ def test_other_families(tmp_path, name: str) -> None:
     check_together_and_alone(base, write_adapters(base))
 
 
+def test_a_family_without_fused_blocks(tmp_path) -> None:
+    assert "cohere" not in FAMILIES
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("cohere", **SHAPE, initializer_range=0.2))
+    model.save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    check_together_and_alone(tmp_path / "base", write_adapters(tmp_path / "base"))
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_samples_that_are_preempted_keep_their_adapter(base, folders, ahead: bool) -> None:
     loaded = with_all(base, folders)
@@ -204,7 +215,7 @@ def test_the_cache_leaves_room_for_the_adapters_of_a_pass(base, folders, monkeyp
 # The server
 
 
-def test_clients_choose_by_name(base, folders, tmp_path) -> None:
+def test_clients_choose_by_name(base, folders, tmp_path, monkeypatch) -> None:
     """Over HTTP, all at once: the base, adapters of PEFT, and one of a run."""
     model = {"path": str(base), "lora": {"rank": 4}, "chat_template": False}
     train_run(tmp_path / "run", {"model": model, "train.steps": 2})
@@ -213,6 +224,8 @@ def test_clients_choose_by_name(base, folders, tmp_path) -> None:
     assert not adapter.is_templated
     said: SimpleQueue[str] = SimpleQueue()
     found: SimpleQueue = SimpleQueue()
+    queue = RequestQueue(100, PATIENCE)
+    monkeypatch.setattr("ebbtide.launch.serve.RequestQueue", lambda *_: queue)
 
     async def ask(url: str) -> tuple:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -230,22 +243,24 @@ def test_clients_choose_by_name(base, folders, tmp_path) -> None:
 
     def client() -> None:
         try:
-            text = ""
-            while not (at := re.search(r"serving small, math, code, mine at (\S+):", text)):
-                text = said.get(timeout=PATIENCE)
+            while not (at := re.search(r"serving small, math, code, mine at (\S+):|over", said.get(timeout=PATIENCE))):
+                pass
             found.put(asyncio.run(ask(at[1])))
         except BaseException as error:
             found.put(error)
         finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+            queue.stop()
 
     thread = threading.Thread(target=client)
     config = load_serve(
         ["port=0", "device=cpu", "name=small", "max_length=40", *(f"lora.{k}={v}" for k, v in places.items())]
     )
     thread.start()
-    serve(str(base), config, None, said.put)
-    thread.join(PATIENCE)
+    try:
+        serve(str(base), config, None, said.put)
+    finally:
+        said.put("over")
+        thread.join(PATIENCE)
     result = found.get(timeout=PATIENCE)
     if isinstance(result, BaseException):
         raise result
