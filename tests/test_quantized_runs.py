@@ -126,3 +126,15 @@ def test_a_new_models_codes_are_saved_and_resumed(kind, tmp_path) -> None:
     assert all(
         torch.equal(one.view(torch.uint8), found[name].view(torch.uint8)) for name, one in model.state_dict().items()
     )
+
+
+@pytest.mark.parametrize("kind", ["float8", "int4"])
+def test_a_model_is_served_with_a_quantized_base(kind, model_folder) -> None:
+    loaded, _ = load_served(str(model_folder), ServeConfig(device="cpu", base=kind), lambda text: None)
+    wanted = load_initial(settings(model_folder, changes(model_folder, kind)), CPU).model
+    assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
+
+
+def test_a_run_has_a_base_of_its_own(quantized) -> None:
+    with pytest.raises(UserError, match="is a run, which has its own"):
+        load_served(str(quantized[0]), ServeConfig(device="cpu", base="int4"), lambda text: None)

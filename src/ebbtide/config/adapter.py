@@ -27,9 +27,9 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def read_lora_config(folder: Path) -> LoraConfig:
-    """The settings of an adapter."""
-    called = f"`model.lora.adapter: {folder}`"
+def read_lora_config(folder: Path, called: str | None = None) -> LoraConfig:
+    """The settings of an adapter. `called`: how an error names it."""
+    called = called or f"`model.lora.adapter: {folder}`"
     try:
         found = json.loads((folder / CONFIG).read_text())
         if not isinstance(found, dict) or found.get("peft_type") != "LORA":

@@ -43,12 +43,12 @@ class LoraLinear(nn.Linear):
         return torch.add(found, functional.linear(functional.linear(x, self.lora_A), self.lora_B), alpha=self.scale)
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, called: str = "`model.lora`") -> None:
     """Freezes a model and gives its linear layers adapters. A is random, by the seed alone; B is 0, so that the model
-    still computes what it did."""
+    still computes what it did. `called`: how an error names the adapters."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for module in find_targets(model, config).values():
+    for module in find_targets(model, config, called).values():
         weight = module.weight
         shapes = (config.rank, module.in_features), (module.out_features, config.rank)
         first, second = (torch.zeros(shape, dtype=model.dtype, device=weight.device) for shape in shapes)
@@ -71,7 +71,7 @@ def doubtful_learning_rate(config: Config) -> str | None:
     )
 
 
-def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Linear]:
+def find_targets(model: PreTrainedModel, config: LoraConfig, called: str) -> dict[str, nn.Linear]:
     """Name -> each linear layer of the blocks that gets an adapter."""
     family = family_of(model)
     inside = set((layers_of(model) or nn.ModuleList()).modules())
@@ -80,7 +80,7 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Lin
         for name, module in model.named_modules()
         if module in inside and isinstance(module, nn.Linear) and (not family.sparse or name.endswith(family.adaptable))
     }
-    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear}, sparse=family.sparse)
+    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear}, called, sparse=family.sparse)
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in wanted}
 
 
@@ -103,11 +103,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.is_on = was_on
 
 
+def remove_adapter(layer: LoraLinear) -> None:
+    """Makes it a linear layer without an adapter."""
+    del layer.lora_A, layer.lora_B
+    layer.__class__ = nn.Linear if quantized_of(layer) is None else QuantizedLinear  # type: ignore[assignment]
+
+
 @torch.no_grad()
 def merge_adapters(model: PreTrainedModel) -> float:
     """Adds what the adapters add to the weights, in float32 and rounded once, and removes them; quantized layers are
-    numbers from then on. Returns the rounding:
-    the norm of what it changed, as a fraction of the norm of what the adapters add."""
+    numbers from then on. Returns the rounding: the norm of what it changed, as a fraction of the norm of what the
+    adapters add."""
     lost, added = 0.0, 0.0
     for layer in adapted_layers(model).values():
         update = layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
@@ -117,8 +123,7 @@ def merge_adapters(model: PreTrainedModel) -> float:
         layer.weight.copy_(exact)
         lost += float((layer.weight.float() - exact).square().sum())
         added += float(update.square().sum())
-        del layer.lora_A, layer.lora_B
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        remove_adapter(layer)
     for module in model.modules():  # those without adapters
         if isinstance(module, QuantizedLinear):
             make_dense(module, model.dtype)

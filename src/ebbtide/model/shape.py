@@ -364,13 +364,13 @@ def no_quantized_experts() -> UserError:
     )
 
 
-def check_targets(lora: LoraConfig, names: set[str], *, sparse: bool = False) -> set[str]:
-    """Those of a block's linear layers that have an adapter; raises for names that are none of them. `sparse`: whether
-    it is a mixture of experts."""
+def check_targets(lora: LoraConfig, names: set[str], called: str = "`model.lora`", *, sparse: bool = False) -> set[str]:
+    """Those of a block's linear layers that have an adapter; raises for names that are none of them. `called`: how an
+    error names the adapter. `sparse`: whether it is a mixture of experts."""
     if odd := sorted({*(lora.targets or ()), *lora.exclude} - names):
         why = ". Experts and their router cannot have adapters yet: they stay as they are" if sparse else ""
         raise UserError(
-            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks that can have an adapter are:"
+            f"{called} names `{odd[0]}`, and the linear layers of the model's blocks that can have an adapter are:"
             f" {', '.join(sorted(names))}{why}"
         )
     wanted = (set(lora.targets) if lora.targets is not None else names) - set(lora.exclude)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.lora import LoraLinear
+from ebbtide.model.row_adapters import Columns, RowLoraLinear
 
 
 class _Adapter(NamedTuple):
@@ -31,6 +32,7 @@ class FusedAdapters:
     def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
         """`paths`: of the layers, in the order of their products."""
         self._adapters: list[_Adapter] = []
+        self._columns: Columns = ()
         firsts, column, channel = [], 0, 0
         for path in paths:
             layer = block.get_submodule(path)
@@ -40,6 +42,7 @@ class FusedAdapters:
                 self._adapters.append(_Adapter(f"{path}.lora_B", columns, channels))
                 firsts.append(f"{path}.lora_A")
                 self._layer = layer
+                self._columns += layer.columns if isinstance(layer, RowLoraLinear) else ()
         self._firsts, self._channels = JoinedWeights(firsts), channel
 
     @property
@@ -56,13 +59,15 @@ class FusedAdapters:
         if not self._adapters or not self._layer.is_on:
             return products
         scale = self._layer.scale
-        if x.is_cuda and x.itemsize == 2:
+        if x.is_cuda and x.itemsize == 2 and not isinstance(self._layer, RowLoraLinear):
             from ebbtide.model import adapter_kernels  # It needs triton, which comes with torch on a GPU.
 
             seconds, starts = zip(*((weights[one.second], one.columns.start) for one in self._adapters), strict=True)
             adapter_kernels.add(products, x, self._firsts(weights), seconds, starts, scale)
             return products
         low = self._firsts.product(x, weights)
+        if isinstance(self._layer, RowLoraLinear):
+            low.mul_(self._layer.rows.mask(self._columns))
         for one in self._adapters:
             products[:, one.columns].addmm_(low[:, one.channels], weights[one.second].t(), alpha=scale)
         return products

@@ -13,6 +13,7 @@ from torch import Tensor
 from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.host import free_host_bytes
+from ebbtide.model.row_adapters import row_adapter_bytes
 from ebbtide.rollout.paged.attention import KVCache, cache_costs
 from ebbtide.rollout.paged.cache_costs import blocks_for
 from ebbtide.rollout.paged.runner import Runner
@@ -67,7 +68,7 @@ class CacheMemory:
         count = self._blocks
         if count is None:
             weight = next(self._model.parameters())
-            free = _free_bytes(weight.device) + reusable
+            free = _free_bytes(weight.device) + reusable - row_adapter_bytes(self._model, self._most)
             sizes = weight.dtype.itemsize, self._block, self._most, self._batch
             count, self.chunk = self._costs.fit(*sizes, free, useful=needs.useful, least=needs.longest_sample)
         if count < needs.longest_sample:

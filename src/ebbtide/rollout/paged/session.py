@@ -98,9 +98,13 @@ class Session:
         ending = self._stop_condition(sampling)
         count, limit = len(request.seeds), sampling.max_new_tokens
         samples = (
-            self._scheduler.add(request.prompt, [limit] * count)
+            self._scheduler.add(request.prompt, [limit] * count, request.adapter)
             if self._share
-            else [sample for _ in request.seeds for sample in self._scheduler.add(request.prompt, [limit])]
+            else [
+                sample
+                for _ in request.seeds
+                for sample in self._scheduler.add(request.prompt, [limit], request.adapter)
+            ]
         )
         states = [
             SampleState(sample, sampling, ending, Uniforms(seed))
