@@ -132,7 +132,7 @@ def base() -> Iterator[list[Row]]:
                     _check(x, bases)
                 for kind, base in bases.items():
                     taken = _graphed(partial(dequantize, base, torch.bfloat16))
-                    moved = 2 * weight.numel() + sum(one.nbytes for one in base if one is not None)
+                    moved = 2 * weight.numel() + sum(one.nbytes for one in base)
                     rows += [
                         Row(label, f"numbers of {kind}", taken, "us"),
                         Row(label, f"numbers of {kind}, moved", moved / taken / 1e6, "TB/s"),

@@ -2,8 +2,8 @@
 loaded, and turned back into numbers where they are multiplied.
 
     float8   e4m3, one scale for a row, which is a power of 2: codes become numbers without rounding
-    int4     codes from 0 to 15, one scale and one offset for each group of up to 128 numbers of a row; two in a byte,
-             the first half of a group in the low bits, the second in the high bits
+    int4     codes from 0 to 15, a scale and an offset for each group of up to 128 numbers of a row; two codes in a
+             byte, the first half of a group in the low bits, the second in the high bits
 
 A number of the base is code x scale + offset, rounded to bfloat16, on every device. It is the same whatever device the
 codes were made on: sums are in float64.
@@ -39,20 +39,19 @@ LARGEST_FLOAT8 = 448.0
 LARGEST_CODE = 15
 KEPT = (1.0, 0.96, 0.92, 0.88, 0.84)
 """Fractions of a group's range that are tried: what is outside is rounded to its ends, and all else more finely."""
-SCALE, OFFSET = "weight_scale", "weight_offset"
-"""Names of a quantized layer's parameters, beside `weight`, which are the codes."""
+SCALE = "weight_scale"
+"""The name of a quantized layer's parameter beside `weight`, which are the codes."""
 
 
 class Quantized(NamedTuple):
     """A matrix [N, K]."""
 
     codes: Tensor  # float8 [N, K], or uint8 [N, K / 2]
-    scale: Tensor  # bfloat16 [N, groups]
-    offset: Tensor | None = None  # bfloat16 [N, groups]
+    scale: Tensor  # bfloat16 [N, 1], or [N, groups, 2]: scales and offsets
 
     @property
     def columns(self) -> int:
-        return self.codes.shape[1] * (1 if self.offset is None else 2)
+        return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
 
     @property
     def group(self) -> int:
@@ -90,22 +89,20 @@ def layer_columns(layer: nn.Linear) -> int:
 
 def quantized_of(layer: nn.Module) -> Quantized | None:
     """The matrix of a layer, if it is quantized."""
-    found = layer._parameters
-    scale, offset = found.get(SCALE), found.get(OFFSET)
-    codes = found.get("weight")
-    return None if scale is None or codes is None else Quantized(codes, scale, offset)
+    codes, scale = layer._parameters.get("weight"), layer._parameters.get(SCALE)
+    return None if scale is None or codes is None else Quantized(codes, scale)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *matrix: Tensor) -> Tensor:
-        ctx.matrix = Quantized(*matrix)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.matrix = Quantized(codes, scale)
         return functional.linear(x, dequantize(ctx.matrix, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0] @ dequantize(ctx.matrix, grads[0].dtype), None, *(None for _ in ctx.matrix)
+        return grads[0] @ dequantize(ctx.matrix, grads[0].dtype), None, None, None
 
 
 def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
@@ -122,16 +119,17 @@ def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -
 @torch.no_grad()
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
     """The numbers of a matrix [N, K]."""
-    codes, scale, offset = matrix
+    codes, scale = matrix
     if codes.is_cuda:
         from ebbtide.model import quantized_kernels
 
-        return quantized_kernels.dequantize(codes, scale, offset).to(dtype)
-    if offset is None:
+        return quantized_kernels.dequantize(codes, scale).to(dtype)
+    if codes.dtype != torch.uint8:
         return (codes.bfloat16() * scale).to(dtype)
     halves = codes.view(len(codes), -1, matrix.group // 2)
     groups = torch.cat([halves & LARGEST_CODE, halves >> 4], -1)
-    numbers = torch.addcmul(offset.float()[..., None], groups.float(), scale.float()[..., None])
+    factor, offset = scale.float()[..., None].unbind(-2)
+    numbers = torch.addcmul(offset, groups.float(), factor)
     return numbers.flatten(1).bfloat16().to(dtype)
 
 
@@ -141,12 +139,7 @@ def quantize(weight: Tensor, kind: BaseKind) -> Quantized:
     rows = max(1, AT_ONCE // weight.shape[1])
     function = _to_float8 if kind == "float8" else _to_int4
     parts = [function(part.float()) for part in weight.split(rows)]
-    offsets = [part.offset for part in parts if part.offset is not None]
-    return Quantized(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(offsets) if offsets else None,
-    )
+    return Quantized(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
 
 
 def _to_float8(rows: Tensor) -> Quantized:
@@ -174,7 +167,7 @@ def _to_int4(rows: Tensor) -> Quantized:
     assert best is not None
     _, codes, scale, offset = best
     first, second = codes.to(torch.uint8).chunk(2, -1)
-    return Quantized((first | second << 4).flatten(1), scale[..., 0].bfloat16(), offset[..., 0].bfloat16())
+    return Quantized((first | second << 4).flatten(1), torch.cat([scale, offset], -1).bfloat16())
 
 
 def group_size(columns: int) -> int:
@@ -214,19 +207,16 @@ def new_quantized_model(config: Config, dtype: torch.dtype, device: torch.device
 
 def quantize_layer(layer: nn.Linear, kind: BaseKind, device: torch.device) -> None:
     """Replaces the matrix of a layer by its codes, on a device."""
-    codes, scale, offset = quantize(layer.weight.detach().to(device), kind)
+    codes, scale = quantize(layer.weight.detach().to(device), kind)
     layer.weight = _frozen(codes)
     layer.register_parameter(SCALE, _frozen(scale))
-    if offset is not None:
-        layer.register_parameter(OFFSET, _frozen(offset))
     layer.__class__ = QuantizedLinear
 
 
 def make_dense(layer: nn.Linear, dtype: torch.dtype) -> None:
     """Replaces the codes of a layer by numbers."""
     matrix = layer_matrix(layer)
-    for name in (SCALE, OFFSET):
-        layer._parameters.pop(name, None)
+    layer._parameters.pop(SCALE, None)
     layer.weight = _frozen(matrix.to(dtype))
     if isinstance(layer, QuantizedLinear):
         layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -19,6 +19,14 @@ AT_ONCE = 4096  # Numbers that a program makes of codes.
 
 
 @triton.jit
+def _numbers(codes, word):
+    """The numbers of 4-bit codes. A word has the bits of a scale and an offset in bfloat16."""
+    # With these bits in front, a code is 2**23 + code in float32: quicker than a conversion.
+    numbers = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return numbers * (word << 16).to(tl.float32, bitcast=True) + (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * at_once + tl.arange(0, at_once)
@@ -28,24 +36,22 @@ def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr):
 
 
 @triton.jit
-def _dequantize_int4(codes, scale, offset, out, groups, half: tl.constexpr, at_once: tl.constexpr):
+def _dequantize_int4(codes, words, out, groups, half: tl.constexpr, at_once: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * at_once + tl.arange(0, at_once)
     place = tl.arange(0, half)
     inside = (group < groups)[:, None]
     pairs = tl.load(codes + (row * groups + group[:, None]) * half + place[None, :], mask=inside)
-    factor = tl.load(scale + row * groups + group, mask=group < groups).to(tl.float32)[:, None]
-    lowest = tl.load(offset + row * groups + group, mask=group < groups).to(tl.float32)[:, None]
+    word = tl.load(words + row * groups + group, mask=group < groups)[:, None]
     target = out + (row * groups + group[:, None]) * 2 * half + place[None, :]
-    first, second = (pairs & 15).to(tl.float32) * factor + lowest, (pairs >> 4).to(tl.float32) * factor + lowest
-    tl.store(target, first.to(tl.bfloat16), mask=inside)
-    tl.store(target + half, second.to(tl.bfloat16), mask=inside)
+    tl.store(target, _numbers(pairs & 15, word).to(tl.bfloat16), mask=inside)
+    tl.store(target + half, _numbers(pairs >> 4, word).to(tl.bfloat16), mask=inside)
 
 
-def dequantize(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     """The numbers [N, K] of codes."""
     rows, width = codes.shape
-    if offset is None:
+    if codes.dtype != torch.uint8:
         out = torch.empty((rows, width), dtype=torch.bfloat16, device=codes.device)
         grid = rows, triton.cdiv(width, AT_ONCE)
         _dequantize_float8[grid](codes, scale, out, width, AT_ONCE)
@@ -54,8 +60,13 @@ def dequantize(codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     groups = scale.shape[1]
     half = width // groups
     at_once = AT_ONCE // (2 * half)
-    _dequantize_int4[rows, triton.cdiv(groups, at_once)](codes, scale, offset, out, groups, half, at_once)
+    _dequantize_int4[rows, triton.cdiv(groups, at_once)](codes, _words(scale), out, groups, half, at_once)
     return out
+
+
+def _words(scale: Tensor) -> Tensor:
+    """[N, groups]: scale and offset as one number, which is loaded at once."""
+    return scale.view(torch.int32)[..., 0]
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -76,15 +87,20 @@ def _linear_float8(
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     place = tl.arange(0, at_once)
-    there, near = (column < width)[:, None], (row < rows)[None, :]
-    code_at = codes + column.to(tl.int64)[:, None] * depth + place[None, :]
-    x_at = x + row[None, :] * depth + place[:, None]
+    # Beyond the last row or column others are read, and nothing is written.
+    code_at = codes + (column % width).to(tl.int64)[:, None] * depth + place[None, :]
+    x_at = x + (row % rows)[None, :] * depth + place[:, None]
     total = tl.zeros([columns, tile], tl.float32)
     for at in range(0, depth, at_once):
-        inside = at + place < depth
-        found = tl.load(code_at + at, mask=there & inside[None, :], other=0)
+        if depth % at_once == 0:
+            found, numbers_of_x = tl.load(code_at + at), tl.load(x_at + at)
+        else:
+            inside = at + place < depth
+            found = tl.load(code_at + at, mask=inside[None, :], other=0)
+            numbers_of_x = tl.load(x_at + at, mask=inside[:, None], other=0.0)
         numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(x.dtype.element_ty)
-        total = tl.dot(numbers, tl.load(x_at + at, mask=near & inside[:, None], other=0.0), total)
+        total = tl.dot(numbers, numbers_of_x, total)
+    there, near = (column < width)[:, None], (row < rows)[None, :]
     # A power of 2 changes no bit of a sum but its exponent.
     total *= tl.load(scale + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
     if biased:
@@ -96,8 +112,7 @@ def _linear_float8(
 def _linear_int4(
     x,  # [rows, depth]
     codes,  # [width, depth / 2]
-    scale,  # [width, groups]
-    offset,  # [width, groups]
+    words,  # [width, groups]
     bias,  # [width]
     out,  # [rows, width]
     rows,
@@ -111,19 +126,18 @@ def _linear_int4(
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     place = tl.arange(0, half)
-    there, near = (column < width)[:, None], (row < rows)[None, :]
-    code_at = codes + column.to(tl.int64)[:, None] * (groups * half) + place[None, :]
-    scale_at, offset_at = scale + column[:, None] * groups, offset + column[:, None] * groups
-    x_at = x + row[None, :] * (2 * groups * half) + place[:, None]
+    # Beyond the last row or column others are read, and nothing is written.
+    code_at = codes + (column % width).to(tl.int64)[:, None] * (groups * half) + place[None, :]
+    word_at = words + (column % width)[:, None] * groups
+    x_at = x + (row % rows)[None, :] * (2 * groups * half) + place[:, None]
     total = tl.zeros([columns, tile], tl.float32)
     for group in range(0, groups):
-        pairs = tl.load(code_at + group * half, mask=there, other=0)
-        factor = tl.load(scale_at + group, mask=there, other=0.0).to(tl.float32)
-        lowest = tl.load(offset_at + group, mask=there, other=0.0).to(tl.float32)
-        first = ((pairs & 15).to(tl.float32) * factor + lowest).to(tl.bfloat16).to(x.dtype.element_ty)
-        total = tl.dot(first, tl.load(x_at + 2 * group * half, mask=near, other=0.0), total)
-        second = ((pairs >> 4).to(tl.float32) * factor + lowest).to(tl.bfloat16).to(x.dtype.element_ty)
-        total = tl.dot(second, tl.load(x_at + (2 * group + 1) * half, mask=near, other=0.0), total)
+        pairs, word = tl.load(code_at + group * half), tl.load(word_at + group)
+        first = _numbers(pairs & 15, word).to(tl.bfloat16).to(x.dtype.element_ty)
+        total = tl.dot(first, tl.load(x_at + 2 * group * half), total)
+        second = _numbers(pairs >> 4, word).to(tl.bfloat16).to(x.dtype.element_ty)
+        total = tl.dot(second, tl.load(x_at + (2 * group + 1) * half), total)
+    there, near = (column < width)[:, None], (row < rows)[None, :]
     if biased:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
@@ -140,22 +154,32 @@ def takes(x: Tensor, codes: Tensor, group: int) -> bool:
     )
 
 
-def linear(x: Tensor, codes: Tensor, scale: Tensor, offset: Tensor | None, *, bias: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    bias: Tensor | None,
+    columns: int = COLUMNS,
+    warps: int = 4,
+    stages: int = STAGES,
+    depth: int = DEPTH,
+) -> Tensor:
     """x [T, K] @ numbers.T [K, N] + bias [N], for what this kernel `takes`."""
     rows, width = len(x), len(codes)
     tile = min(128, max(16, triton.next_power_of_2(rows)))
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    grid = triton.cdiv(width, COLUMNS), triton.cdiv(rows, tile)
+    grid = triton.cdiv(width, columns), triton.cdiv(rows, tile)
     given = out if bias is None else bias
-    if offset is None:
+    if codes.dtype != torch.uint8:
         _linear_float8[grid](
-            x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, COLUMNS, DEPTH,
-            bias is not None, num_warps=4, num_stages=STAGES,
+            x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, columns, depth,
+            bias is not None, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     else:
         groups = scale.shape[1]
         _linear_int4[grid](
-            x, codes, scale, offset, given, out, rows, width, groups, tile, COLUMNS, codes.shape[1] // groups,
-            bias is not None, num_warps=4, num_stages=STAGES,
+            x, codes, _words(scale), given, out, rows, width, groups, tile, columns, codes.shape[1] // groups,
+            bias is not None, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.model.joined_weights import JoinedWeights
-from ebbtide.model.quantize import OFFSET, SCALE, Quantized, dequantize, quantized_linear
+from ebbtide.model.quantize import SCALE, Quantized, dequantize, quantized_linear
 from ebbtide.policy.fused_adapters import FusedAdapters
 
 
@@ -24,8 +24,8 @@ class Projection:
             return JoinedWeights([name for path in paths if (name := f"{path}.{kind}") in present])
 
         self._weight, self._bias = of_layers("weight"), of_layers("bias")
-        self._scale, self._offset = of_layers(SCALE), of_layers(OFFSET)
-        self._own = self._weight, self._bias, self._scale, self._offset
+        self._scale = of_layers(SCALE)
+        self._own = self._weight, self._bias, self._scale
         self._adapters = FusedAdapters(block, paths)
 
     @property
@@ -56,8 +56,7 @@ class Projection:
         return quantized_linear(x, self._quantized(weights), self._bias(weights) if self._bias.names else None)
 
     def _quantized(self, weights: dict[str, Tensor]) -> Quantized:
-        offset = self._offset(weights) if self._offset.names else None
-        return Quantized(self._weight(weights), self._scale(weights), offset)
+        return Quantized(self._weight(weights), self._scale(weights))
 
     def _matrix(self, weights: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         """All matrices as one, in numbers [N, K]."""
