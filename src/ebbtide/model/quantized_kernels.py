@@ -7,6 +7,8 @@ has its bits.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from torch import Tensor
 
 MOST_ROWS = 256
 """Products of more rows are cuBLAS's, of the numbers."""
-COLUMNS, DEPTH, STAGES = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
+COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
 AT_ONCE = 4096  # Numbers that a program makes of codes.
 
 
@@ -154,32 +156,29 @@ def takes(x: Tensor, codes: Tensor, group: int) -> bool:
     )
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    *,
-    bias: Tensor | None,
-    columns: int = COLUMNS,
-    warps: int = 4,
-    stages: int = STAGES,
-    depth: int = DEPTH,
-) -> Tensor:
+def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None) -> Tensor:
     """x [T, K] @ numbers.T [K, N] + bias [N], for what this kernel `takes`."""
     rows, width = len(x), len(codes)
     tile = min(128, max(16, triton.next_power_of_2(rows)))
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    grid = triton.cdiv(width, columns), triton.cdiv(rows, tile)
+    grid = triton.cdiv(width, COLUMNS), triton.cdiv(rows, tile)
     given = out if bias is None else bias
+    # Where a processor has several programs, these wait for memory in turns, and need less of its own.
+    stages = 5 if grid[0] * grid[1] <= _processors(x.device) else 3
     if codes.dtype != torch.uint8:
         _linear_float8[grid](
-            x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, columns, depth,
-            bias is not None, num_warps=warps, num_stages=stages,
+            x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, COLUMNS, DEPTH,
+            bias is not None, num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
     else:
         groups = scale.shape[1]
         _linear_int4[grid](
-            x, codes, _words(scale), given, out, rows, width, groups, tile, columns, codes.shape[1] // groups,
-            bias is not None, num_warps=warps, num_stages=stages,
+            x, codes, _words(scale), given, out, rows, width, groups, tile, COLUMNS, codes.shape[1] // groups,
+            bias is not None, num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
     return out
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

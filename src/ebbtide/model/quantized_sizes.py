@@ -26,7 +26,7 @@ def base_bytes(shape: Shape, itemsize: int, parameters: int | None = None) -> in
         return itemsize * parameters
     sizes = shape.linear_layers.values()
     quantized = sum(quantized_bytes(rows, columns, shape.base) for rows, columns in sizes)
-    return itemsize * (parameters - shape.layers * _numbers(shape)) + shape.layers * quantized
+    return itemsize * (parameters - shape.layers * block_numbers(shape)) + shape.layers * quantized
 
 
 def scratch_bytes(shape: Shape, itemsize: int) -> int:
@@ -38,9 +38,9 @@ def dequantized_traffic(shape: Shape) -> float:
     """The bytes that are read and written to make numbers of all codes of a model, once."""
     if shape.base is None:
         return 0.0
-    return shape.layers * _numbers(shape) * (2.0 + (1.0 if shape.base == "float8" else 0.5))
+    return shape.layers * block_numbers(shape) * (2.0 + (1.0 if shape.base == "float8" else 0.5))
 
 
-def _numbers(shape: Shape) -> int:
+def block_numbers(shape: Shape) -> int:
     """The numbers of the matrices of a block's linear layers."""
     return sum(rows * columns for rows, columns in shape.linear_layers.values())
