@@ -41,9 +41,10 @@ def test_null_decides_and_says_why_not(tiny, monkeypatch) -> None:
         assert decide(config, "cpu", 1, fused=False) == (config, "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert decide(tiny({"model.dtype": "bfloat16"}), "cuda", 1, fused=False)[1] == "the model's blocks are not fused"
-    found, why = decide(tiny({"model.dtype": "bfloat16"}), "cuda", 1, fused=True)
-    assert found.rollout.exact
-    assert not why
+    for lora in (None, {"rank": 4}):
+        found, why = decide(tiny({"model.dtype": "bfloat16", "model.lora": lora}), "cuda", 1, fused=True)
+        assert found.rollout.exact
+        assert not why
 
 
 def test_a_model_without_fused_blocks_runs_without_it(tiny, tmp_path, monkeypatch) -> None:

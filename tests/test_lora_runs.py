@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from conftest import TINY, merged
+from conftest import TINY, family, merged
 from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.export import export, read_model
 from ebbtide.checkpoint.index import read_index
@@ -71,6 +71,21 @@ def test_the_sampler_has_the_adapters_of_the_trainer(whole) -> None:
     found = [line["mismatch_max"] for line in lines(whole[0]) if line["step"] > 0]
     assert len(found) == 4
     assert max(found) < 1e-5
+
+
+def test_a_mixture_of_experts_trains_the_adapters_of_its_attention(tmp_path) -> None:
+    folder, sparse = tmp_path / "run", family("qwen3_moe")
+    model = run(folder, sparse)
+    base, found = load_model(settings(folder, sparse), CPU).model.state_dict(), model.state_dict()
+    assert any(".experts." in name for name in base)
+    assert all(torch.equal(found[name], base[name]) for name in base)
+    assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(model).values())
+    assert max(line["mismatch_max"] for line in lines(folder) if "mismatch_max" in line) < 1e-5
+    export(folder, tmp_path / "merged", merge=True, say=print)
+    merged_model = load_model(settings(folder, {"model": {"path": str(tmp_path / "merged")}}), CPU).model
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(merged_model(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_it_resumes_to_the_bit(whole, tmp_path) -> None:

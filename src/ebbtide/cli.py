@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ebbtide import __version__
-from ebbtide.checkpoint.initial import with_runs_as_models
+from ebbtide.checkpoint.initial import find_adapters, with_runs_as_models
 from ebbtide.checkpoint.resume import FOLDER
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config import load, load_serve, recipes, replace_overrides
@@ -279,6 +279,7 @@ def serve(
     config = load_serve(overrides or [])
     check_installed()
     key = read_api_key(api_key_file)
+    find_adapters(config.lora, lambda said: None)  # a mistyped folder is refused before torch is loaded
     if not (Path(os.path.expanduser(source)) / FOLDER).is_dir():
         check_paths(ModelConfig(path=source))
     _say("starting (torch and transformers take a few seconds to load)", "dim")

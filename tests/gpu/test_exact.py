@@ -8,9 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILIES, TINY, family
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.model import LoraConfig
 from ebbtide.config.root import Config
 from ebbtide.model.linear import HOPPER, linear
 from ebbtide.model.load import LoadedModel, load_model
+from ebbtide.model.lora import adapted_layers, add_adapters
 from ebbtide.policy.attention import PackedAttention
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.exact import make_exact, why_not_exact
@@ -104,6 +106,45 @@ def test_families_that_are_not_made_from_nothing(tiny, name) -> None:
     made = AutoConfig.for_model(name.split()[0], **{**SHAPE, **sizes, "max_position_embeddings": 1024, **OTHERS[name]})
     model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval().cuda()
     check(LoadedModel(model, TOKENIZER, "sdpa"), config, random.Random(name), longest)
+
+
+ADAPTERS = {
+    "all of rank 32": LoraConfig(),
+    "all of rank 8": LoraConfig(rank=8),
+    "all of rank 1": LoraConfig(rank=1, alpha=2),
+    "some of rank 20": LoraConfig(rank=20, targets=["q_proj", "v_proj", "up_proj"]),
+    "some of rank 256": LoraConfig(rank=256, exclude=["q_proj", "k_proj", "v_proj"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [*((name, which) for name in ("qwen3", "qwen2") for which in ADAPTERS), ("qwen3_moe", "all of rank 8")],
+)
+def test_with_adapters(tiny, name, which) -> None:
+    longest = 1400  # passes and micro-batches on both sides of the number of rows above which chunks have no programs
+    config = tiny(
+        {
+            **family(name),
+            "device": "cuda",
+            "model.dtype": "bfloat16",
+            "model.lora": ADAPTERS[which].model_dump(),
+            "model.scratch.hidden": 640,
+            "model.scratch.heads": 4,
+            "model.scratch.kv_heads": 2,
+            "model.scratch.head_dim": 64,
+            "model.scratch.mlp": 1216,
+            "model.scratch.context": 2048,
+            "rollout.max_prompt_tokens": longest,
+            "rollout.max_new_tokens": 400,
+            "train.microbatch_tokens": 4096,
+            "train.head_chunk_tokens": 2048,
+        }
+    )
+    loaded = load_model(config)
+    add_adapters(loaded.model, ADAPTERS[which], seed=0)
+    check(loaded, config, random.Random(which), longest)  # which also gives B other values than 0
+    assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(loaded.model).values())
 
 
 def check(loaded: LoadedModel, config: Config, chance: random.Random, longest: int) -> None:

@@ -10,20 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import TINY, family, merged
+from conftest import FAMILIES, TINY, family, merged
 from ebbtide.checkpoint.initial import with_runs_as_models
 from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.config.adapter import read_lora_config
 from ebbtide.config.algorithms.grpo import GrpoConfig
-from ebbtide.config.model import LoraConfig
+from ebbtide.config.model import LoraConfig, ModelConfig
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
-from ebbtide.model.lora import LoraLinear, adapted_layers, base_digest, merge_adapters, without_adapters
+from ebbtide.model.lora import LoraLinear, adapted_layers, add_adapters, base_digest, merge_adapters, without_adapters
 from ebbtide.model.peft_format import load_adapter, write_adapter
-from ebbtide.model.shape import find_shape
+from ebbtide.model.shape import find_shape, from_config, with_lora
+from families import EXPERTS, SHAPE
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma")
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([[1, 5, 2, 7, 3, 3, 9]])
 
@@ -47,7 +48,7 @@ def logits(model) -> torch.Tensor:
     return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_new_adapter_changes_no_bit(name: str) -> None:
     plain = load_model(config(family(name)), CPU).model
     model = load_initial(config(family(name)), CPU).model
@@ -88,7 +89,7 @@ def test_targets_and_exclude() -> None:
     [
         (
             {"targets": ["query"]},
-            "names `query`, and the linear layers of the model's blocks are: down_proj, gate_proj",
+            "names `query`, and the linear layers of the model's blocks that can have an adapter are: down_proj, gate",
         ),
         ({"exclude": ["lm_head"]}, "names `lm_head`"),
     ],
@@ -98,9 +99,21 @@ def test_layers_that_do_not_exist_are_named(lora: dict, says: str) -> None:
         load_initial(config(None, **lora), CPU)
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
-    with pytest.raises(UserError, match="mixture of experts"):
-        load_initial(config(family("qwen3_moe")), CPU)
+def test_a_mixture_of_experts_has_adapters_in_attention() -> None:
+    for name, parameter in made(family("qwen3_moe")).named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        assert (".self_attn." in name) or not parameter.requires_grad
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj", "experts", "gate"])
+@pytest.mark.parametrize("key", ["targets", "exclude"])
+def test_experts_that_are_named_are_refused(name: str, key: str) -> None:
+    settings = config(family("qwen3_moe"), **{key: ["q_proj", name]})
+    says = f"names `{name}`.* are: k_proj, o_proj, q_proj, v_proj. Experts and their router cannot have adapters yet"
+    with pytest.raises(UserError, match=says):
+        load_initial(settings, CPU)
+    with pytest.raises(UserError, match=says):
+        find_shape(settings.model)
 
 
 def test_the_seed_alone_decides_the_first_weights() -> None:
@@ -182,8 +195,8 @@ def test_the_digest_is_the_same_in_any_type() -> None:
 # Shapes
 
 
-@pytest.mark.parametrize("lora", [{}, {"targets": ["q_proj", "down_proj"]}, {"exclude": ["o_proj", "up_proj"]}])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("lora", [{}, {"targets": ["q_proj", "o_proj"]}, {"exclude": ["o_proj", "v_proj"]}])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_shape_counts_its_adapters(name: str, lora: dict) -> None:
     settings = config(family(name), **lora)
     model, shape = load_initial(settings, CPU).model, find_shape(settings.model)
@@ -194,15 +207,45 @@ def test_a_shape_counts_its_adapters(name: str, lora: dict) -> None:
     assert shape.parameters == sum(one.numel() for one in model.parameters() if not one.requires_grad)
 
 
+def test_blocks_without_experts_in_a_mixture_of_experts_have_the_same_adapters() -> None:
+    made = AutoConfig.for_model("qwen3_moe", **{**SHAPE, **EXPERTS, "mlp_only_layers": [0]})
+    model = AutoModelForCausalLM.from_config(made)
+    add_adapters(model, LoraConfig(rank=4), seed=0)
+    assert len(adapted_layers(model)) == 2 * 4
+    shape = with_lora(from_config(made.to_dict(), "it"), ModelConfig(path="it", lora=LoraConfig(rank=4)))
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    assert shape.adapter_parameters == sum(trained)
+    assert shape.trained_tensor_count == len(trained)
+
+
 # PEFT
 
 
-def test_peft_loads_what_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "lora"), [("qwen3", {"targets": ["q_proj", "v_proj", "down_proj"]}), ("qwen3_moe", {})]
+)
+def test_peft_loads_what_is_written(tmp_path: Path, name: str, lora: dict) -> None:
     peft = pytest.importorskip("peft")
-    model = made(targets=["q_proj", "v_proj", "down_proj"])
+    model = made(family(name), **lora)
     write_adapter(model, LoraConfig(rank=4, alpha=6), "base", tmp_path)
-    theirs = peft.PeftModel.from_pretrained(load_model(config(), CPU).model, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(load_model(config(family(name)), CPU).model, tmp_path)
     torch.testing.assert_close(logits(theirs), logits(model), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "o_proj"], "all-linear"])
+def test_what_peft_writes_for_a_mixture_of_experts(tmp_path: Path, targets: str | list[str]) -> None:
+    """PEFT's linear layers include experts."""
+    peft, sparse = pytest.importorskip("peft"), family("qwen3_moe")
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    theirs = peft.get_peft_model(load_model(config(sparse), CPU).model, settings)
+    theirs.save_pretrained(tmp_path)
+    tree = merged(TINY, {**sparse, "model.lora": {"adapter": str(tmp_path)}})
+    if targets == "all-linear":
+        with pytest.raises(UserError, match=r"has `target_parameters: .*`, and experts cannot have adapters yet"):
+            with_runs_as_models(GrpoConfig.model_validate(tree), print)
+        return
+    mine = with_runs_as_models(GrpoConfig.model_validate(tree), print)
+    torch.testing.assert_close(logits(load_initial(mine, CPU).model), logits(theirs), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -89,7 +89,7 @@ def test_what_is_predicted_of_holdings_is_what_is_held(tiny, tmp_path) -> None:
 def test_a_plan_that_moves_trains_to_the_same_bits(tiny, tmp_path) -> None:
     wider = {"checkpoint": None, "model.scratch.hidden": 256, "model.scratch.mlp": 512, "model.scratch.layers": 4}
     plain = ran(tiny(wider), tmp_path / "plain")
-    config = tiny({**wider, "memory.budget_gib": 0.08})
+    config = tiny({**wider, "memory.budget_gib": 0.065})
     said: list[str] = []
     plan = plan_run(config, CPU, None, Comm(), said.append)
     assert plan is not None

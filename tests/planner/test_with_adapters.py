@@ -32,6 +32,15 @@ def test_adapters_are_an_answer_to_what_does_not_fit() -> None:
     assert word(adapted) == []
 
 
+def test_so_they_are_for_a_mixture_of_experts() -> None:
+    experts = "model.scratch.architecture=qwen3_moe", "model.scratch.experts=32", "model.scratch.experts_per_token=4"
+    sizes = "model.scratch.mlp=768", "memory.budget_gib=9", "--host-gib", "8"
+    sparse = ["--gpu", "4090", SHAPE, *experts, *MANY, *sizes]
+    (said,) = word(planned(*sparse, code=1))
+    adapted = planned(*sparse, "model.lora.rank=32")
+    assert f"the peak is {max(phase['peak_gib'] for phase in adapted['phases'].values()):.3g} GiB" in said
+
+
 def test_what_fits_needs_none() -> None:
     assert word(planned("--gpu", "h100", SHAPE, *MANY)) == []
 

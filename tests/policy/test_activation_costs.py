@@ -45,7 +45,8 @@ def made(name: str, lora: dict[str, object] | None = None) -> tuple[Policy, Shap
 
 
 SOME = {"rank": 8, "targets": ["q_proj", "v_proj", "up_proj"]}
-ADAPTED = [(name, lora) for name in FAMILIES if name != "qwen3_moe" for lora in ({"rank": 8}, SOME)]
+OF_ATTENTION = {"rank": 8, "targets": ["q_proj", "o_proj"]}
+ADAPTED = [(name, lora) for name in FAMILIES for lora in ({"rank": 8}, OF_ATTENTION if name == "qwen3_moe" else SOME)]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])

@@ -7,9 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blocks import Setup
-from ebbtide.config.model import LoraConfig
+from ebbtide.config.model import BaseKind, LoraConfig
 from ebbtide.model.load import LoadedModel
 from ebbtide.model.lora import adapted_layers, add_adapters, without_adapters
+from ebbtide.model.quantize import quantize_model
 from ebbtide.model.shape import from_config
 from ebbtide.policy import fused_costs
 from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes
@@ -18,18 +19,29 @@ from ebbtide.policy.datum import Datum
 from ebbtide.policy.fuse import own_forwards
 from ebbtide.policy.fused_check import fused_problem
 from ebbtide.policy.packing import pack
-from families import SHAPE, TOKENIZER
+from ebbtide.system.torch_internals import grouped_mm
+from families import EXPERTS, SHAPE, TOKENIZER
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 SOME = LoraConfig(rank=3, alpha=5, targets=["k_proj", "o_proj", "up_proj"])
 ALL = LoraConfig(rank=3, alpha=5)
 
 
-def adapted(family: str, lora: LoraConfig, *, base: bool = False, dtype: torch.dtype = torch.float32) -> Setup:
+def adapted(
+    family: str,
+    lora: LoraConfig,
+    *,
+    base: bool = False,
+    dtype: torch.dtype = torch.float32,
+    quantized: BaseKind | None = None,
+) -> Setup:
     """A model of four fused blocks with adapters that add something. `base`: its own weights are trained as well."""
-    config = AutoConfig.for_model(family, **{**SHAPE, "num_hidden_layers": 4})
+    own = EXPERTS if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(family, **{**SHAPE, **own, "num_hidden_layers": 4})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
+    if quantized is not None:
+        quantize_model(model, quantized, torch.device("cpu"))
     add_adapters(model, lora, seed=0)
     for layer in adapted_layers(model).values():
         layer.lora_B.data.normal_(std=0.3)
@@ -57,6 +69,23 @@ def test_gradients_are_those_of_the_models_own_blocks(family: str, lora: LoraCon
     assert fused_problem(setup.model, setup.policy._fused) == ""
 
 
+@pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj"]])
+def test_experts_beside_adapters_are_frozen(monkeypatch, targets: list[str] | None) -> None:
+    """Theirs are gradients of their inputs alone: no product of two matrices by groups of rows, which is a weight's."""
+    setup = adapted("qwen3_moe", LoraConfig(rank=3, alpha=5, targets=targets))
+    assert {name.split(".")[3] for name in setup.kept} == {"self_attn"}
+    compare_with_own(setup)
+    dimensions = list[tuple[int, int]]()
+
+    def counted(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        dimensions.append((first.dim(), second.dim()))
+        return grouped_mm(first, second, ends)
+
+    monkeypatch.setattr("ebbtide.policy.fused_experts.grouped_mm", counted)
+    setup.grads()
+    assert set(dimensions) == {(2, 3)}
+
+
 def test_packed_matrices_have_adapters() -> None:
     setup = adapted("phi3", ALL)
     assert {name.rpartition(".")[2] for name in adapted_layers(setup.model)} == {
@@ -68,11 +97,24 @@ def test_packed_matrices_have_adapters() -> None:
     compare_with_own(setup)
 
 
+@pytest.mark.parametrize("kind", ["float8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "olmo2", "phi3"])
+def test_a_quantized_base_is_what_the_models_own_blocks_compute_with(family: str, kind: BaseKind) -> None:
+    setup = adapted(family, ALL, quantized=kind)
+    assert len(setup.kept) == 2 * len(adapted_layers(setup.model))
+    compare_with_own(setup)
+    assert fused_problem(setup.model, setup.policy._fused) == ""
+
+
+def test_with_a_quantized_base_the_same_bits_whatever_is_kept() -> None:
+    adapted("qwen3", SOME, quantized="int4").with_each_choice()
+
+
 def test_weights_beside_adapters_may_be_trained_too() -> None:
     compare_with_own(adapted("qwen3", SOME, base=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "qwen3_moe"])
 def test_the_same_bits_whatever_is_kept(family: str) -> None:
     adapted(family, ALL).with_each_choice()
 

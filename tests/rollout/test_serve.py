@@ -87,9 +87,8 @@ class Server:
         self._ready = threading.Event()
         self._listening = listen("127.0.0.1", 0)
         self.url = server_url(self._listening)
-        self._served = describe_served_model(
-            "tiny", loaded, RequestLimits(LONGEST - 1, LONGEST - 1, LONGEST, room), True
-        )
+        limits = RequestLimits(LONGEST - 1, LONGEST - 1, LONGEST, room)
+        self._models = [describe_served_model("tiny", loaded, limits, True)]
         self._how = {"key": key, "max_body": max_body, "patience": patience}
         self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0)
         self._thread = threading.Thread(target=self._run)
@@ -100,7 +99,7 @@ class Server:
         try:
             with (
                 self.engine.serving_session(LONGEST) as self.session,
-                run_http_server(self.queue, self._served, self._listening, **self._how),
+                run_http_server(self.queue, self._models, self._listening, **self._how),
             ):
                 step = self.session.step
 

@@ -12,7 +12,7 @@ COMPLETION, CHAT = (CompletionBody, {"prompt": "a"}), (ChatBody, {"messages": [M
 
 
 def read(kind, **body):
-    return parse_body(kind, json.dumps(body).encode(), "tiny")
+    return parse_body(kind, json.dumps(body).encode(), ["tiny"])
 
 
 @pytest.mark.parametrize(("kind", "least"), [COMPLETION, CHAT])

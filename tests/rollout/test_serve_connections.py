@@ -70,7 +70,7 @@ def serving(*, patience=PATIENCE, stop_seconds=0.0):
     )
     with listen("127.0.0.1", 0) as listening:
         server = Stub(listening, stop_seconds)
-        with run_http_server(server.queue, served, listening, key=None, max_body=10_000, patience=patience):
+        with run_http_server(server.queue, [served], listening, key=None, max_body=10_000, patience=patience):
             yield server
 
 

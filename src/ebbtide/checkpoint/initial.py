@@ -1,11 +1,12 @@
-"""A run that starts from the weights of another: `model.path` names that run's folder."""
+"""Runs and adapters as models: a run that starts from the weights of another, and adapters that are served by name."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -70,20 +71,52 @@ def _saved_model(checkpoint: Path) -> ModelConfig:
 def _with_adapters_settings(key: str, lora: LoraConfig, say: Callable[[str], None]) -> LoraConfig:
     """The settings of the adapter that a run starts from: those of a folder in PEFT's format, or of a run."""
     assert lora.adapter is not None  # The caller has looked.
-    called, place = f"`{key}.lora.adapter: {lora.adapter}`", lora.adapter
-    folder = Path(os.path.expanduser(place))
-    if is_adapter(folder):
-        found: LoraConfig | None = read_lora_config(folder)
-    else:
-        saved = newest_valid(partial(list_checkpoints, folder / FOLDER), say)
-        folder = saved.path if saved is not None else folder
-        if not (folder / RUN).is_file():
-            raise UserError(f"{called} is neither a folder with an {ADAPTER_CONFIG} nor a run or a checkpoint of one")
-        found, place = _saved_model(folder).lora, str(folder.resolve())
-    if found is None:
-        raise UserError(f"{called} is of a run that trained all weights: name it in `{key}.path`")
+    called = f"`{key}.lora.adapter: {lora.adapter}`"
+    found, _ = find_adapter(lora.adapter, called, f"`{key}.path`", say)
     for name in ("rank", "alpha", "targets", "exclude"):
         mine, theirs = getattr(lora, name), getattr(found, name)
         if name in lora.model_fields_set and mine != theirs:
-            raise UserError(f"`{key}.lora.{name}` is {mine}, and that of the adapter in {place} is {theirs}: remove it")
-    return found.model_copy(update={"adapter": place})
+            raise UserError(
+                f"`{key}.lora.{name}` is {mine}, and that of the adapter in {found.adapter} is {theirs}: remove it"
+            )
+    return found
+
+
+def find_adapter(
+    place: str, called: str, instead: str, say: Callable[[str], None]
+) -> tuple[LoraConfig, ModelConfig | None]:
+    """(the settings of the adapter at a place, with the place itself; the model of the run that it is of, if it is of
+    one). `called` is how an error names it, and `instead` where a run that trained all weights is named."""
+    folder = Path(os.path.expanduser(place))
+    if is_adapter(folder):
+        return read_lora_config(folder, called).model_copy(update={"adapter": place}), None
+    saved = newest_valid(partial(list_checkpoints, folder / FOLDER), say)
+    folder = saved.path if saved is not None else folder
+    if not (folder / RUN).is_file():
+        raise UserError(f"{called} is neither a folder with an {ADAPTER_CONFIG} nor a run or a checkpoint of one")
+    model = _saved_model(folder)
+    if model.lora is None:
+        raise UserError(f"{called} is of a run that trained all weights: name it in {instead}")
+    return model.lora.model_copy(update={"adapter": str(folder.resolve())}), model
+
+
+class NamedAdapter(NamedTuple):
+    """An adapter that is served under a name of its own."""
+
+    name: str
+    lora: LoraConfig
+    """Its settings, with where it is (`adapter`)."""
+    is_templated: bool
+    """Whether chats are rendered with the chat template: not where it was trained without."""
+    called: str
+    """How an error names it."""
+
+
+def find_adapters(places: Mapping[str, str], say: Callable[[str], None]) -> list[NamedAdapter]:
+    """The adapters of `lora` of `ebbtide serve`."""
+    found = []
+    for name, place in places.items():
+        called = f"`lora.{name}: {place}`"
+        lora, model = find_adapter(place, called, "place of the model: `ebbtide serve RUN`", say)
+        found.append(NamedAdapter(name, lora, model is None or model.chat_template, called))
+    return found

@@ -18,14 +18,21 @@ from ebbtide.errors import UserError
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.model.lora import add_adapters, base_digest
 from ebbtide.model.peft_format import load_adapter
+from ebbtide.model.quantize import new_quantized_model, quantize_model
 
 
 def load_initial(config: Config, device: torch.device, *, adapter: bool = True) -> LoadedModel:
     """The model that a run starts with, on a device. Without `adapter`, adapters are new ones: a checkpoint that is
     loaded later has them."""
-    loaded, model = load_model(config, device), config.model
-    if model.weights is not None:
-        load_weights(loaded.model, model.weights, "model.weights")
+    model = config.model
+    if model.base is not None and model.scratch is not None and model.weights is None:
+        loaded = load_model(config, device, new_quantized_model)
+    else:
+        loaded = load_model(config, device if model.base is None else torch.device("cpu"))
+        if model.weights is not None:
+            load_weights(loaded.model, model.weights, "model.weights")
+        if model.base is not None:
+            quantize_model(loaded.model, model.base, device)
     if model.lora is not None:
         add_adapters(loaded.model, model.lora, config.seed)
         if adapter and model.lora.adapter is not None:
@@ -50,20 +57,23 @@ def _load_adapter(model: nn.Module, adapter: str) -> None:
     check_base(base_digest(model), CheckpointFiles(folder))
 
 
-def check_base(base: str, files: CheckpointFiles) -> None:
-    """Raises if a checkpoint's adapters belong to another model than the one with this digest."""
+def check_base(base: str, files: CheckpointFiles, called: str = "") -> None:
+    """Raises if a checkpoint's adapters belong to another model than the one with this digest. `called`: how the error
+    names the checkpoint's key, if there is one."""
     saved = read_run(files).base
     if saved is not None and saved != base:
         raise UserError(
-            f"the adapters in {files.folder} were trained on another model than `model.path`: its weights are not the"
-            " ones that they were saved with. Name the model that the run was started with"
+            f"{called}{': ' if called else ''}the adapters in {files.folder} were trained on another model than the one"
+            " here: its weights are not the ones that they were saved with. Name the model that the run was started"
+            " with"
         )
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, checkpoint: str, key: str, *, adapters: bool = False) -> None:
+def load_weights(model: nn.Module, checkpoint: str, key: str, *, adapters: bool = False, frozen: bool = True) -> None:
     """Replaces the weights of a whole model by those of a checkpoint, which `key` names. Of a run with `adapters` it
-    has those, and frozen weights only where they are found nowhere else."""
+    has those, and frozen weights only where they are found nowhere else: those are left as they are without
+    `frozen`."""
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
         raise UserError(f"`{key}: {checkpoint}` does not exist any more: name the run or checkpoint to start from")
@@ -73,6 +83,8 @@ def load_weights(model: nn.Module, checkpoint: str, key: str, *, adapters: bool 
         has = "all weights" if adapters else "adapters (`model.lora`)"
         raise UserError(f"`{key}: {checkpoint}` is a checkpoint of a run that trained {has}: name it in `model.path`")
     for name, parameter in model.named_parameters():
+        if not (parameter.requires_grad or frozen):
+            continue
         if name in tensors.weights:
             found = torch.empty(parameter.shape, dtype=tensors.weights[name])
             tensors.read({f"model.{name}": found})

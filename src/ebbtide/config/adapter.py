@@ -27,13 +27,18 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def read_lora_config(folder: Path) -> LoraConfig:
-    """The settings of an adapter."""
-    called = f"`model.lora.adapter: {folder}`"
+def read_lora_config(folder: Path, called: str | None = None) -> LoraConfig:
+    """The settings of an adapter. `called`: how an error names it."""
+    called = called or f"`model.lora.adapter: {folder}`"
     try:
         found = json.loads((folder / CONFIG).read_text())
         if not isinstance(found, dict) or found.get("peft_type") != "LORA":
             raise UserError(f"{called} is not a LoRA adapter: its {CONFIG} does not say `peft_type: LORA`")
+        if parameters := found.get("target_parameters"):
+            raise UserError(
+                f"{called} has `target_parameters: {parameters}`, and experts cannot have adapters yet: choose one for"
+                " linear layers alone"
+            )
         for key in sorted(found.keys() - HARMLESS - READ):
             if found[key] and found[key] not in USUAL.get(key, ()):
                 raise UserError(f"{called} has `{key}: {found[key]}`, which is not supported: choose another adapter")

@@ -108,6 +108,9 @@ def resolve_dtype(name: str, device_type: str) -> str:
     return name
 
 
+BaseKind = Literal["float8", "int4"]
+
+
 class ModelConfig(Section):
     """The policy: exactly one of `path` and `scratch`."""
 
@@ -125,6 +128,11 @@ class ModelConfig(Section):
 
     lora: LoraConfig | None = None
     """If set, freeze the model and train low-rank adapters beside its linear layers."""
+
+    base: BaseKind | None = None
+    """With `model.lora`: quantize the frozen linear layers of the blocks when the model is loaded, to 8 bits (`float8`:
+    e4m3 with a scale for each row) or 4 (`int4`: with a scale and an offset for each 128 numbers); `null` leaves them
+    in `dtype`."""
 
     tokenizer: str | None = None
     """Folder or hub id of another tokenizer; `null` is the model's own."""

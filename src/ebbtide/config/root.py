@@ -128,6 +128,16 @@ class Config(Section):
                 " `rollout.top_p`, `top_k` and `min_p` keep, while the trainer's are over the whole vocabulary: remove"
                 " those three, set every temperature to 1 (`evaluate.temperature` may be 0), or use another engine"
             )
+        if self.model.base is not None and self.model.lora is None:
+            raise ValueError(
+                f"`model.base: {self.model.base}` quantizes weights that are not trained: set `model.lora.rank=32` to"
+                " train adapters beside them, or remove `model.base`"
+            )
+        if self.model.base is not None and rollout.engine == "vllm":
+            raise ValueError(
+                f"`rollout.engine: vllm` cannot compute with `model.base: {self.model.base}`: set"
+                " `rollout.engine: paged`, or remove `model.base`"
+            )
         if self.parallel is not None and self.parallel.rollout_gpus and rollout.replay is not None:
             raise ValueError(
                 "`rollout.replay` generates nothing, but `parallel.rollout_gpus` are only for generation: remove one of"
@@ -185,6 +195,7 @@ class Config(Section):
             "rollout.partial.extra_prompts": self.rollout.partial.extra_prompts,
             "rollout.serve_port": self.rollout.serve_port is not None,
             "rollout.engine: vllm": self.rollout.engine == "vllm",
+            "model.base": self.model.base is not None,
         }
         return next((name for name, value in found.items() if value), None)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ebbtide.config.base import Count, Port, Section
+from ebbtide.config.model import BaseKind
 from ebbtide.config.root import Config
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class ServeConfig(Section):
@@ -22,11 +26,19 @@ class ServeConfig(Section):
     name: Annotated[str, Field(min_length=1)] | None = None
     """Model name for clients; `null` is the hub id, or the name of the folder or file."""
 
+    lora: dict[str, str] = {}
+    """Adapters to serve beside the model, each under its own name, as in `lora.math=FOLDER lora.code=RUN`: a folder in
+    PEFT's format, or a run with `model.lora` or a checkpoint of one. A client chooses by `model`."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the GPU if there is one."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+
+    base: BaseKind | None = None
+    """Quantize the linear layers of the model's blocks when it is loaded (`model.base`); a run with a quantized base
+    has its own."""
 
     batch: Count = 64
     """Maximum number of sequences that are decoded at the same time. The KV cache is sized for this many of
@@ -43,6 +55,24 @@ class ServeConfig(Section):
 
     stop_seconds: Annotated[float, Field(ge=0.0)] = 30.0
     """How long running requests may continue after the first Ctrl-C or SIGTERM; a second one ends them at once."""
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _names_and_folders(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError(f"`lora` is {given!r}, and each adapter has a name: write `lora.NAME=FOLDER`")
+        for name, folder in given.items():
+            if not ADAPTER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"`lora` names an adapter {name!r}, and a name has 1 to 64 letters, digits, `_` and `-`, the first"
+                    " a letter or a digit: choose another"
+                )
+            if not isinstance(folder, str) or not folder:
+                raise ValueError(
+                    f"`lora.{name}` is {folder!r} and should be a folder: write `lora.NAME=FOLDER`, with no dot in the"
+                    " name"
+                )
+        return given
 
 
 class SamplerConfig(Config):

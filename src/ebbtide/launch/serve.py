@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from transformers import PreTrainedModel
+
 from ebbtide.checkpoint.export import read_newest
+from ebbtide.checkpoint.initial import NamedAdapter, find_adapters
 from ebbtide.checkpoint.resume import FOLDER
+from ebbtide.checkpoint.served_adapters import load_adapters
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.config.serve import SamplerConfig, ServeConfig
 from ebbtide.config.train import TrainConfig
 from ebbtide.errors import UserError
+from ebbtide.model.joined_weights import join
 from ebbtide.model.load import LoadedModel, load_pretrained, pick_device, pick_dtype, prepare_model
+from ebbtide.model.lora import adapted_layers
+from ebbtide.model.quantize import quantize_model
+from ebbtide.policy.fuse import build_blocks, why_not_computed
 from ebbtide.rollout.serve.engine_loop import run_engine_loop
 from ebbtide.rollout.serve.http import listen, run_http_server, server_url
 from ebbtide.rollout.serve.preflight import API_KEY_VARIABLE
 from ebbtide.rollout.serve.queue import RequestQueue
 from ebbtide.rollout.serve.to_request import RequestLimits, describe_served_model
 from ebbtide.system.hosts import LOOPBACK
+from ebbtide.system.units import gib
 from ebbtide.worker import Worker
 
 
 def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str], None]) -> None:
     """Serves until a signal stops it."""
+    name, adapters = config.name or _model_name(source), find_adapters(config.lora, say)
+    if name in config.lora:
+        raise UserError(f"`lora.{name}` has the name of the model itself: choose another, or set `name`")
     with listen(config.host, config.port) as listening:
         if config.host not in LOOPBACK and key is None:
             say(
@@ -33,19 +46,24 @@ def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str]
                 " --api-key-file)"
             )
         loaded, templated = load_served(source, config, say)
+        if adapters:
+            _add_adapters(loaded.model, adapters, say)
         longest = _max_length(loaded, config)
         queue = RequestQueue(config.max_queue, config.stop_seconds)
         limits = RequestLimits(longest - 1, longest - 1, longest, config.max_queue)
-        served = describe_served_model(config.name or _model_name(source), loaded, limits, templated)
-        server = run_http_server(queue, served, listening, key=key, max_body=1024 * config.max_body_kib)
+        served = describe_served_model(name, loaded, limits, templated)
+        with_adapters = [served.with_adapter(one.name, i, one.is_templated) for i, one in enumerate(adapters, 1)]
+        models = served, *with_adapters
+        server = run_http_server(queue, models, listening, key=key, max_body=1024 * config.max_body_kib)
         with (
             Worker(_sampler_config(config, longest), trains=False, loaded=loaded) as worker,
             _stopped_by_signals(queue),
             worker.session(longest) as session,
             server,
         ):
+            names = ", ".join(one.name for one in models)
             say(
-                f"serving {served.name} at {server_url(listening)}: context {longest:,} tokens, up to {config.batch}"
+                f"serving {names} at {server_url(listening)}: context {longest:,} tokens, up to {config.batch}"
                 f" samples at a time, KV cache of {session.max_tokens:,} tokens. Ctrl-C stops it"
             )
             run_engine_loop(queue, session)
@@ -69,13 +87,34 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
     dtype = pick_dtype(config.dtype, device)
     run = Path(source).expanduser()
     if not (run / FOLDER).is_dir():
-        return load_pretrained(ModelConfig(path=source), device, dtype), True
+        if config.base is None:
+            return load_pretrained(ModelConfig(path=source), device, dtype), True
+        loaded = load_pretrained(ModelConfig(path=source), torch.device("cpu"), dtype)
+        quantize_model(loaded.model, config.base, device)
+        return loaded, True
+    if config.base is not None:
+        raise UserError(f"`base: {config.base}` is for a model, and {source} is a run, which has its own: remove it")
     saved, model, tokenizer, trained = read_newest(run, None, say)
     say(f"the weights are those of step {saved.step}")
     # Buffers are not cast: rotary frequencies and router biases are float32 whatever the weights are.
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.dtype in (torch.float32, torch.bfloat16):  # Those of a quantized base are codes.
+            parameter.data = parameter.data.to(dtype)
     return prepare_model(model.to(device), tokenizer, trained.model), trained.model.chat_template
+
+
+def _add_adapters(model: PreTrainedModel, adapters: Sequence[NamedAdapter], say: Callable[[str], None]) -> None:
+    """Gives the model the adapters that are served beside it."""
+    size = load_adapters(model, adapters)
+    ranks = ", ".join(f"{one.name} (rank {one.lora.rank})" for one in adapters)
+    say(f"adapters: {ranks}; {gib(size):.3f} GiB")
+    if why_not_computed(model):
+        return
+    firsts = {layer.lora_A for layer in adapted_layers(model).values()}
+    for block in build_blocks(model):
+        for parameters in block.joinable:
+            if parameters[0] in firsts:  # fused blocks then multiply with them at once
+                join(parameters)
 
 
 def _max_length(loaded: LoadedModel, config: ServeConfig) -> int:

@@ -149,6 +149,12 @@ class Family:
         return self.gate, self.up, self.down
 
     @property
+    def adaptable(self) -> tuple[str, ...]:
+        """The linear layers of a block that can have adapters: of a mixture of experts only attention's, even in blocks
+        without experts."""
+        return self.attention_matrices if self.sparse else (*self.attention_matrices, *self.mlp_matrices)
+
+    @property
     def has_packed_qkv(self) -> bool:
         """Whether queries, keys and values are one matrix."""
         return self.query == self.value

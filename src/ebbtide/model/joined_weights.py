@@ -55,7 +55,7 @@ class JoinedWeights:
     def product(self, x: Tensor, weights: dict[str, Tensor], biases: JoinedWeights | None = None) -> Tensor:
         """The products of x [T, K] with all weights, side by side, with biases if there are any."""
         given = biases if biases is not None and biases.names else None
-        beside = not self.apart and self._adjacent(weights) is not None
+        beside = len(self.names) == 1 or (not self.apart and self._adjacent(weights) is not None)
         if beside or x.shape[0] >= x.shape[1]:
             return linear(x, self(weights), None if given is None else given(weights))
         # With few rows, such as in decoding, to copy the weights would take longer than the products.
@@ -66,6 +66,8 @@ class JoinedWeights:
     def _adjacent(self, weights: dict[str, Tensor]) -> Tensor | None:
         """The weights of a call, as one, if they follow each other in memory."""
         parts = [weights[name] for name in self.names]
+        if len(parts) == 1:
+            return parts[0].detach()
         places = [part.data_ptr() for part in parts]
         # The same addresses hold the same numbers, unless the memory was given back: then the whole, which has none of
         # its own, is elsewhere.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -46,6 +46,7 @@ BROKEN = (
     *(struct.error, SafetensorError, UnpicklingError, StrictDataclassError),
 )
 FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes that are not quantized, by their names in safetensors
+MakeModel = Callable[[Config, torch.dtype, torch.device], "PreTrainedModel"]
 NO_CODE = {"trust_remote_code": False}
 """An argument for every function of transformers that reads a model: without it transformers asks on stdin whether to
 run a folder's own Python code, and a `y` runs it."""
@@ -106,17 +107,22 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[resolve_dtype(name, device.type)]
 
 
-def load_model(config: Config, device: torch.device | None = None) -> LoadedModel:
-    """The configured model on `device`, by default the configured device."""
+def new_model(config: Config, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model of `model.scratch`, with random weights."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(config.seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
+    return model
+
+
+def load_model(config: Config, device: torch.device | None = None, make: MakeModel = new_model) -> LoadedModel:
+    """The configured model on `device`, by default the configured device. `make` makes a new one."""
     dtype = pick_dtype(config.model.dtype, pick_device(config.device))
     device = device or pick_device(config.device)
     if config.model.scratch is None:
         loaded = load_pretrained(config.model, device, dtype)
     else:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(config.seed)
-            model = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
-        loaded = prepare_model(model, _tokenizer(config.model), config.model)
+        loaded = prepare_model(make(config, dtype, device), _tokenizer(config.model), config.model)
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     config.check_context(context)
     return loaded

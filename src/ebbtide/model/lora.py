@@ -17,7 +17,8 @@ from ebbtide.config.model import LoraConfig
 from ebbtide.config.root import Config
 from ebbtide.model.families import family_of
 from ebbtide.model.load import layers_of
-from ebbtide.model.shape import check_targets, no_experts
+from ebbtide.model.lora_targets import check_targets
+from ebbtide.model.quantize import QuantizedLinear, layer_matrix, layer_product, make_dense, quantized_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,21 +37,21 @@ class LoraLinear(nn.Linear):
     is_on: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        found = functional.linear(x, self.weight, self.bias)
+        found = layer_product(self, x)
         if not self.is_on:
             return found
         return torch.add(found, functional.linear(functional.linear(x, self.lora_A), self.lora_B), alpha=self.scale)
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, called: str = "`model.lora`") -> None:
     """Freezes a model and gives its linear layers adapters. A is random, by the seed alone; B is 0, so that the model
-    still computes what it did."""
+    still computes what it did. `called`: how an error names the adapters."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for module in find_targets(model, config).values():
+    for module in find_targets(model, config, called).values():
         weight = module.weight
         shapes = (config.rank, module.in_features), (module.out_features, config.rank)
-        first, second = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for shape in shapes)
+        first, second = (torch.zeros(shape, dtype=model.dtype, device=weight.device) for shape in shapes)
         if not weight.is_meta:
             made = nn.init.kaiming_uniform_(torch.empty(shapes[0]), math.sqrt(5), generator=generator)  # As PEFT does.
             first.copy_(made)
@@ -70,15 +71,16 @@ def doubtful_learning_rate(config: Config) -> str | None:
     )
 
 
-def find_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, nn.Linear]:
+def find_targets(model: PreTrainedModel, config: LoraConfig, called: str) -> dict[str, nn.Linear]:
     """Name -> each linear layer of the blocks that gets an adapter."""
-    if family_of(model).sparse:
-        raise no_experts()
+    family = family_of(model)
     inside = set((layers_of(model) or nn.ModuleList()).modules())
     linear = {
-        name: module for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)
+        name: module
+        for name, module in model.named_modules()
+        if module in inside and isinstance(module, nn.Linear) and (not family.sparse or name.endswith(family.adaptable))
     }
-    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear})
+    wanted = check_targets(config, {name.rpartition(".")[2] for name in linear}, called, sparse=family.sparse)
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in wanted}
 
 
@@ -119,19 +121,30 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def remove_adapter(layer: LoraLinear) -> None:
+    """Makes it a linear layer without an adapter."""
+    del layer.lora_A, layer.lora_B
+    layer.__class__ = nn.Linear if quantized_of(layer) is None else QuantizedLinear  # type: ignore[assignment]
+
+
 @torch.no_grad()
-def merge_adapters(model: nn.Module) -> float:
-    """Adds what the adapters add to the weights, in float32 and rounded once, and removes them. Returns the rounding:
-    the norm of what it changed, as a fraction of the norm of what the adapters add."""
+def merge_adapters(model: PreTrainedModel) -> float:
+    """Adds what the adapters add to the weights, in float32 and rounded once, and removes them; quantized layers are
+    numbers from then on. Returns the rounding: the norm of what it changed, as a fraction of the norm of what the
+    adapters add."""
     lost, added = 0.0, 0.0
     for layer in adapted_layers(model).values():
         update = _added(layer)
-        exact = layer.weight.float() + update
+        exact = layer_matrix(layer).float() + update
+        if quantized_of(layer) is not None:
+            make_dense(layer, layer.lora_A.dtype)
         layer.weight.copy_(exact)
         lost += float((layer.weight.float() - exact).square().sum())
         added += float(update.square().sum())
-        del layer.lora_A, layer.lora_B
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        remove_adapter(layer)
+    for module in model.modules():  # those without adapters
+        if isinstance(module, QuantizedLinear):
+            make_dense(module, model.dtype)
     return math.sqrt(lost / added) if added else 0.0
 
 

@@ -22,16 +22,17 @@ DIGEST = "ebbtide_base"
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Sets the adapters of a model to those of a folder, which must have exactly its layers."""
-    called = f"`model.lora.adapter: {folder}`"
+def load_adapter(model: nn.Module, folder: Path, called: str | None = None) -> None:
+    """Sets the adapters of a model to those of a folder, which must have exactly its layers. `called`: how an error
+    names the folder."""
+    called = called or f"`model.lora.adapter: {folder}`"
     parameters = _named(model)
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as opened:
             names = set(opened.keys())
             digest = (opened.metadata() or {}).get(DIGEST)
             if digest is not None and digest != base_digest(model):
-                raise UserError(f"{called} was trained on another model than `model.path`: name the one it belongs to")
+                raise UserError(f"{called} was trained on another model than the one here: name the one it belongs to")
             if odd := sorted(names ^ parameters.keys()):
                 where = "the model has no such layer" if odd[0] in names else "it lacks it"
                 raise UserError(f"{called} does not fit the model: {odd[0]}: {where}")

@@ -11,11 +11,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ebbtide.config.model import LoraConfig, ModelConfig, ScratchConfig
+from ebbtide.config.model import BaseKind, ModelConfig, ScratchConfig
 from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
 from ebbtide.model.families import FAMILIES, family_named, has_bias
 from ebbtide.model.gguf import read_gguf_config
+from ebbtide.model.lora_targets import check_targets, no_quantized_experts
 from ebbtide.system.units import ceil_div
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -68,6 +69,8 @@ class Shape:
     mlp_bias: bool = False
     context: int | None = None
     """The number of tokens of the longest sequence; None if the config.json does not have it."""
+    base: BaseKind | None = None
+    """How the matrices of the blocks' linear layers are quantized."""
     lora: LoraShape | None = None
     """The adapters, where only these are trained."""
 
@@ -177,16 +180,22 @@ class Shape:
         return self.layers * len(self._block_tensors(sparse=self.experts > 0)) + (2 if self.tied else 3)
 
     @cached_property
-    def adapters(self) -> dict[str, Tensor]:
-        """Path of each linear layer of a block that has an adapter -> its (outputs, inputs)."""
+    def linear_layers(self) -> dict[str, Tensor]:
+        """Path of each linear layer of a block -> its (outputs, inputs)."""
         family, hidden, queries, keys, mlp = family_named(self.family), self.hidden, self.queries, self.keys, self.mlp
         qkv = {family.query: queries, family.key: keys, family.value: keys}
         halves = {family.gate: mlp, family.up: mlp}
         qkv = {family.query: queries + 2 * keys} if family.has_packed_qkv else qkv
         halves = {family.gate: 2 * mlp} if family.has_packed_mlp else halves
         layers = {path: (width, hidden) for path, width in (qkv | halves).items()}
-        layers |= {family.output: (hidden, queries), family.down: (hidden, mlp)}
-        return {path: size for path, size in layers.items() if self.lora is not None and self.lora.adapts(path)}
+        return layers | {family.output: (hidden, queries), family.down: (hidden, mlp)}
+
+    @cached_property
+    def adapters(self) -> dict[str, Tensor]:
+        """Those of them that have an adapter."""
+        lora, can = self.lora, set(family_named(self.family).adaptable)
+        found = self.linear_layers.items()
+        return {path: size for path, size in found if path in can and lora is not None and lora.adapts(path)}
 
     def adapter_shard(self, ranks: int = 1) -> int:
         """The number of parameters of one block's adapters on rank 0 of so many."""
@@ -341,37 +350,15 @@ def find_shape(config: ModelConfig) -> Shape:
 
 
 def with_lora(shape: Shape, config: ModelConfig) -> Shape:
-    """The shape with the configured adapters."""
+    """The shape with the configured adapters, and the base as it is quantized beside them."""
     if (lora := config.lora) is None:
         return shape
     family = family_named(shape.family)
-    if family.sparse:
-        raise no_experts()
-    paths = *family.attention_matrices, *family.mlp_matrices
-    check_targets(lora, {path.rpartition(".")[2] for path in paths})
+    if config.base is not None and family.sparse:
+        raise no_quantized_experts()
+    check_targets(lora, {path.rpartition(".")[2] for path in family.adaptable}, sparse=family.sparse)
     targets = frozenset(lora.targets) if lora.targets is not None else None
-    return replace(shape, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
-
-
-def no_experts() -> UserError:
-    """The error for adapters of a mixture of experts."""
-    return UserError(
-        "`model.lora` for a mixture of experts is not supported: its experts are no linear layers. Choose a dense"
-        " model, or train all weights without `model.lora`"
-    )
-
-
-def check_targets(lora: LoraConfig, names: set[str]) -> set[str]:
-    """Those of a block's linear layers that have an adapter; raises for names that are none of them."""
-    if odd := sorted({*(lora.targets or ()), *lora.exclude} - names):
-        raise UserError(
-            f"`model.lora` names `{odd[0]}`, and the linear layers of the model's blocks are:"
-            f" {', '.join(sorted(names))}"
-        )
-    wanted = (set(lora.targets) if lora.targets is not None else names) - set(lora.exclude)
-    if not wanted:
-        raise UserError("`model.lora`: no linear layer is left that gets an adapter: shorten `model.lora.exclude`")
-    return wanted
+    return replace(shape, base=config.base, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
 
 
 def _find_shape(config: ModelConfig) -> Shape:

@@ -76,9 +76,7 @@ class Predictor:
             FrozenCosts(self._rank, frozen),
             self._saves,
         ]
-        self._loading_bytes = loading_bytes(
-            shape.parameters + shape.adapter_parameters, itemsize, self.sharing, [*(frozen or {}).values()]
-        )
+        self._loading_bytes = loading_bytes(shape, itemsize, self.sharing, [*(frozen or {}).values()])
         self._bases: dict[tuple[object, ...], _Base] = {}
 
     def resolve_activations(self, config: Config) -> ActivationPolicy:

@@ -110,12 +110,21 @@ def _adapters(shape: Shape, itemsize: int) -> dict[ActivationName, int]:
     if shape.lora is None:
         return {}
     family, adapters = family_named(shape.family), shape.adapters
-    layers: tuple[tuple[ActivationName, int, tuple[str, ...]], ...] = (
+    layers: list[tuple[ActivationName, int, tuple[str, ...]]] = [
         ("qkv_linear", shape.hidden, tuple({family.query, family.key, family.value})),
         ("attn_proj", 0, (family.output,)),  # Attention saves what it returns anyway.
-        ("mlp_fc1", shape.hidden, tuple({family.gate, family.up})),
-        ("mlp_fc2", shape.mlp, (family.down,)),
-    )
+    ]
+    if visited := shape.experts_per_token:
+        layers += [
+            ("moe_router", shape.hidden, ()),
+            ("expert_fc1", visited * shape.hidden, ()),
+            ("moe_act", visited * shape.mlp, ()),
+        ]
+    else:
+        layers += [
+            ("mlp_fc1", shape.hidden, tuple({family.gate, family.up})),
+            ("mlp_fc2", shape.mlp, (family.down,)),
+        ]
     found: dict[ActivationName, int] = {}
     for name, width, paths in layers:
         count = sum(path in adapters for path in paths)

@@ -58,10 +58,10 @@ class ActivationHooks:
         self._parameters = {
             local(parameter).untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()
         }
-        weight = next(blocks[0].parameters())
         with unsharded(blocks[0]):
             recomputes_norms = all(
-                is_norm_recomputable(norm, weight.dtype, weight.device) for norm in norms_of(blocks[0]).values()
+                is_norm_recomputable(norm, (weight := norm.get_parameter("weight")).dtype, weight.device)
+                for norm in norms_of(blocks[0]).values()
             )
         keeps_only_input = choice.recompute >= set(activation_names(blocks[0])) - {"block_input"}
         self._blocks = [

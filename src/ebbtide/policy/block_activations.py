@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ebbtide.config.memory import ActivationName
 from ebbtide.model.families import family_of, part_of
+from ebbtide.model.quantize import layer_columns
 from ebbtide.parallel.dtensor import unsharded
 from ebbtide.policy.recompute import GatedMLP, RecomputingCall
 
@@ -35,8 +36,9 @@ def locally_recomputable(block: nn.Module) -> frozenset[ActivationName]:
     family, gated = family_of(block), gated_mlp_of(block)
     found = {family.norms[path] for path in norms_of(block)}
     if gated is not None:
-        weight = gated.gate.weight
-        probe = torch.linspace(-1, 1, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 4, -1)
+        norm = next(iter(norms_of(block).values())).get_parameter("weight")
+        columns = layer_columns(gated.gate)
+        probe = torch.linspace(-1, 1, 4 * columns, dtype=norm.dtype, device=norm.device).view(1, 4, -1)
         with torch.no_grad(), unsharded(block):
             if torch.equal(gated(probe), block.get_submodule(family.mlp)(probe)):
                 found.add("mlp_fc2")

@@ -6,6 +6,7 @@ The constants are fitted to an H200 (benchmarks/plan.py, stage `fit`); other mac
 
 from __future__ import annotations
 
+from ebbtide.model.quantized_sizes import dequantized_traffic
 from ebbtide.model.shape import Shape
 from ebbtide.model.workload import MicroBatchSize
 from ebbtide.policy import fused_costs
@@ -46,6 +47,7 @@ class Speed:
         """Seconds of a forward's matmuls and attention."""
         shape = self._shape
         linear = 2 * shape.layers * shape.matmul_parameters_per_token * tokens / self._rates.matmul
+        linear += dequantized_traffic(shape) / self._rates.copy
         return linear + 2 * shape.layers * shape.queries * length * tokens / (ATTENTION * self._rates.matmul)
 
     def _untrained(self, tokens: float) -> float:

@@ -54,8 +54,6 @@ def _why_not_run(config: Config, device: torch.device, ranks: int) -> str:
     rollout = config.rollout
     if not isinstance(config, GrpoConfig):
         return f"`algorithm: {config.algorithm}` does not train on the log-probs that are recorded"
-    if config.model.lora is not None:
-        return "it is not there yet for adapters (`model.lora`)"
     if rollout.engine != "paged":
         return f"`rollout.engine: {rollout.engine}` computes with kernels of its own"
     if rollout.replay is not None:

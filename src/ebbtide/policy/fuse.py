@@ -20,6 +20,7 @@ from ebbtide.model.families import FAMILIES, Family, family_of, part_of
 from ebbtide.model.joined_weights import join
 from ebbtide.model.load import decoder, layers_of
 from ebbtide.model.lora import adapted_layers
+from ebbtide.model.quantize import SCALE
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
 from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, norm_of
@@ -181,6 +182,7 @@ def _problem(block: nn.Module, family: Family) -> str:
     """What a block has or lacks that fused blocks do not compute; empty if nothing."""
     adapters = {f"{path}.lora_{which}" for path, one in adapted_layers(block).items() for which in "AB"}
     names = {name for name, _ in block.named_parameters()} - adapters
+    names = {name for name in names if name.rpartition(".")[2] != SCALE}
     attention, query_norm = part_of(block, family.attention), part_of(block, family.query_norm)
     mlp = {name for name in names if name.startswith(f"{family.mlp}.")}
     matrices = (family.query, family.key, family.value)

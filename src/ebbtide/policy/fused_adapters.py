@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.lora import LoraLinear
+from ebbtide.model.row_adapters import Columns, RowLoraLinear
 
 
 class _Adapter(NamedTuple):
@@ -31,6 +32,7 @@ class FusedAdapters:
     def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
         """`paths`: of the layers, in the order of their products."""
         self._adapters: list[_Adapter] = []
+        self._columns: Columns = ()
         firsts, column, channel = [], 0, 0
         for path in paths:
             layer = block.get_submodule(path)
@@ -40,6 +42,7 @@ class FusedAdapters:
                 self._adapters.append(_Adapter(f"{path}.lora_B", columns, channels))
                 firsts.append(f"{path}.lora_A")
                 self._layer = layer
+                self._columns += layer.columns if isinstance(layer, RowLoraLinear) else ()
         self._firsts, self._channels = JoinedWeights(firsts), channel
 
     @property
@@ -53,11 +56,20 @@ class FusedAdapters:
 
     def add(self, products: Tensor, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """Adds what the adapters make of x [T, K] to the layers' products [T, N], in place, and returns these."""
-        if self._adapters and self._layer.is_on:
-            low = self._firsts.product(x, weights)
-            for one in self._adapters:
-                part = products[:, one.columns]
-                part.addmm_(low[:, one.channels], weights[one.second].t(), alpha=self._layer.scale)
+        if not self._adapters or not self._layer.is_on:
+            return products
+        scale = self._layer.scale
+        if x.is_cuda and x.itemsize == 2 and not isinstance(self._layer, RowLoraLinear):
+            from ebbtide.model import adapter_kernels  # It needs triton, which comes with torch on a GPU.
+
+            seconds, starts = zip(*((weights[one.second], one.columns.start) for one in self._adapters), strict=True)
+            adapter_kernels.add(products, x, self._firsts(weights), seconds, starts, scale)
+            return products
+        low = self._firsts.product(x, weights)
+        if isinstance(self._layer, RowLoraLinear):
+            low.mul_(self._layer.rows.mask(self._columns))
+        for one in self._adapters:
+            products[:, one.columns].addmm_(low[:, one.channels], weights[one.second].t(), alpha=scale)
         return products
 
     def backward(

@@ -35,10 +35,9 @@ from ebbtide.model.block_functions import (
     rotate_expanded,
 )
 from ebbtide.model.families import Family, part_of
-from ebbtide.model.joined_weights import JoinedWeights
-from ebbtide.model.linear import linear
+from ebbtide.model.quantize import layer_columns
 from ebbtide.policy.attention import PackedAttention
-from ebbtide.policy.fused_adapters import FusedAdapters
+from ebbtide.policy.projection import Projection
 from ebbtide.policy.rotary_input import RotaryInput
 from ebbtide.policy.saved_activations import Dropped, Saved, recompute_or, taken
 
@@ -56,15 +55,8 @@ class FusedMLP(Protocol):
         """Paths of its weights in the block, in the order of the autograd function's inputs."""
 
     @property
-    def adapters(self) -> Sequence[FusedAdapters]: ...
-
-    @property
-    def joinable(self) -> Sequence[str]:
-        """Those of matrices that are multiplied with the same input."""
-
-    @property
-    def joined(self) -> Sequence[JoinedWeights]:
-        """These matrices as one."""
+    def projections(self) -> Sequence[Projection]:
+        """Its linear layers."""
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor: ...
 
@@ -100,7 +92,7 @@ class FusedBlock:
         self.module, self.mlp = block, mlp
         attention = part_of(block, family.attention)
         self.channels = int(attention.head_dim)
-        self.heads = part_of(block, family.output).weight.shape[1] // self.channels
+        self.heads = layer_columns(part_of(block, family.output)) // self.channels
         keys = len(part_of(block, family.key).weight) // self.channels
         self.kv_heads = (keys - self.heads) // 2 if family.has_packed_qkv else keys
         self.scale = float(attention.scaling)
@@ -117,15 +109,9 @@ class FusedBlock:
         self._norm = norm_of(block, family.stream_norms[0], family)
         self._has_qk_norm = part_of(block, family.query_norm) is not None
         self._qk_norm = norm_of(block, family.query_norm, family) if self._has_qk_norm else Norm(0.0)
-        present = {name for name, _ in block.named_parameters()}
-        parts = dict.fromkeys((family.query, family.key, family.value))
-        self._qkv = JoinedWeights([f"{path}.weight" for path in parts])
-        self._qkv_bias = JoinedWeights([name for path in parts if (name := f"{path}.bias") in present])
-        self._output, self._output_bias = f"{family.output}.weight", f"{family.output}.bias"
-        self._qkv_adapters, self._output_adapters = (
-            FusedAdapters(block, [*parts]),
-            FusedAdapters(block, [family.output]),
-        )
+        self._qkv = Projection(block, list(dict.fromkeys((family.query, family.key, family.value))))
+        self._output = Projection(block, [family.output])
+        self._projections = [self._qkv, self._output, *mlp.projections]
         qk_norms = (f"{family.query_norm}.weight", f"{family.key_norm}.weight") if self._has_qk_norm else ()
         self._norms = () if family.qk_norm_over_heads else qk_norms
         self.rotary_input = RotaryInput(self.heads, self.kv_heads, self.channels)
@@ -136,20 +122,11 @@ class FusedBlock:
         self._pre_norms = [f"{path}.weight" for path in (family.attn_norm, family.mlp_norm) if path]
         self._post_norms = [f"{path}.weight" for path in family.post_norms]
         norms = *self._pre_norms, *self._post_norms, *qk_norms
-        own = (*norms, *self._qkv.names, *self._qkv_bias.names, self._output)
-        bias = (self._output_bias,) if self._output_bias in present else ()
-        self.names = (*own, *bias, *mlp.names, *self.adapter_names)
+        self.adapter_names = [name for one in self._projections for name in one.adapter_names]
+        """Paths of the weights of its adapters."""
+        self.names = (*norms, *self._qkv.names, *self._output.names, *mlp.names, *self.adapter_names)
         """Paths of the weights, in the order of the autograd function's inputs."""
         self._places = [_place(block, name) for name in self.names]
-
-    @property
-    def adapter_names(self) -> list[str]:
-        """Paths of the weights of its adapters."""
-        return [name for one in self._adapters for name in one.names]
-
-    @property
-    def _adapters(self) -> list[FusedAdapters]:
-        return [self._qkv_adapters, self._output_adapters, *self.mlp.adapters]
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -159,7 +136,7 @@ class FusedBlock:
     @property
     def joinable(self) -> list[list[Tensor]]:
         """Parameters that are multiplied with the same input."""
-        paths = [self._qkv.names, self._qkv_bias.names, self.mlp.joinable, *(one.joinable for one in self._adapters)]
+        paths = [some for one in self._projections for some in one.joinable]
         return [[self.module.get_parameter(name) for name in some] for some in paths if len(some) > 1]
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
@@ -179,8 +156,8 @@ class FusedBlock:
     def keep_apart(self) -> None:
         """Multiplies matrices one by one with few rows, even where they follow each other in memory: the bits are then
         those of weights that do not."""
-        for joined in (self._qkv, *self.mlp.joined):
-            joined.apart = True
+        for one in self._projections:
+            one.keep_apart()
 
     # Forward
 
@@ -229,7 +206,7 @@ class FusedBlock:
 
     def project(self, normed: Tensor, weights: Weights) -> Tensor:
         """Queries, keys and values of all heads [T, (heads + 2 kv heads) * channels]."""
-        return self._qkv_adapters.add(self._qkv.product(normed, weights, self._qkv_bias), normed, weights)
+        return self._qkv(normed, weights)
 
     def _rotate(self, qkv: Tensor, weights: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and rotary embeddings, and the values, each [T, heads, channels]."""
@@ -248,9 +225,7 @@ class FusedBlock:
 
     def _project_back(self, mixed: Tensor, weights: Weights) -> Tensor:
         """The output of attention."""
-        mixed = mixed.flatten(1)
-        output = linear(mixed, weights[self._output], weights.get(self._output_bias))
-        return self._output_adapters.add(output, mixed, weights)
+        return self._output(mixed.flatten(1), weights)
 
     def _add_attention(self, x: Tensor, output: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         return self._add(x, self._normed_output(output, weights, 0), weights, 1)
@@ -274,13 +249,10 @@ class FusedBlock:
         del added, remake, dfound, dnormed, grad, finish
         doutput = self._output_backward(dadded, outputs, weights, 0, grads)
         del outputs
-        if wants:
-            grads[self._output] = doutput.t() @ mixed.flatten(1)
-            grads[self._output_bias] = doutput.sum(0) if self._output_bias in weights else None
-        dmixed = doutput @ weights[self._output]
-        self._output_adapters.backward(dmixed, doutput, weights, grads)(mixed.flatten(1))
+        dmixed, finish_output = self._output.backward(doutput, weights, grads, wants=wants)
+        finish_output(mixed.flatten(1))
         dmixed = dmixed.unflatten(1, (self.heads, self.channels))
-        del doutput
+        del doutput, finish_output
         rotary, prepared = self.rotary(weights, call.cos, call.sin), self.rotary_input.forward(qkv, weights)
         parts = call.attention.backward(dmixed, *rotate_expanded(prepared, rotary), mixed, sums)
         del dmixed, mixed, sums
@@ -291,16 +263,7 @@ class FusedBlock:
         grads.update(more)
         del qkv
 
-        dnormed = dqkv @ self._qkv(weights)
-        finish_adapters = self._qkv_adapters.backward(dnormed, dqkv, weights, grads)
-
-        def finish_qkv(normed: Tensor) -> None:
-            finish_adapters(normed)
-            if wants:
-                grads.update(self._qkv.split(dqkv.t() @ normed, weights))
-
-        if self._qkv_bias.names and wants:
-            grads.update(self._qkv_bias.split(dqkv.sum(0), weights))
+        dnormed, finish_qkv = self._qkv.backward(dqkv, weights, grads, wants=wants)
         return self._add_backward(x, dnormed, dadded, weights, 0, grads, finish_qkv), grads
 
     def _after_attention(self, x: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, ...]:

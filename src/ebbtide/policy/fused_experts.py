@@ -38,7 +38,7 @@ class Experts:
         self._router = f"{family.router}.weight"
         self._halves, self._down = f"{family.experts}.gate_up_proj", f"{family.experts}.down_proj"
         self.names = self._router, self._halves, self._down
-        self.joinable, self.joined, self.adapters = (), (), ()
+        self.projections = ()
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
         logits = linear(normed, weights[self._router])

@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from ebbtide.model.block_functions import Activation, activate, activate_backward
 from ebbtide.model.families import Family
-from ebbtide.model.joined_weights import JoinedWeights
-from ebbtide.model.linear import linear
-from ebbtide.policy.fused_adapters import FusedAdapters
 from ebbtide.policy.fused_block import Grads, Weights
+from ebbtide.policy.projection import Projection
 from ebbtide.policy.saved_activations import Saved, recompute_or
 
 
@@ -20,21 +18,15 @@ class FusedGatedMLP:
 
     def __init__(self, block: nn.Module, family: Family, activation: Activation) -> None:
         self._activation: Activation = activation
-        self.joinable = list(dict.fromkeys(f"{path}.weight" for path in (family.gate, family.up)))
-        self._halves, self._down = JoinedWeights(self.joinable), f"{family.down}.weight"
-        halves = list(dict.fromkeys((family.gate, family.up)))
-        self._half_adapters, self._down_adapters = FusedAdapters(block, halves), FusedAdapters(block, [family.down])
-        self.adapters = self._half_adapters, self._down_adapters
-        self.names, self.joined = (*self.joinable, self._down), (self._halves,)
+        self._halves = Projection(block, list(dict.fromkeys((family.gate, family.up))))
+        self._down = Projection(block, [family.down])
+        self.projections = self._halves, self._down
+        self.names = [name for one in self.projections for name in one.names]
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
-        halves = self._project(normed, weights)
+        halves = self._halves(normed, weights)
         saved.put("mlp_act", halves)
-        product = activate(halves, self._activation)
-        return self._down_adapters.add(linear(product, weights[self._down]), product, weights)
-
-    def _project(self, normed: Tensor, weights: Weights) -> Tensor:
-        return self._half_adapters.add(self._halves.product(normed, weights), normed, weights)
+        return self._down(activate(halves, self._activation), weights)
 
     def backward(
         self,
@@ -46,22 +38,10 @@ class FusedGatedMLP:
         *,
         wants: bool,
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        matrix = self._halves(weights)
-        halves = recompute_or(saved.take("mlp_act"), lambda: self._project(remake(), weights))
-        dproduct = grad @ weights[self._down]
-        finish_down = self._down_adapters.backward(dproduct, grad, weights, grads)
+        halves = recompute_or(saved.take("mlp_act"), lambda: self._halves(remake(), weights))
+        dproduct, finish_down = self._down.backward(grad, weights, grads, wants=wants)
         # Each in the place of the one that it follows from.
         product, dhalves = activate_backward(halves, dproduct, self._activation)
-        if wants:
-            grads[self._down] = grad.t() @ product
         finish_down(product)
-        del product, halves, dproduct
-        dnormed = dhalves @ matrix
-        finish_halves = self._half_adapters.backward(dnormed, dhalves, weights, grads)
-
-        def finish(normed: Tensor) -> None:
-            finish_halves(normed)
-            if wants:
-                grads.update(self._halves.split(dhalves.t() @ normed, weights))
-
-        return dnormed, finish
+        del product, halves, dproduct, finish_down
+        return self._halves.backward(dhalves, weights, grads, wants=wants)

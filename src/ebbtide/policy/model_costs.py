@@ -11,6 +11,7 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
+from ebbtide.model.quantized_sizes import base_bytes
 from ebbtide.model.shape import Shape, find_shape
 from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.rank_model import RankModel
@@ -103,10 +104,12 @@ def frozen_size(parameters: int, head: int, shards: int, itemsize: int) -> Froze
     return FrozenSize(itemsize, ceil_div(parameters, shards) if shards > 1 else parameters - head, head)
 
 
-def loading_bytes(parameters: int, itemsize: int, mesh: MeshShape, frozen: Collection[FrozenShape]) -> int:
+def loading_bytes(shape: Shape, itemsize: int, mesh: MeshShape, frozen: Collection[FrozenShape]) -> int:
     """The bytes of a node's host memory while the models are loaded one after the other. Each rank loads a frozen model
-    as a whole on the host, and so the policy, where that is sharded."""
-    whole = [itemsize * parameters] if mesh.shards > 1 else []
+    as a whole on the host, and so the policy, where that is sharded or quantized."""
+    whole = (
+        [itemsize * (shape.parameters + shape.adapter_parameters)] if mesh.shards > 1 or shape.base is not None else []
+    )
     whole += [one.itemsize * one.shape.parameters for one in frozen]
     return mesh.ranks_per_node * max(whole, default=0)
 
@@ -125,7 +128,7 @@ class WeightsCosts:
 
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
         rank = self._rank
-        base = {BASE: rank.itemsize * rank.parameters} if config.model.lora is not None else {}
+        base = {BASE: base_bytes(rank.shape, rank.itemsize, rank.parameters)} if config.model.lora is not None else {}
         return HoldingBytes({"weights": rank.itemsize * rank.trained, **base})
 
     def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:

@@ -11,6 +11,7 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
+from ebbtide.model.quantized_sizes import scratch_bytes
 from ebbtide.model.shape import Shape
 from ebbtide.model.workload import MicroBatchSize, Workload
 from ebbtide.optim.costs import CPU_CHUNK, grad_bytes
@@ -235,11 +236,12 @@ class TrainCosts:
         if shape.lora is not None:
             of_block, shard = shape.adapter_shard(), shape.adapter_shard(self._sharing.fsdp_size)
         in_first = late - (grad * of_block if before == 0 and not grads_leave else 0)
+        numbers = scratch_bytes(shape, itemsize)
         memory = [
             ((saved.blocks + saved.norm_saved) * tokens + 2 * itemsize * hidden * part.completion_tokens, head),
             ((saved.blocks + saved.in_final_norm) * tokens, 0),
-            ((saved.blocks + saved.in_backward + itemsize * hidden) * tokens, 0),
-            ((saved.first_block + saved.in_backward + itemsize * hidden) * tokens, 0),
+            ((saved.blocks + saved.in_backward + itemsize * hidden) * tokens + numbers, 0),
+            ((saved.first_block + saved.in_backward + itemsize * hidden) * tokens + numbers, 0),
             (itemsize * hidden * tokens, itemsize * trained_head),
         ]
         if diverges:
@@ -279,7 +281,7 @@ class TrainCosts:
         part = work.pack(config.train.microbatch_tokens, ranks=self._sharing.data).full
         wide = shape.widest_layer
         gathered = 2 * shape.experts_per_token * shape.hidden
-        block = itemsize * (3 * shape.hidden + 3 * wide + gathered) * part.tokens
+        block = itemsize * (3 * shape.hidden + 3 * wide + gathered) * part.tokens + scratch_bytes(shape, itemsize)
         chunk = config.train.head_chunk_tokens
         logits = 0.0
         if kind == "logprobs":

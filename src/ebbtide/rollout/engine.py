@@ -32,6 +32,9 @@ class Request:
 
     prompt: list[int]
     seeds: list[int]
+    adapter: int = 0
+    """The number of the adapter that it is for, where the model has several by name (`lora` of `ebbtide serve`); 0 is
+    none. The paged engine alone has them."""
 
 
 @dataclass(frozen=True)

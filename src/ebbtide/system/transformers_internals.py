@@ -29,6 +29,12 @@ def experts_implementation(config: PretrainedConfig) -> str | None:
     return name
 
 
+def initialize(model: PreTrainedModel, module: nn.Module) -> None:
+    """Gives the weights and buffers of one of a model's modules, without those of its parts, their first values. It
+    relies on `_init_weights`."""
+    model._init_weights(module)
+
+
 def full_mask(**wanted: Any) -> Tensor:
     """The boolean mask [batch, 1, queries, keys] that a layer wants, in full even where attention could do without. It
     relies on `sdpa_mask`, on the two arguments by which it leaves masks out, and on transformers calling a registered

@@ -96,6 +96,12 @@ class DistillConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _teacher_is_not_quantized(self) -> DistillConfig:
+        if self.teacher.base is not None:
+            raise ValueError("`teacher.base` is not supported yet: remove it")
+        return self
+
     @property
     def frozen_models(self) -> Mapping[str, ModelConfig]:
         return {"teacher": self.teacher}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ebbtide.errors import UserError
+from ebbtide.model.quantize import quantized_of
 from ebbtide.policy.attention import FUNCTIONS, requested_window, unsupported_layer
 from ebbtide.rollout.paged.cache_costs import CacheCosts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PAGED = "ebbtide_paged"
 
@@ -22,6 +27,13 @@ class KVCache:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # (keys, values) of each layer: both [slots, kv heads, channels]
         self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def cache_costs(model: PreTrainedModel) -> CacheCosts:
+    """Returns the sizes of a loaded model, whose base may be quantized."""
+    found = model_cache_costs(model.config)
+    is_quantized = any(quantized_of(module) is not None for module in model.modules())
+    return replace(found, scratch=2 * found.mlp * found.hidden) if is_quantized else found
 
 
 def model_cache_costs(config: PretrainedConfig) -> CacheCosts:

@@ -22,6 +22,7 @@ class PassMetadata(ABC):
     kv_heads: int
     block: int
     slots: Tensor  # [T] int32: where new keys and values are written; -1 for padding
+    adapters: Tensor  # [T] int32: the adapter of each token, where the model has several by name; 0 is none
 
     @abstractmethod
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:

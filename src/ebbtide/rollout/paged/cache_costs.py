@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.memory.plan import HoldingName, HoldingSpec
 from ebbtide.model.attention_sizes import MOST_SPLITS
+from ebbtide.model.quantized_sizes import scratch_bytes
 from ebbtide.model.shape import Shape
 from ebbtide.system.units import ceil_div
 
@@ -18,6 +19,8 @@ KV_CACHE = HoldingSpec("kv_cache", frozenset({"generate"}), advice={"generate": 
 FREE_MEMORY_FRACTION = 0.95  # the part of the memory free at the start of generation that cache and workspace may fill
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens of a block
 PREFILL_CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}  # tokens that are prefilled in one pass, at most
+FEWEST_PREFILLED = 1024  # and at least, however little memory there is
+PREFILL_MEMORY_FRACTION = 1 / 16  # the part of free memory that a prefill may take where the KV cache could fill it
 LOGIT_ROWS_AT_ONCE = 512  # rows of logits that are in memory at once after a prefill
 SORTED_ROWS_AT_ONCE = 64  # rows of logits that are sorted at once for top-k and top-p
 # The batch sizes that CUDA graphs are captured for; larger ones go in steps of 128.
@@ -61,6 +64,8 @@ class CacheCosts:
     query_heads: int
     mlp: int
     vocabulary: int
+    scratch: int = 0
+    """The numbers that are made of a quantized base's codes at once."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes of the KV cache per token, with elements of `itemsize` bytes."""
@@ -76,22 +81,42 @@ class CacheCosts:
         """Returns the bytes that passes need in addition to the cache: to prefill `chunk` tokens at once, and to decode
         and sample for `batch` samples. Elements have `itemsize` bytes."""
         queries = self.query_heads * self.channels
-        token = 8 * self.hidden + 4 * queries + 4 * self.mlp  # elements in memory at once for each token, at most
         sampling = (
             2 * min(batch, LOGIT_ROWS_AT_ONCE) * self.vocabulary * itemsize + SORTED_ROWS_AT_ONCE * self.vocabulary * 40
         )
         splits = MOST_SPLITS * batch * queries * 4  # the partial results of split-KV attention, in fp32
-        return chunk * token * itemsize + sampling + splits
+        return (chunk * self._token + self.scratch) * itemsize + sampling + splits
 
-    def blocks_that_fit(self, itemsize: int, block: int, chunk: int, batch: int, free: int) -> int:
-        """Returns the blocks of the KV cache that fit into `free` bytes."""
-        return max(0, int(FREE_MEMORY_FRACTION * free) - self.workspace_bytes(itemsize, chunk, batch)) // (
-            block * self.bytes_per_token(itemsize)
-        )
+    @property
+    def _token(self) -> int:
+        """The elements in memory at once for each token of a prefill, at most."""
+        return 8 * self.hidden + 4 * self.query_heads * self.channels + 4 * self.mlp
+
+    def fit(
+        self, itemsize: int, block: int, most: int, batch: int, free: int, *, useful: int, least: int
+    ) -> tuple[int, int]:
+        """Returns how many blocks of a KV cache, of at most `useful` ones, fit into `free` bytes, and how many tokens
+        are prefilled in one pass beside it. These are `most`, and fewer where they would take the room of useful blocks
+        and more than a small part of memory, or that of the `least` blocks."""
+        chunk = most
+        while True:
+            workspace = self.workspace_bytes(itemsize, chunk, batch)
+            blocks = max(0, int(FREE_MEMORY_FRACTION * free) - workspace) // (block * self.bytes_per_token(itemsize))
+            is_small = chunk * self._token * itemsize <= PREFILL_MEMORY_FRACTION * free
+            if blocks >= useful or (is_small and blocks >= least) or chunk <= FEWEST_PREFILLED:
+                return min(blocks, useful), chunk
+            chunk //= 2
 
 
 def cache_costs_of(shape: Shape) -> CacheCosts:
     """The paged engine's memory costs for a model of this shape."""
     return CacheCosts(
-        shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.heads, shape.widest_layer, shape.vocabulary
+        shape.layers,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.hidden,
+        shape.heads,
+        shape.widest_layer,
+        shape.vocabulary,
+        scratch_bytes(shape, 1),
     )

@@ -13,7 +13,8 @@ from torch import Tensor
 from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.host import free_host_bytes
-from ebbtide.rollout.paged.attention import KVCache, model_cache_costs
+from ebbtide.model.row_adapters import row_adapter_bytes
+from ebbtide.rollout.paged.attention import KVCache, cache_costs
 from ebbtide.rollout.paged.cache_costs import blocks_for
 from ebbtide.rollout.paged.runner import Runner
 
@@ -51,8 +52,10 @@ class CacheMemory:
         """`make_room` is called with the bytes of a cache before it is allocated; `PagedEngine` describes the other
         arguments."""
         self._model, self._runner, self._make_room = model, runner, make_room
-        self._batch, self._block, self._chunk, self._blocks = batch, block, chunk, blocks
-        self._costs = model_cache_costs(model.config)
+        self._batch, self._block, self._blocks, self._most = batch, block, blocks, chunk
+        self.chunk = chunk
+        """The tokens that are prefilled in one pass, beside the KV cache that was counted last."""
+        self._costs = cache_costs(model)
         self._longest = tuple(map(self.blocks_for, longest))
 
     def blocks_for(self, tokens: int) -> int:
@@ -65,11 +68,9 @@ class CacheMemory:
         count = self._blocks
         if count is None:
             weight = next(self._model.parameters())
-            free = _free_bytes(weight.device) + reusable
-            count = min(
-                needs.useful,
-                self._costs.blocks_that_fit(weight.dtype.itemsize, self._block, self._chunk, self._batch, free),
-            )
+            free = _free_bytes(weight.device) + reusable - row_adapter_bytes(self._model, self._most)
+            sizes = weight.dtype.itemsize, self._block, self._most, self._batch
+            count, self.chunk = self._costs.fit(*sizes, free, useful=needs.useful, least=needs.longest_sample)
         if count < needs.longest_sample:
             raise UserError(
                 f"the KV cache has room for {count * self._block:,} tokens, and one sample may need"

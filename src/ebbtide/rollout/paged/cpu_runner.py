@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from ebbtide.model.load import decoder, head_weight, logit_scaling
+from ebbtide.model.row_adapters import row_adapters
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.paged.attention import PAGED, KVCache
 from ebbtide.rollout.paged.runner import PendingTokens, SampleOp
@@ -28,6 +29,7 @@ class CpuRunner:
 
     def __init__(self, model: PreTrainedModel, block: int) -> None:
         self._model, self._block = model, block
+        self._adapters = row_adapters(model)
         self._cache: KVCache | None = None
         self._last: dict[int | None, int] = {}  # the newest token of the sample in each row
 
@@ -72,7 +74,7 @@ class CpuRunner:
         """Returns the hidden states [T, H]."""
         assert self._cache is not None
         metadata = _Pass(chunks, self._cache, self._block, self._model.device)
-        with use_attention(self._model, PAGED):
+        with use_attention(self._model, PAGED), self._adapters.chosen(metadata.adapters):
             hidden = decoder(self._model)(
                 input_ids=torch.tensor([tokens], device=self._model.device),
                 position_ids=metadata.positions[None],
@@ -113,6 +115,7 @@ class _Pass:
         slots: list[int] = []
         contexts: list[list[int]] = []
         lengths: list[int] = []
+        adapters: list[int] = []
         for chunk in chunks:
             if isinstance(chunk.owner, PromptGroup):
                 before, own = [], chunk.owner.block_table
@@ -124,6 +127,7 @@ class _Pass:
             slots += new
             contexts.append(before + own.slots(0, chunk.first, size) + new)
             lengths.append(len(new))
+            adapters += [chunk.group.adapter] * len(new)
         queries, start = [], 0
         for length in lengths:
             queries.append([*range(start, start + length), *[len(slots)] * (max(lengths) - length)])
@@ -135,6 +139,7 @@ class _Pass:
         )
         last_seen = first[:, None, None] + torch.arange(max(lengths), device=device)[:, None]  # [S, Q, 1]
         self.positions = torch.tensor(positions, device=device)  # [T]
+        self.adapters = torch.tensor(adapters, device=device)  # [T]
         self._slots = torch.tensor(slots, device=device)  # [T]: where the new keys and values are written
         # [S, Q]: the indices of each sequence's new tokens, padded with T
         self._queries = torch.tensor(queries, device=device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ebbtide.model.attention_kernels import TILE
 from ebbtide.model.linear import linear
 from ebbtide.model.load import decoder, head_weight, logit_scaling
+from ebbtide.model.row_adapters import row_adapters
 from ebbtide.policy import logprob_kernels
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.engine import SamplingParams
@@ -26,7 +27,7 @@ from ebbtide.rollout.paged.decode_graph import DecodeGraph, DecodeInputs
 from ebbtide.rollout.paged.decode_kernels import MANY, reads_together
 from ebbtide.rollout.paged.fused_model import FusedModel, can_fuse
 from ebbtide.rollout.paged.runner import PendingTokens, SampleOp
-from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, PromptGroup, ScheduledSample, Scheduler
+from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, ScheduledSample, Scheduler
 from ebbtide.system.units import ceil_div
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class CudaRunner:
         self._widths = (0, 0)
         self._cache: KVCache | None = None
         self._open = ExitStack()
+        self._adapters = row_adapters(model)
         self._fused = FusedModel(model) if can_fuse(model) else None
         if self._fused is not None and not self._fused_matches_model():
             self._fused = None
@@ -135,11 +137,12 @@ class CudaRunner:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        adapters: list[int] = []
         sequences: list[int] = []
         tiles: list[int] = []
         tables: tuple[list[list[int]], list[list[int]]] = ([], [])
         for number, chunk in enumerate(chunks):
-            group = chunk.owner if isinstance(chunk.owner, PromptGroup) else chunk.owner.group
+            group = chunk.group
             own = chunk.owner.block_table if isinstance(chunk.owner, ScheduledSample) else None
             start = chunk.first + (len(group.prompt) if own is not None else 0)
             count = chunk.last - chunk.first
@@ -151,6 +154,7 @@ class CudaRunner:
             tokens += chunk.tokens
             positions += range(start, start + count)
             slots += (own or group.block_table).slots(chunk.first, chunk.last, size)
+            adapters += [group.adapter] * count
         padded = []
         for lists in tables:
             width = max(1, *map(len, lists))
@@ -161,6 +165,7 @@ class CudaRunner:
             self._costs.kv_heads,
             size,
             self._to_device(slots, torch.int32),
+            self._to_device(adapters, torch.int32),
             self._to_device(tiles, torch.int32).view(-1, 2),
             self._to_device(sequences, torch.int32).view(-1, 4),
             *padded,
@@ -231,6 +236,7 @@ class CudaRunner:
         values["rows"][:count] = where
         values["tokens"][:count] = tokens
         values["slots"][:count] = slots
+        values["adapters"][:count] = [op.sample.group.adapter for op in ops]
         values["own_lengths"][:count] = own_lengths
         values["own_starts"][:count] = own_starts
         values["firsts"][: len(firsts)] = begins
@@ -267,9 +273,10 @@ class CudaRunner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, metadata: PassMetadata) -> Tensor:
         """Returns the hidden states [T, H]."""
-        if self._fused is not None:
-            return self._fused(tokens, positions, metadata)
-        return self._model_forward(tokens, positions, metadata)
+        with self._adapters.chosen(metadata.adapters):
+            if self._fused is not None:
+                return self._fused(tokens, positions, metadata)
+            return self._model_forward(tokens, positions, metadata)
 
     def _model_forward(self, tokens: Tensor, positions: Tensor, metadata: PassMetadata) -> Tensor:
         hidden = decoder(self._model)(
@@ -348,8 +355,8 @@ class CudaRunner:
         """Tells whether the fused blocks compute what the model's own forward does, on a few tokens."""
         scheduler = Scheduler(BlockAllocator(4 * ceil_div(64, self._block)), self._block, batch=2, chunk=128)
         vocabulary = len(self._model.get_input_embeddings().weight)
-        for length in (37, 5):
-            scheduler.add([7 * index % vocabulary for index in range(length)], [1])
+        for length, adapter in ((37, self._adapters.count), (5, 0)):
+            scheduler.add([7 * index % vocabulary for index in range(length)], [1], adapter)
         chunks = [chunk for chunk in scheduler.schedule() if isinstance(chunk, PrefillChunk)]
         weight = next(self._model.parameters())
         shape = (scheduler.allocator.num_blocks * self._block, self._costs.kv_heads, self._costs.channels)

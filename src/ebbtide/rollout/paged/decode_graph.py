@@ -42,6 +42,7 @@ class DecodeInputs:
         for name, value in (
             ("tokens", 0),
             ("slots", -1),
+            ("adapters", 0),
             ("own_lengths", 0),
             ("own_starts", 0),
             ("prompt_lengths", 0),
@@ -57,6 +58,7 @@ class DecodeInputs:
             kv_heads,
             block,
             self["slots"],
+            self["adapters"],
             self["firsts"],
             self["groups"],
             self["prompt_tables"].view(self.rows, -1),
@@ -120,7 +122,10 @@ class DecodeGraph:
 
 def _field_sizes(rows: int, widths: tuple[int, int]) -> dict[str, int]:
     """Returns the fields of `DecodeInputs` and their sizes."""
-    once = ("rows", "tokens", "slots", "groups", "own_lengths", "own_starts", "prompt_lengths", "temperature", "scale")
+    once = (
+        *("rows", "tokens", "slots", "adapters", "groups", "own_lengths", "own_starts", "prompt_lengths"),
+        *("temperature", "scale"),
+    )
     tables = {"prompt_tables": rows * widths[0], "own_tables": rows * widths[1]}
     return {**dict.fromkeys(once, rows), "uniform": 2 * rows, "firsts": rows + 1, **tables}
 

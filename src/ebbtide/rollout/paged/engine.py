@@ -52,7 +52,6 @@ class PagedEngine:
         self._end_tokens = loaded.end_tokens
         device = loaded.model.device
         self._block = block or BLOCK_SIZES[device.type]
-        self._chunk = chunk or PREFILL_CHUNK_TOKENS[device.type]
         self._share = share_prompts
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._runner = self._build_runner()
@@ -61,7 +60,7 @@ class PagedEngine:
             self._runner,
             batch=batch,
             block=self._block,
-            chunk=self._chunk,
+            chunk=chunk or PREFILL_CHUNK_TOKENS[device.type],
             blocks=blocks,
             longest=longest,
             make_room=make_room,
@@ -170,7 +169,7 @@ class PagedEngine:
         return self._memory.tensor_bytes(blocks)
 
     def _session(self, blocks: int) -> Session:
-        scheduler = Scheduler(BlockAllocator(blocks), self._block, batch=self._batch, chunk=self._chunk)
+        scheduler = Scheduler(BlockAllocator(blocks), self._block, batch=self._batch, chunk=self._memory.chunk)
         return Session(self._runner, scheduler, self._stop_condition, self._share, self._ahead)
 
     def _stop_condition(self, sampling: SamplingParams) -> StopCondition:

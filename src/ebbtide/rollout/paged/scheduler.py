@@ -60,6 +60,9 @@ class PromptGroup:
     prompt: Sequence[int]
     samples: list[ScheduledSample] = field(default_factory=list)
     block_table: BlockTable = field(default_factory=BlockTable)
+    adapter: int = 0
+    """The adapter that its keys and values are computed with. A group is of one request, so that a prompt that was
+    prefilled with one adapter never serves a sample of another."""
 
     @property
     def is_prefilled(self) -> bool:
@@ -99,6 +102,10 @@ class PrefillChunk:
     last: int
 
     @property
+    def group(self) -> PromptGroup:
+        return self.owner if isinstance(self.owner, PromptGroup) else self.owner.group
+
+    @property
     def tokens(self) -> Sequence[int]:
         return (self.owner.prompt if isinstance(self.owner, PromptGroup) else self.owner.tokens)[self.first : self.last]
 
@@ -110,7 +117,7 @@ class Scheduler:
     def __init__(self, blocks: BlockAllocator, size: int, *, batch: int, chunk: int) -> None:
         """Blocks hold `size` tokens, at most `batch` samples decode at once, and at most `chunk` tokens are prefilled
         in one pass."""
-        self.allocator, self.block_size, self._batch, self._chunk = blocks, size, batch, chunk
+        self.allocator, self.block_size, self._batch, self.chunk = blocks, size, batch, chunk
         self.groups: dict[int, PromptGroup] = {}
         """The groups that have not ended."""
         self._waiting: deque[ScheduledSample] = deque()
@@ -119,11 +126,12 @@ class Scheduler:
         self._added = self._admitted = 0
         self.preempted = 0
 
-    def add(self, prompt: Sequence[int], limits: Sequence[int]) -> list[ScheduledSample]:
-        """Adds a prompt with one sample for each of `limits`, the most tokens that it may have."""
+    def add(self, prompt: Sequence[int], limits: Sequence[int], adapter: int = 0) -> list[ScheduledSample]:
+        """Adds a prompt with one sample for each of `limits`, the most tokens that it may have. `adapter`: see
+        `Request`."""
         if not limits:
             return []
-        group = PromptGroup(self._added, prompt)
+        group = PromptGroup(self._added, prompt, adapter=adapter)
         group.samples = [ScheduledSample(self._added + i, group, limit) for i, limit in enumerate(limits)]
         self._added += len(limits)
         self.groups[group.number] = group
@@ -231,7 +239,7 @@ class Scheduler:
     def _schedule_prefill(self) -> list[PrefillChunk]:
         """Schedules what must be prefilled before the running samples can decode: their prompts, and the own tokens of
         samples that were preempted."""
-        chunks, budget = [], self._chunk
+        chunks, budget = [], self.chunk
         seen: set[int] = set()
         for sample in self._running:
             group = sample.group

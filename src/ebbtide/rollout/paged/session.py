@@ -98,9 +98,13 @@ class Session:
         ending = self._stop_condition(sampling)
         count, limit = len(request.seeds), sampling.max_new_tokens
         samples = (
-            self._scheduler.add(request.prompt, [limit] * count)
+            self._scheduler.add(request.prompt, [limit] * count, request.adapter)
             if self._share
-            else [sample for _ in request.seeds for sample in self._scheduler.add(request.prompt, [limit])]
+            else [
+                sample
+                for _ in request.seeds
+                for sample in self._scheduler.add(request.prompt, [limit], request.adapter)
+            ]
         )
         states = [
             SampleState(sample, sampling, ending, Uniforms(seed))
@@ -142,6 +146,10 @@ class Session:
     def preempt_all(self) -> None:
         """Preempts all samples that run, so that no block is in use; `preempted` does not count them."""
         self._scheduler.preempt_all()
+
+    def set_prefill_chunk(self, tokens: int) -> None:
+        """Sets how many tokens are prefilled in one pass."""
+        self._scheduler.chunk = tokens
 
     def move_to_cache(self, blocks: int) -> list[int]:
         """Moves all block tables to another KV cache, of `blocks` blocks. Returns the blocks of the old one that are in
@@ -222,6 +230,7 @@ class PersistentSession:
         loses the kept cache, but no token that was collected."""
         session, memory = self._session, self._memory
         count = memory.count_blocks(self._needs, reusable=sum(tensor.nbytes for tensor in self.kept_cache))
+        session.set_prefill_chunk(memory.chunk)
         if session.num_used_blocks > count:  # the kept cache no longer fits into memory
             session.preempt_all()
             self.kept_cache.clear()

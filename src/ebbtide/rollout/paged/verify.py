@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ebbtide.model.load import LoadedModel
+from ebbtide.model.row_adapters import row_adapters
 from ebbtide.policy.probe import (
     TOLERANCE,
     AttentionCall,
@@ -45,13 +46,18 @@ def build_verified_engine(
     engine = PagedEngine(loaded, batch, longest=longest, make_room=make_room, exact=exact)
     new = min(NEW, len(both[0].completion))
     # As many samples for a prompt as a run will have, so that no kernel is compiled only for this check.
-    requests = [Request(both[0].prompt, list(range(min(samples, 16)))), Request(both[1].prompt, [0])]
+    adapters = row_adapters(model)
+    used = adapters.count, 0  # the last of several adapters, and none
+    requests = [Request(both[0].prompt, list(range(min(samples, 16))), used[0]), Request(both[1].prompt, [0], used[1])]
     with refuse_broken_model(lambda why: paged_cannot_run(model.config, why)), engine.probing():
         found = [
             group[0] for group in engine.generate(requests, SamplingParams(new, ignore_eos=True), lambda done, of: None)
         ]
     sequences = [ProbeSequence(probe.prompt, sample.tokens) for probe, sample in zip(both, found, strict=True)]
-    own = [own_logprobs(model, loaded.generate_attention, sequence) for sequence in sequences]
+    own = []
+    for sequence, adapter in zip(sequences, used, strict=True):
+        with adapters.chosen(torch.tensor([adapter], device=model.device)):
+            own.append(own_logprobs(model, loaded.generate_attention, sequence))
     sampled = torch.tensor([logprob for sample in found for logprob in sample.plain_logprobs])
     difference = (torch.cat(own).cpu() - sampled).abs().mean().item()
     if not difference <= ALLOWED * TOLERANCE[model.dtype]:

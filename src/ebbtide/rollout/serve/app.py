@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -30,8 +30,10 @@ GONE = 499  # nginx's status for a client that has disconnected; nobody sees it
 class Api:
     """The routes, as a Starlette app."""
 
-    def __init__(self, queue: RequestQueue, served: ServedModel, *, key: str | None, max_body: int) -> None:
-        self._queue, self._served, self._max_body = queue, served, max_body
+    def __init__(self, queue: RequestQueue, models: Sequence[ServedModel], *, key: str | None, max_body: int) -> None:
+        """A request that names no model is for the first of `models`."""
+        self._queue, self._max_body = queue, max_body
+        self._base, self._models = models[0].name, {one.name: one for one in models}
         self._key = None if key is None else key.encode()
         self._since = int(time.time())
         self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not hold up the responses of others
@@ -56,20 +58,22 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         self._admit(request)
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._models]})
 
     async def model(self, request: Request) -> Response:
         self._admit(request)
-        check_name(request.path_params["name"], self._served.name)
-        return JSONResponse(self._model())
+        name = request.path_params["name"]
+        check_name(name, [*self._models])
+        return JSONResponse(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._served.name,
+            "id": name,
             "object": "model",
             "created": self._since,
             "owned_by": "ebbtide",
-            "max_model_len": self._served.limits.total,
+            "max_model_len": self._models[name].limits.total,
+            **({} if name == self._base else {"parent": self._base}),  # as in vLLM
         }
 
     async def completions(self, request: Request) -> Reply:
@@ -80,8 +84,9 @@ class Api:
 
     async def _reply(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Reply:
         self._admit(request)
-        body = parse_body(kind, await self._read(request), self._served.name)
-        return Reply(self._queue, self._served, body, self._encoder)
+        body = parse_body(kind, await self._read(request), [*self._models])
+        served = self._models[self._base if body.model is None else body.model]
+        return Reply(self._queue, served, body, self._encoder)
 
     def _admit(self, request: Request) -> None:
         if self._key is None:

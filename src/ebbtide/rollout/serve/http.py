@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ebbtide.errors import UserError
@@ -34,20 +34,21 @@ def server_url(listening: socket.socket) -> str:
 @contextmanager
 def run_http_server(
     queue: RequestQueue,
-    served: ServedModel,
+    models: Sequence[ServedModel],
     listening: socket.socket,
     *,
     key: str | None,
     max_body: int,
     patience: float = PATIENCE,
 ) -> Iterator[None]:
-    """Runs the HTTP server, which puts requests into the queue. On exit the remaining requests are refused."""
+    """Runs the HTTP server, which puts requests into the queue. On exit the remaining requests are refused. `models`:
+    the model, and the same with each of its adapters by name."""
     import uvicorn
 
     from ebbtide.rollout.serve.app import Api
     from ebbtide.rollout.serve.server import HttpServer, max_connections
 
-    api = Api(queue, served, key=key, max_body=max_body)
+    api = Api(queue, models, key=key, max_body=max_body)
     settings = uvicorn.Config(
         api.app,
         http="h11",
@@ -58,7 +59,7 @@ def run_http_server(
         access_log=False,
         server_header=False,
     )
-    server = HttpServer(settings, queue, most=max_connections(served.limits.samples), patience=patience)
+    server = HttpServer(settings, queue, most=max_connections(models[0].limits.samples), patience=patience)
     ready = threading.Event()
 
     async def serve() -> None:

@@ -3,6 +3,7 @@ ignores it would be wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -162,22 +163,22 @@ class ChatBody(Body):
 B = TypeVar("B", bound=Body)
 
 
-def parse_body(kind: type[B], text: bytes, model: str) -> B:
-    """Parses and validates the body of a request to this model."""
+def parse_body(kind: type[B], text: bytes, models: Sequence[str]) -> B:
+    """Parses and validates the body of a request to one of these models."""
     try:
         body = kind.model_validate_json(text)
     except ValidationError as error:
         raise _explain(error) from None
     if body.model is not None:
-        check_name(body.model, model)
+        check_name(body.model, models)
     body.check()
     return body
 
 
-def check_name(requested: str, served: str) -> None:
-    """Raises if a request names another model than the one that is served."""
-    if requested != served:
-        what = f"the model {requested!r} does not exist here: this server has {served!r}"
+def check_name(requested: str, models: Sequence[str]) -> None:
+    """Raises if a request names a model that is not served."""
+    if requested not in models:
+        what = f"the model {requested!r} does not exist here: this server has {', '.join(map(repr, models))}"
         raise ApiError(404, what, "model", "model_not_found")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -53,6 +53,13 @@ class ServedModel:
     limits: RequestLimits
     longest_token: int
     """The number of characters of the longest token."""
+    adapter: int = 0
+    """The number of its adapter, if it is the model with one of several (`lora`)."""
+
+    def with_adapter(self, name: str, number: int, templated: bool) -> ServedModel:
+        """The model with one of its adapters, under a name of its own."""
+        encoder = Encoder(self.tokenizer, templated=templated)
+        return replace(self, name=name, adapter=number, encoder=encoder)
 
 
 def describe_served_model(name: str, loaded: LoadedModel, limits: RequestLimits, templated: bool) -> ServedModel:
@@ -99,7 +106,8 @@ def build_queued_request(
 ) -> QueuedRequest:
     """The request for the engine. `cut` closes the client's connection."""
     sampling = _sampling(body, _new_tokens(body, max(map(len, prompts)), served))
-    return QueuedRequest([Request(prompt, _seeds(body.seed, body.n or 1)) for prompt in prompts], sampling, cut)
+    requests = [Request(prompt, _seeds(body.seed, body.n or 1), served.adapter) for prompt in prompts]
+    return QueuedRequest(requests, sampling, cut)
 
 
 def _seeds(first: int | None, samples: int) -> list[int]:

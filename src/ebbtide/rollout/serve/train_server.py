@@ -41,7 +41,7 @@ def serve_during_training(
     key, body = read_api_key(None), 1024 * defaults.max_body_kib
     with (
         listen(defaults.host, rollout.serve_port) as listening,
-        run_http_server(queue, model, listening, key=key, max_body=body),
+        run_http_server(queue, [model], listening, key=key, max_body=body),
     ):
         say(f"serving {model.name} at {server_url(listening)} while it trains")
         with engine.after_generate(partial(serve_waiting, queue, engine)):

@@ -1,0 +1,269 @@
+"""Adapters (LoRA), and a base in 8 or 4 bits.
+
+    python benchmarks/lora.py [products] [base] [decode] [budget [CASE ..]]
+
+products: the products of each group of layers with the same input, alone, with adapters of rank 32 by our kernels, and
+with the same in torch, for the Qwen3-1.7B and 8B shapes. base: products of few rows with a base in bfloat16, float8 and
+int4, and what it takes to make numbers of codes. decode: tokens a second of 16 prompts x 8 samples of 126 + 256 tokens
+with exact log-probs, without adapters, with some, and with each base. budget: GRPO steps of 16 x 8 x (100 + 256) tokens
+with adapters of rank 32, planned (`memory.plan: auto`) under a budget that the allocator enforces; of the cases that
+are named, such as 8B-int4. Weights are random. Stages that are not named keep the figures of an earlier run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import plan
+import torch
+from common import Row, beginning, kept, save, seconds
+from exact import MODELS, captured
+
+from ebbtide.checkpoint.initial_model import load_initial
+from ebbtide.config import load
+from ebbtide.errors import UserError
+from ebbtide.model import adapter_kernels
+from ebbtide.model.linear import linear
+from ebbtide.model.load import pick_device
+from ebbtide.model.lora import adapted_layers
+from ebbtide.model.quantize import dequantize, quantize, quantized_linear
+from ebbtide.policy.policy import Policy
+from ebbtide.rollout.engine import SamplingParams
+from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.system.allocator import use_expandable_segments
+from ebbtide.system.machine import save_rates
+from ebbtide.system.torch_internals import without_split_k
+from ebbtide.system.units import GIB
+from rollout import grpo_work, timed
+
+SHAPES = {
+    "1.7B": [],
+    "8B": ["layers=36", "hidden=4096", "heads=32", "mlp=12288", "tied=false"],
+    "14B": ["layers=40", "hidden=5120", "heads=40", "mlp=17408", "tied=false"],
+    "32B": ["layers=64", "hidden=5120", "heads=64", "mlp=25600", "tied=false"],
+}
+MATRICES = {
+    "1.7B": {"qkv": (4096, 2048), "output": (2048, 2048), "gate and up": (12288, 2048), "down": (2048, 6144)},
+    "8B": {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (24576, 4096), "down": (4096, 12288)},
+}
+BUDGETS = {
+    "8B-bfloat16": ("8B", None, 20),
+    "8B-float8": ("8B", "float8", 14),
+    "8B-int4": ("8B", "int4", 10),
+    "14B-int4": ("14B", "int4", 14),
+    "32B-int4": ("32B", "int4", 28),
+}
+RANK, CHANNELS = "model.lora.rank=32", 32
+
+
+def settings(shape: str, *more: str) -> list[str]:
+    return [*(f"model.scratch.{option}" for option in SHAPES[shape]), *more]
+
+
+class Group:
+    """Layers with the same input, and their adapters; several times, as a pass reads each weight once: more than the L2
+    cache holds."""
+
+    def __init__(self, depth: int, widths: list[int]) -> None:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+        self.count = max(1, min(12, 2**27 // (depth * sum(widths))))
+        self._starts = [sum(widths[:number]) for number in range(len(widths))]
+        self._weights = [normal(sum(widths), depth) for _ in range(self.count)]
+        self._firsts = [normal(CHANNELS * len(widths), depth) for _ in range(self.count)]
+        self._seconds = [[normal(width, CHANNELS) for width in widths] for _ in range(self.count)]
+
+    @torch.no_grad()
+    def alone(self, x: torch.Tensor) -> None:
+        for weight in self._weights:
+            linear(x, weight)
+
+    @torch.no_grad()
+    def ours(self, x: torch.Tensor) -> None:
+        for weight, first, seconds_of in zip(self._weights, self._firsts, self._seconds, strict=True):
+            adapter_kernels.add(linear(x, weight), x, first, seconds_of, self._starts, 1.0)
+
+    @torch.no_grad()
+    def in_torch(self, x: torch.Tensor) -> None:
+        for weight, first, seconds_of in zip(self._weights, self._firsts, self._seconds, strict=True):
+            found, lows = linear(x, weight), linear(x, first).split(CHANNELS, 1)
+            for second, start, low in zip(seconds_of, self._starts, lows, strict=True):
+                found[:, start : start + len(second)].addmm_(low, second.t(), alpha=1.0)
+
+
+def products() -> Iterator[list[Row]]:
+    found: list[Row] = []
+    for model in ("1.7B", "8B"):
+        hidden, heads, kv_heads, channels, mlp = MODELS[model]
+        groups = {
+            "qkv": (hidden, [heads * channels, kv_heads * channels, kv_heads * channels]),
+            "output": (heads * channels, [hidden]),
+            "gate and up": (hidden, [mlp, mlp]),
+            "down": (mlp, [hidden]),
+        }
+        for name, (depth, widths) in groups.items():
+            group = Group(depth, widths)
+            for rows in (1, 16, 128, 512, 8192):
+                x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+                for kind, work in (("alone", group.alone), ("ours", group.ours), ("torch", group.in_torch)):
+                    with without_split_k():
+                        taken = seconds(captured(partial(work, x), 5)) / 5 / group.count
+                    found.append(Row(f"products: {model}, {name}, {rows:,} rows", kind, 1e6 * taken, "us"))
+        yield found
+
+
+def base() -> Iterator[list[Row]]:
+    rows: list[Row] = []
+    with torch.no_grad(), without_split_k():
+        for shape, matrices in MATRICES.items():
+            for name, (width, depth) in matrices.items():
+                weight = torch.randn(width, depth, device="cuda").bfloat16()
+                bases = {kind: quantize(weight, kind) for kind in ("float8", "int4")}  # type: ignore[arg-type]
+                label = f"base: {shape}, {name}"
+                for count in (16, 64, 128, 256):
+                    x = torch.randn(count, depth, device="cuda").bfloat16()
+                    ways: dict[str, Callable[[], object]] = {"bfloat16": partial(linear, x, weight)}
+                    ways |= {kind: partial(quantized_linear, x, base) for kind, base in bases.items()}
+                    rows += [Row(f"{label}, {count} rows", kind, _graphed(way), "us") for kind, way in ways.items()]
+                    _check(x, bases)
+                for kind, base in bases.items():
+                    taken = _graphed(partial(dequantize, base, torch.bfloat16))
+                    moved = 2 * weight.numel() + sum(one.nbytes for one in base)
+                    rows += [
+                        Row(label, f"numbers of {kind}", taken, "us"),
+                        Row(label, f"numbers of {kind}, moved", moved / taken / 1e6, "TB/s"),
+                    ]
+            yield rows
+
+
+def _check(x: torch.Tensor, bases: dict) -> None:
+    """Compares products with those of the numbers, before they are timed."""
+    for kind, base in bases.items():
+        wanted = linear(x, dequantize(base, torch.bfloat16))
+        if not torch.equal(quantized_linear(x, base), wanted):
+            off = (quantized_linear(x, base).float() - wanted.float()).abs().max() / wanted.float().abs().max()
+            print(f"{kind}: other bits with {len(x)} rows of {x.shape[1]}, by {float(off):.2g}", flush=True)
+
+
+def _graphed(work: Callable[[], object], times: int = 20) -> float:
+    """Microseconds of `work` in a CUDA graph, as in decoding, with no input in the cache."""
+    for _ in range(3):
+        work()
+    flushed = torch.empty(2**26, dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            flushed.zero_()
+            work()
+    both = seconds(graph.replay)
+    alone = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(alone):
+        for _ in range(times):
+            flushed.zero_()
+    return 1e6 * (both - seconds(alone.replay)) / times
+
+
+def decode() -> Iterator[list[Row]]:
+    """In turns, so that all cases have the same machine."""
+    rows: list[Row] = []
+    work = grpo_work(16, SamplingParams(256, ignore_eos=True))
+    cases = {"no adapters": [], "rank 8": ["model.lora.rank=8"], "rank 32": [RANK]}
+    cases |= {f"rank 32, {kind}": [RANK, f"model.base={kind}"] for kind in ("float8", "int4")}
+    for shape in ("1.7B", "8B"):
+        with without_split_k():
+            engines = {name: _engine(settings(shape, *options)) for name, options in cases.items()}
+            taken: dict[str, list[float]] = {name: [] for name in engines}
+            for turn in range(4):
+                for name, engine in engines.items():
+                    found = timed(engine, work)
+                    if turn:  # The first compiles and captures.
+                        taken[name].append(found)
+        for name, times in taken.items():
+            label, middle = f"decode: {shape}, {name}", statistics.median(times)
+            rows += [
+                Row(label, "tokens a second", 16 * 8 * 256 / middle, "tok/s"),
+                Row(label, "of that without adapters", 100 * statistics.median(taken["no adapters"]) / middle, "%"),
+            ]
+        del engines
+        yield rows
+
+
+def _engine(options: list[str]) -> PagedEngine:
+    """An engine for a model whose adapters add something."""
+    config = load(plan.CONFIG, options)
+    loaded = load_initial(config, pick_device("cuda"))
+    for layer in adapted_layers(loaded.model).values():
+        layer.lora_B.data.normal_(std=0.02)
+    Policy(loaded, config).fuse_blocks(print)  # As in a run: it lets weights follow each other.
+    return PagedEngine(loaded, 128, exact=True)
+
+
+def budgets(cases: list[str]) -> Iterator[list[Row]]:
+    rows: list[Row] = []
+    for case in cases:
+        shape, base, budget = BUDGETS[case]
+        label = f"budget: {shape}, {base or 'bfloat16'}, {budget} GiB"
+        options = settings(
+            shape, *plan.ALWAYS, *plan.PLAIN, RANK, "rollout.max_prompt_tokens=100",
+            "task.python.options={length: 100}", "optimizer.lr=1e-5", "memory.plan=auto", f"memory.budget_gib={budget}",
+            *([f"model.base={base}"] if base else []),
+        )  # fmt: skip
+        try:
+            config, lines = plan.measured(options, plan.PLANNED)
+        except (UserError, RuntimeError) as error:
+            print(f"{label}: {error}", flush=True)
+            rows.append(Row(label, "failed", 1.0, "(1 = yes)"))
+            yield rows
+            continue
+        foretold = plan.predicted(config, int(budget * GIB))
+        peak = max(line[f"peak_gib/{phase}"] for line in lines for phase in plan.PHASES)
+        rows += [
+            Row(label, "seconds a step", statistics.median(line["seconds"] for line in lines), "s"),
+            Row(label, "predicted", foretold.seconds, "s"),
+            Row(label, "peak", peak, "GiB"),
+            Row(label, "peak predicted", foretold.peak / GIB, "GiB"),
+            Row(label, "peak off by", 100 * (foretold.peak / GIB / peak - 1), "%"),
+            Row(
+                label, "reserved", max(line[f"reserved_gib/{phase}"] for line in lines for phase in plan.PHASES), "GiB"
+            ),
+            Row(label, "mismatch, most", max(line["mismatch_max"] for line in lines), "nats"),
+        ]
+        for phase in plan.PHASES:
+            found = [line[f"seconds/{phase}"] for line in lines if f"seconds/{phase}" in line]
+            if found:
+                predicted = foretold.phases[phase]  # type: ignore[index]
+                rows += [
+                    Row(label, f"{phase}: seconds", statistics.median(found), "s"),
+                    Row(label, f"{phase}: predicted", predicted.seconds, "s"),
+                    Row(label, f"{phase}: peak", max(line[f"peak_gib/{phase}"] for line in lines), "GiB"),
+                    Row(label, f"{phase}: peak predicted", predicted.peak / GIB, "GiB"),
+                ]
+        print(f"{label}: {foretold.activations.describe()}, {config.optimizer.place}", flush=True)
+        yield rows
+
+
+def main() -> None:
+    use_expandable_segments()  # as `ebbtide train` does
+    named = sys.argv[1:]
+    cases = [one for one in named if one in BUDGETS] or [*BUDGETS]
+    stages: dict[str, Callable[[], Iterator[list[Row]]]] = {
+        "products": products,
+        "base": base,
+        "decode": decode,
+        "budget": partial(budgets, cases),
+    }
+    for name in [one for one in named if one in stages] or list(stages):
+        if name == "budget":
+            total = torch.cuda.get_device_properties(0).total_memory / GIB
+            save_rates(torch.cuda.get_device_name(), total, plan.measured_rates()[0])
+        others = kept("lora", beginning(name))
+        for rows in stages[name]():
+            save("lora", [*others, *rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Adapters (LoRA) beside a matmul as two Triton kernels: x A.T for all layers with the same input, and what follows
+from it added to their products, in place. Decode, prefill and training run the same programs.
+
+A row has the same bits among few rows as among many: a program always has 64 rows, whatever number of them there are,
+and the inner dimension is summed in chunks whose size follows from that dimension alone. With few rows each chunk has a
+program of its own, so that there is work for a GPU, and with many one program sums them all, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ebbtide.model.launch import Launcher
+from ebbtide.system.units import ceil_div
+
+ROWS, COLUMNS = 64, 64  # of a program
+DEPTH, STAGES = 128, 3  # of x and of A at once: 96 KiB, which the smaller GPUs have
+CHUNK, MOST_CHUNKS = 512, 8  # numbers of the inner dimension that are summed by themselves, at least; how often at most
+FEW = 1024  # rows: up to here each chunk has a program
+LAYERS = 3  # that have the same input, at most
+
+
+@triton.jit(do_not_specialize=["rows", "chunks"])
+def _lower(
+    x,  # [rows, depth]
+    first,  # [channels, depth]: A of all layers
+    low,  # [parts, rows, channels] float32: the sum of each program's chunks
+    rows,
+    chunks,  # of a program
+    depth: tl.constexpr,
+    channels: tl.constexpr,
+    chunk: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    tiles, wide = tl.cdiv(rows, tile), tl.cdiv(channels, columns)
+    program = tl.program_id(0)
+    part = program // (tiles * wide)
+    row = (program % tiles * tile + tl.arange(0, tile)).to(tl.int64)
+    channel, place = program // tiles % wide * columns + tl.arange(0, columns), tl.arange(0, at_once)
+    is_row, is_channel = row < rows, channel < channels
+    begin = part * chunks * chunk
+    total = tl.zeros([tile, columns], tl.float32)
+    for start in range(begin, tl.minimum(begin + chunks * chunk, depth), chunk):
+        found = tl.zeros([tile, columns], tl.float32)
+        for at in range(start, tl.minimum(start + chunk, depth), at_once):
+            inside = (at + place < depth)[None, :]
+            of_x = x + row[:, None] * depth + (at + place)[None, :]
+            of_first = first + channel[:, None] * depth + (at + place)[None, :]
+            some = tl.load(of_x, mask=is_row[:, None] & inside, other=0.0)
+            found = tl.dot(some, tl.load(of_first, mask=is_channel[:, None] & inside, other=0.0).T, found)
+        total += found
+    target = low + (part * rows + row[:, None]) * channels + channel[None, :]
+    tl.store(target, total, mask=is_row[:, None] & is_channel[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add(
+    products,  # [rows, stride]: of all layers, side by side
+    low,  # [parts, rows, channels] float32
+    second_0,  # [width_0, rank]: B of each layer that has an adapter
+    second_1,
+    second_2,
+    rows,
+    scale,
+    width_0: tl.constexpr,
+    width_1: tl.constexpr,
+    width_2: tl.constexpr,
+    column_0: tl.constexpr,  # where the layer's product begins
+    column_1: tl.constexpr,
+    column_2: tl.constexpr,
+    stride: tl.constexpr,
+    channels: tl.constexpr,
+    parts: tl.constexpr,
+    rank: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    tiles, program = tl.cdiv(rows, tile), tl.program_id(0)
+    block, after_0 = program // tiles, tl.cdiv(width_0, columns)
+    after_1 = after_0 + tl.cdiv(width_1, columns)
+    is_0, is_1 = block < after_0, block < after_1
+    second = tl.where(is_0, second_0, tl.where(is_1, second_1, second_2))
+    width = tl.where(is_0, width_0, tl.where(is_1, width_1, width_2))
+    begin = tl.where(is_0, column_0, tl.where(is_1, column_1, column_2))
+    first_channel = tl.where(is_0, 0, tl.where(is_1, rank, 2 * rank))
+    block -= tl.where(is_0, 0, tl.where(is_1, after_0, after_1))
+    row = (program % tiles * tile + tl.arange(0, tile)).to(tl.int64)
+    column, place = block * columns + tl.arange(0, columns), tl.arange(0, at_once)
+    is_row, is_column = row < rows, column < width
+    total = tl.zeros([tile, columns], tl.float32)
+    for at in tl.static_range(0, rank, at_once):
+        inside = (at + place < rank)[None, :]
+        some = tl.zeros([tile, at_once], tl.float32)
+        for part in tl.static_range(parts):
+            of_low = low + (part * rows + row[:, None]) * channels + (first_channel + at + place)[None, :]
+            some += tl.load(of_low, mask=is_row[:, None] & inside, other=0.0)
+        of_second = second + column[:, None] * rank + (at + place)[None, :]
+        factor = tl.load(of_second, mask=is_column[:, None] & inside, other=0.0)
+        total = tl.dot(some.to(factor.dtype), factor.T, total)
+    target, mask = products + row[:, None] * stride + (begin + column)[None, :], is_row[:, None] & is_column[None, :]
+    found = tl.load(target, mask=mask, other=0.0).to(tl.float32) + scale * total
+    tl.store(target, found.to(products.dtype.element_ty), mask=mask)
+
+
+_launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add)
+
+
+def add(
+    products: Tensor,  # [T, N]: of all layers, side by side
+    x: Tensor,  # [T, K]
+    first: Tensor,  # [adapters x rank, K]: A of all adapters
+    seconds: Sequence[Tensor],  # [width, rank] each: B of all adapters, three at most
+    columns: Sequence[int],  # where the product of each adapter's layer begins
+    scale: float,
+) -> None:
+    """Adds scale * (x A.T) B.T to the products of the layers that have an adapter, in place."""
+    (rows, depth), channels, rank = x.shape, len(first), seconds[0].shape[1]
+    if not rows:
+        return
+    x, first, seconds = x.contiguous(), first.contiguous(), [second.contiguous() for second in seconds]
+    chunk = max(CHUNK, _power_of_2(ceil_div(depth, MOST_CHUNKS)))
+    chunks = ceil_div(depth, chunk)
+    parts, tiles = chunks if rows <= FEW else 1, ceil_div(rows, ROWS)
+    low = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
+    wide = min(COLUMNS, _power_of_2(channels))
+    _launch_lower(
+        tiles * ceil_div(channels, wide) * parts,
+        (x, first, low),
+        (rows, chunks // parts),
+        *(depth, channels, chunk, ROWS, wide, DEPTH),
+        warps=4,
+    )
+    widths, missing = [len(second) for second in seconds], LAYERS - len(seconds)
+    _launch_add(
+        tiles * sum(ceil_div(width, COLUMNS) for width in widths),
+        (products, low, *seconds, *[seconds[0]] * missing),
+        (rows, scale),
+        *(*widths, *[0] * missing, *columns, *[0] * missing, products.stride(0), channels, parts, rank),
+        *(ROWS, COLUMNS, min(DEPTH, _power_of_2(rank))),
+        warps=4,
+    )
+
+
+def _power_of_2(size: int) -> int:
+    """The least size of a program's tile that holds so many: tensor cores multiply 16 at least."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,234 @@
+"""A frozen base in 8 or 4 bits (`model.base`): matrices of linear layers as codes with scales, made when the model is
+loaded, and turned back into numbers where they are multiplied.
+
+    float8   e4m3, one scale for a row, which is a power of 2: codes become numbers without rounding
+    int4     codes from 0 to 15, a scale and an offset for each group of up to 128 numbers of a row; two codes in a
+             byte, the first half of a group in the low bits, the second in the high bits
+
+A number of the base is code x scale + offset, rounded to bfloat16, on every device. It is the same whatever device the
+codes were made on: sums are in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from ebbtide.config.model import BaseKind
+from ebbtide.config.root import Config
+from ebbtide.errors import UserError
+from ebbtide.model.families import family_of
+from ebbtide.model.linear import linear
+from ebbtide.model.load import NO_CODE, layers_of, model_config
+from ebbtide.model.lora_targets import no_quantized_experts
+from ebbtide.model.quantized_sizes import LARGEST_GROUP, SMALLEST_GROUP
+from ebbtide.system.transformers_internals import initialize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+AT_ONCE = 2**22  # Numbers that are quantized at once.
+LARGEST_FLOAT8 = 448.0
+LARGEST_CODE = 15
+KEPT = (1.0, 0.96, 0.92, 0.88, 0.84)
+"""Fractions of a group's range that are tried: what is outside is rounded to its ends, and all else more finely."""
+SCALE = "weight_scale"
+"""The name of a quantized layer's parameter beside `weight`, which are the codes."""
+
+
+class Quantized(NamedTuple):
+    """A matrix [N, K]."""
+
+    codes: Tensor  # float8 [N, K], or uint8 [N, K / 2]
+    scale: Tensor  # bfloat16 [N, 1], or [N, groups, 2]: scales and offsets
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
+
+    @property
+    def group(self) -> int:
+        """Numbers of a row that share a scale."""
+        return self.columns // self.scale.shape[1]
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose matrix is quantized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_product(self, x)
+
+
+def layer_product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """x W.T + bias, of a layer whose matrix may be quantized. Autograd keeps its codes, not its numbers."""
+    matrix = quantized_of(layer)
+    if matrix is None:
+        return functional.linear(x, layer.weight, layer.bias)
+    found: Tensor = _Product.apply(x, layer.bias, *matrix)  # type: ignore[no-untyped-call]
+    return found
+
+
+def layer_matrix(layer: nn.Linear) -> Tensor:
+    """The matrix of a layer [N, K], in numbers."""
+    matrix = quantized_of(layer)
+    return layer.weight if matrix is None else dequantize(matrix, torch.bfloat16)
+
+
+def layer_columns(layer: nn.Linear) -> int:
+    """The columns of a layer's matrix."""
+    matrix = quantized_of(layer)
+    return layer.weight.shape[1] if matrix is None else matrix.columns
+
+
+def quantized_of(layer: nn.Module) -> Quantized | None:
+    """The matrix of a layer, if it is quantized."""
+    codes, scale = layer._parameters.get("weight"), layer._parameters.get(SCALE)
+    return None if scale is None or codes is None else Quantized(codes, scale)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.matrix = Quantized(codes, scale)
+        return functional.linear(x, dequantize(ctx.matrix, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] @ dequantize(ctx.matrix, grads[0].dtype), None, None, None
+
+
+def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] @ matrix.T [K, N] + bias [N]. On a GPU codes of few rows' products become numbers inside the matmul;
+    its bits are those of many rows."""
+    if x.is_cuda:
+        from ebbtide.model import quantized_kernels  # It needs triton, which comes with torch on a GPU.
+
+        if quantized_kernels.takes(x, matrix.codes, matrix.group):
+            return quantized_kernels.linear(x, *matrix, bias=bias)
+    return linear(x, dequantize(matrix, x.dtype), bias)
+
+
+@torch.no_grad()
+def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
+    """The numbers of a matrix [N, K]."""
+    codes, scale = matrix
+    if codes.is_cuda:
+        from ebbtide.model import quantized_kernels
+
+        return quantized_kernels.dequantize(codes, scale).to(dtype)
+    if codes.dtype != torch.uint8:
+        return (codes.bfloat16() * scale).to(dtype)
+    halves = codes.view(len(codes), -1, matrix.group // 2)
+    groups = torch.cat([halves & LARGEST_CODE, halves >> 4], -1)
+    factor, offset = scale.float()[..., None].unbind(-2)
+    numbers = torch.addcmul(offset, groups.float(), factor)
+    return numbers.flatten(1).bfloat16().to(dtype)
+
+
+@torch.no_grad()
+def quantize(weight: Tensor, kind: BaseKind) -> Quantized:
+    """The codes of a matrix [N, K], on its device."""
+    rows = max(1, AT_ONCE // weight.shape[1])
+    function = _to_float8 if kind == "float8" else _to_int4
+    parts = [function(part.float()) for part in weight.split(rows)]
+    return Quantized(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
+
+
+def _to_float8(rows: Tensor) -> Quantized:
+    largest = rows.abs().amax(1, keepdim=True)
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST_FLOAT8).exponent)
+    return Quantized((rows / scale).to(torch.float8_e4m3fn), scale.bfloat16())
+
+
+def _to_int4(rows: Tensor) -> Quantized:
+    groups = rows.unflatten(1, (-1, group_size(rows.shape[1])))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    middle, reach = (low + high) / 2, (high - low) / 2
+    best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    for kept in KEPT:
+        scale = (2 * kept * reach / LARGEST_CODE).bfloat16().float()
+        offset = (middle - kept * reach).bfloat16().float()
+        codes = ((groups - offset) / scale.where(scale > 0, 1)).round_().clamp_(0, LARGEST_CODE)
+        error = (torch.addcmul(offset, codes, scale) - groups).double().square_().sum(-1, keepdim=True)
+        if best is None:
+            best = error, codes, scale, offset
+        else:
+            is_better = error < 0.999999 * best[0]  # Not by what depends on the order of a sum.
+            found = zip((error, codes, scale, offset), best, strict=True)
+            best = tuple(torch.where(is_better, new, old) for new, old in found)  # type: ignore[assignment]
+    assert best is not None
+    _, codes, scale, offset = best
+    first, second = codes.to(torch.uint8).chunk(2, -1)
+    return Quantized((first | second << 4).flatten(1), torch.cat([scale, offset], -1).bfloat16())
+
+
+def group_size(columns: int) -> int:
+    """Numbers of a row that share a scale, in 4 bits."""
+    found = math.gcd(columns, LARGEST_GROUP)
+    if found < SMALLEST_GROUP:
+        raise UserError(
+            f"`model.base: int4` needs layers whose inputs are a multiple of {SMALLEST_GROUP}, and one has {columns}:"
+            " choose float8"
+        )
+    return found
+
+
+def quantize_model(model: PreTrainedModel, kind: BaseKind, device: torch.device) -> None:
+    """Quantizes the linear layers of a model's blocks one by one, and moves it to a device: no more than the codes, and
+    one layer in numbers, are there at once."""
+    for layer in _linear_layers(model):
+        quantize_layer(layer, kind, device)
+    model.to(device)
+
+
+def new_quantized_model(config: Config, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model of `model.scratch` with random weights, made and quantized layer by layer on a device."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
+    inside, kind = {*_linear_layers(model)}, config.model.base
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
+        for module in model.modules():
+            module.to_empty(device=device, recurse=False)
+            initialize(model, module)
+            if isinstance(module, nn.Linear) and module in inside and kind is not None:
+                quantize_layer(module, kind, device)
+    model.tie_weights()
+    return model
+
+
+def quantize_layer(layer: nn.Linear, kind: BaseKind, device: torch.device) -> None:
+    """Replaces the matrix of a layer by its codes, on a device."""
+    codes, scale = quantize(layer.weight.detach().to(device), kind)
+    layer.weight = _frozen(codes)
+    layer.register_parameter(SCALE, _frozen(scale))
+    layer.__class__ = QuantizedLinear
+
+
+def make_dense(layer: nn.Linear, dtype: torch.dtype) -> None:
+    """Replaces the codes of a layer by numbers."""
+    matrix = layer_matrix(layer)
+    layer._parameters.pop(SCALE, None)
+    layer.weight = _frozen(matrix.to(dtype))
+    if isinstance(layer, QuantizedLinear):
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[nn.Linear]:
+    if family_of(model).sparse:
+        raise no_quantized_experts()
+    for module in (layers_of(model) or nn.ModuleList()).modules():
+        if isinstance(module, nn.Linear):
+            yield module

@@ -1,0 +1,184 @@
+"""Quantized matrices (`model.base`) on a GPU as Triton kernels: codes to numbers, and the products of few rows, in
+which codes become numbers on their way into the matmul.
+
+A product adds in the order in which cuBLAS adds the products of the numbers without split-K (linear_kernels.py), and
+has its bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 256
+"""Products of more rows are cuBLAS's, of the numbers."""
+COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
+AT_ONCE = 4096  # Numbers that a program makes of codes.
+
+
+@triton.jit
+def _numbers(codes, word):
+    """The numbers of 4-bit codes. A word has the bits of a scale and an offset in bfloat16."""
+    # With these bits in front, a code is 2**23 + code in float32: quicker than a conversion.
+    numbers = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return numbers * (word << 16).to(tl.float32, bitcast=True) + (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    inside = column < columns
+    found = tl.load(codes + row * columns + column, mask=inside).to(tl.float32) * tl.load(scale + row).to(tl.float32)
+    tl.store(out + row * columns + column, found.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _dequantize_int4(codes, words, out, groups, half: tl.constexpr, at_once: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    place = tl.arange(0, half)
+    inside = (group < groups)[:, None]
+    pairs = tl.load(codes + (row * groups + group[:, None]) * half + place[None, :], mask=inside)
+    word = tl.load(words + row * groups + group, mask=group < groups)[:, None]
+    target = out + (row * groups + group[:, None]) * 2 * half + place[None, :]
+    tl.store(target, _numbers(pairs & 15, word).to(tl.bfloat16), mask=inside)
+    tl.store(target + half, _numbers(pairs >> 4, word).to(tl.bfloat16), mask=inside)
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """The numbers [N, K] of codes."""
+    rows, width = codes.shape
+    if codes.dtype != torch.uint8:
+        out = torch.empty((rows, width), dtype=torch.bfloat16, device=codes.device)
+        grid = rows, triton.cdiv(width, AT_ONCE)
+        _dequantize_float8[grid](codes, scale, out, width, AT_ONCE)
+        return out
+    out = torch.empty((rows, 2 * width), dtype=torch.bfloat16, device=codes.device)
+    groups = scale.shape[1]
+    half = width // groups
+    at_once = AT_ONCE // (2 * half)
+    _dequantize_int4[rows, triton.cdiv(groups, at_once)](codes, _words(scale), out, groups, half, at_once)
+    return out
+
+
+def _words(scale: Tensor) -> Tensor:
+    """[N, groups]: scale and offset as one number, which is loaded at once."""
+    return scale.view(torch.int32)[..., 0]
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def _linear_float8(
+    x,  # [rows, depth]
+    codes,  # [width, depth], as bytes
+    scale,  # [width]
+    bias,  # [width]
+    out,  # [rows, width]
+    rows,
+    width,
+    depth: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+    biased: tl.constexpr,
+):
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    place = tl.arange(0, at_once)
+    # Beyond the last row or column others are read, and nothing is written.
+    code_at = codes + (column % width).to(tl.int64)[:, None] * depth + place[None, :]
+    x_at = x + (row % rows)[None, :] * depth + place[:, None]
+    total = tl.zeros([columns, tile], tl.float32)
+    for at in range(0, depth, at_once):
+        if depth % at_once == 0:
+            found, numbers_of_x = tl.load(code_at + at), tl.load(x_at + at)
+        else:
+            inside = at + place < depth
+            found = tl.load(code_at + at, mask=inside[None, :], other=0)
+            numbers_of_x = tl.load(x_at + at, mask=inside[:, None], other=0.0)
+        numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(x.dtype.element_ty)
+        total = tl.dot(numbers, numbers_of_x, total)
+    there, near = (column < width)[:, None], (row < rows)[None, :]
+    # A power of 2 changes no bit of a sum but its exponent.
+    total *= tl.load(scale + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    if biased:
+        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + row[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def _linear_int4(
+    x,  # [rows, depth]
+    codes,  # [width, depth / 2]
+    words,  # [width, groups]
+    bias,  # [width]
+    out,  # [rows, width]
+    rows,
+    width,
+    groups: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    half: tl.constexpr,
+    biased: tl.constexpr,
+):
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * tile + tl.arange(0, tile)
+    place = tl.arange(0, half)
+    # Beyond the last row or column others are read, and nothing is written.
+    code_at = codes + (column % width).to(tl.int64)[:, None] * (groups * half) + place[None, :]
+    word_at = words + (column % width)[:, None] * groups
+    x_at = x + (row % rows)[None, :] * (2 * groups * half) + place[:, None]
+    total = tl.zeros([columns, tile], tl.float32)
+    for group in range(0, groups):
+        pairs, word = tl.load(code_at + group * half), tl.load(word_at + group)
+        first = _numbers(pairs & 15, word).to(tl.bfloat16).to(x.dtype.element_ty)
+        total = tl.dot(first, tl.load(x_at + 2 * group * half), total)
+        second = _numbers(pairs >> 4, word).to(tl.bfloat16).to(x.dtype.element_ty)
+        total = tl.dot(second, tl.load(x_at + (2 * group + 1) * half), total)
+    there, near = (column < width)[:, None], (row < rows)[None, :]
+    if biased:
+        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + row[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
+
+
+def takes(x: Tensor, codes: Tensor, group: int) -> bool:
+    """Whether the product of x with these codes is one for this kernel. In 4 bits a half of a group is to be at least
+    the depth of a matmul instruction."""
+    return (
+        0 < len(x) <= MOST_ROWS
+        and x.dtype == torch.bfloat16
+        and x.is_contiguous()
+        and (codes.dtype != torch.uint8 or group >= 32)
+    )
+
+
+def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ numbers.T [K, N] + bias [N], for what this kernel `takes`."""
+    rows, width = len(x), len(codes)
+    tile = min(128, max(16, triton.next_power_of_2(rows)))
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    grid = triton.cdiv(width, COLUMNS), triton.cdiv(rows, tile)
+    given = out if bias is None else bias
+    # Where a processor has several programs, these wait for memory in turns, and need less of its own.
+    stages = 5 if grid[0] * grid[1] <= _processors(x.device) else 3
+    if codes.dtype != torch.uint8:
+        _linear_float8[grid](
+            x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, COLUMNS, DEPTH,
+            bias is not None, num_warps=WARPS, num_stages=stages,
+        )  # fmt: skip
+    else:
+        groups = scale.shape[1]
+        _linear_int4[grid](
+            x, codes, _words(scale), given, out, rows, width, groups, tile, COLUMNS, codes.shape[1] // groups,
+            bias is not None, num_warps=WARPS, num_stages=stages,
+        )  # fmt: skip
+    return out
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,46 @@
+"""What a quantized matrix (`model.base`) needs. This file imports no torch."""
+
+from __future__ import annotations
+
+import math
+
+from ebbtide.config.model import BaseKind
+from ebbtide.model.shape import Shape
+
+LARGEST_GROUP, SMALLEST_GROUP = 128, 16
+"""Numbers of a row that share a scale, in 4 bits."""
+
+
+def quantized_bytes(rows: int, columns: int, kind: BaseKind) -> int:
+    """The bytes of a matrix with its scales."""
+    if kind == "float8":
+        return rows * (columns + 2)
+    return rows * (columns // 2 + 4 * (columns // math.gcd(columns, LARGEST_GROUP)))
+
+
+def base_bytes(shape: Shape, itemsize: int, parameters: int | None = None) -> int:
+    """The bytes of so many of a model's parameters, by default all, among which are all linear layers of its blocks.
+    `itemsize`: of a number that is not quantized."""
+    parameters = shape.parameters if parameters is None else parameters
+    if shape.base is None:
+        return itemsize * parameters
+    sizes = shape.linear_layers.values()
+    quantized = sum(quantized_bytes(rows, columns, shape.base) for rows, columns in sizes)
+    return itemsize * (parameters - shape.layers * block_numbers(shape)) + shape.layers * quantized
+
+
+def scratch_bytes(shape: Shape, itemsize: int) -> int:
+    """The bytes of the numbers of a block's largest product, in which codes become numbers before a matmul."""
+    return 0 if shape.base is None else itemsize * 2 * shape.mlp * shape.hidden
+
+
+def dequantized_traffic(shape: Shape) -> float:
+    """The bytes that are read and written to make numbers of all codes of a model, once."""
+    if shape.base is None:
+        return 0.0
+    return shape.layers * block_numbers(shape) * (2.0 + (1.0 if shape.base == "float8" else 0.5))
+
+
+def block_numbers(shape: Shape) -> int:
+    """The numbers of the matrices of a block's linear layers."""
+    return sum(rows * columns for rows, columns in shape.linear_layers.values())

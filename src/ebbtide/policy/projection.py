@@ -1,0 +1,80 @@
+"""Linear layers of a fused block that have the same input, as one: their matrices, which may be quantized, biases and
+adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.model.joined_weights import JoinedWeights
+from ebbtide.model.quantize import SCALE, Quantized, dequantize, quantized_linear
+from ebbtide.policy.fused_adapters import FusedAdapters
+
+
+class Projection:
+    """The products of one input with some matrices, side by side."""
+
+    def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
+        """`paths`: of the layers in the block, in the order of their products."""
+        present = {name for name, _ in block.named_parameters()}
+
+        def of_layers(kind: str) -> JoinedWeights:
+            return JoinedWeights([name for path in paths if (name := f"{path}.{kind}") in present])
+
+        self._weight, self._bias = of_layers("weight"), of_layers("bias")
+        self._scale = of_layers(SCALE)
+        self._own = self._weight, self._bias, self._scale
+        self._adapters = FusedAdapters(block, paths)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Paths of its weights in the block, without those of adapters."""
+        return [name for one in self._own for name in one.names]
+
+    @property
+    def adapter_names(self) -> Sequence[str]:
+        return self._adapters.names
+
+    @property
+    def joinable(self) -> Sequence[Sequence[str]]:
+        """Names of weights that are to follow each other in memory."""
+        return [*(one.names for one in self._own), self._adapters.joinable]
+
+    def keep_apart(self) -> None:
+        """Multiplies matrices one by one with few rows, even where they follow each other in memory."""
+        self._weight.apart = True
+
+    def __call__(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """The products of x [T, K]: [T, N]."""
+        return self._adapters.add(self._product(x, weights), x, weights)
+
+    def _product(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        if not self._scale.names:
+            return self._weight.product(x, weights, self._bias)
+        return quantized_linear(x, self._quantized(weights), self._bias(weights) if self._bias.names else None)
+
+    def _quantized(self, weights: dict[str, Tensor]) -> Quantized:
+        return Quantized(self._weight(weights), self._scale(weights))
+
+    def _matrix(self, weights: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """All matrices as one, in numbers [N, K]."""
+        return dequantize(self._quantized(weights), dtype) if self._scale.names else self._weight(weights)
+
+    def backward(
+        self, grad: Tensor, weights: dict[str, Tensor], grads: dict[str, Tensor | None], *, wants: bool
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """(the gradient of x, a function that is called with x and sets the gradients of the weights, of others than
+        adapters only if it `wants` them)."""
+        dx = grad @ self._matrix(weights, grad.dtype)
+        finish_adapters = self._adapters.backward(dx, grad, weights, grads)
+        if wants and self._bias.names:
+            grads.update(self._bias.split(grad.sum(0), weights))
+
+        def finish(x: Tensor) -> None:
+            finish_adapters(x)
+            if wants:
+                grads.update(self._weight.split(grad.t() @ x, weights))
+
+        return dx, finish

@@ -1,0 +1,83 @@
+"""The kernels of adapters (LoRA): what they add, and that a row's bits do not depend on the rows beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_paged_kernels import DEVICE, INTERPRETED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies no bfloat16 matrices
+CASES = [  # inner dimension, rank, (width of the layer, whether it has an adapter) of each
+    (64, 1, [(40, True)]),
+    (700, 8, [(96, True), (32, False), (33, True)]),
+    (1100, 20, [(130, False), (70, True)]),
+    (2048, 32, [(256, True), (128, True), (128, True)]),
+    (4864, 16, [(896, True)]),
+    (6144, 128, [(64, True), (64, True)]),
+    (1024, 256, [(48, True), (80, True)]),
+]
+ROWS = [1, 2, 16, 63, 65, 128, 1000, 1024, 1025, 3000]
+
+
+class Group:
+    """Linear layers with the same input, and their adapters."""
+
+    def __init__(self, depth: int, rank: int, layers: list[tuple[int, bool]], rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(DEVICE, DTYPE)
+
+        self.rank, adapters = rank, [width for width, has_one in layers if has_one]
+        self.x, self.products = normal(rows, depth), normal(rows, sum(width for width, _ in layers))
+        self.first = normal(rank * len(adapters), depth) / depth**0.5
+        self.seconds = [normal(width, rank) / rank**0.5 for width in adapters]
+        ends = torch.tensor([width for width, _ in layers]).cumsum(0).tolist()
+        self.columns = [end - width for end, (width, has_one) in zip(ends, layers, strict=True) if has_one]
+
+    def added(self, rows: slice = slice(None)) -> torch.Tensor:
+        from ebbtide.model import adapter_kernels
+
+        products = self.products[rows].clone()
+        adapter_kernels.add(products, self.x[rows], self.first, self.seconds, self.columns, 0.7)
+        return products
+
+    def wanted(self, rounded: torch.dtype) -> torch.Tensor:
+        """The same in float64, with x A.T rounded as the kernels round it."""
+        low = (self.x.double() @ self.first.double().t()).to(rounded).double()
+        products = self.products.double()
+        for number, (second, column) in enumerate(zip(self.seconds, self.columns, strict=True)):
+            part = low[:, number * self.rank : (number + 1) * self.rank]
+            products[:, column : column + len(second)] += 0.7 * (part @ second.double().t())
+        return products
+
+
+@pytest.mark.parametrize(("depth", "rank", "layers"), CASES)
+def test_the_products_with_what_adapters_add(depth: int, rank: int, layers: list[tuple[int, bool]]) -> None:
+    for rows in (3, 70) if INTERPRETED else (1, 70, 2000):
+        group = Group(depth, rank, layers, rows)
+        found, wanted = group.added().double(), group.wanted(DTYPE)
+        assert float((found - wanted).norm()) <= (1e-3 if INTERPRETED else 5e-3) * float(wanted.norm())
+        worst = float((found - wanted).abs().max())
+        assert worst <= (0.01 if INTERPRETED else 0.08)
+        without = found.clone()
+        for second, column in zip(group.seconds, group.columns, strict=True):
+            without[:, column : column + len(second)] = group.products[:, column : column + len(second)].double()
+        assert torch.equal(without, group.products.double())  # layers without an adapter
+
+
+@pytest.mark.parametrize(("depth", "rank", "layers"), CASES[1:4] if INTERPRETED else CASES)
+def test_a_row_has_the_same_bits_among_any_others(depth: int, rank: int, layers: list[tuple[int, bool]]) -> None:
+    counts = [1, 65, 1025] if INTERPRETED else ROWS
+    group = Group(depth, rank, layers, counts[-1])
+    many = group.added()
+    for rows in counts:
+        assert torch.equal(group.added(slice(rows)), many[:rows]), rows
+        assert torch.equal(group.added(slice(counts[-1] - rows, None)), many[-rows:]), rows
+
+
+def test_adapters_that_add_nothing_change_no_bit() -> None:
+    group = Group(1100, 8, [(96, True), (40, True)], 20)
+    group.seconds = [torch.zeros_like(second) for second in group.seconds]
+    assert torch.equal(group.added(), group.products)

@@ -1,0 +1,74 @@
+"""Quantized matrices on a GPU: the numbers are those of the CPU, and products have the bits of the numbers' own."""
+
+import pytest
+import torch
+from test_paged_kernels import DEVICE, INTERPRETED
+
+from ebbtide.model.quantize import Quantized, dequantize, quantize, quantized_linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
+
+KINDS = ["float8", "int4"]
+SHAPES = [(64, 128), (70, 96)] if INTERPRETED else [(64, 128), (200, 896), (96, 96), (2048, 512)]
+
+
+def on_cpu(matrix: Quantized) -> Quantized:
+    return Quantized(*(one.cpu() for one in matrix))
+
+
+def random_matrix(width: int, depth: int) -> torch.Tensor:
+    torch.manual_seed(width + depth)
+    return (torch.randn(width, depth, device=DEVICE) * torch.rand(width, 1, device=DEVICE)).bfloat16()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "depth"), SHAPES)
+def test_codes_and_numbers_are_those_of_the_cpu(kind, width, depth) -> None:
+    from ebbtide.model import quantized_kernels
+
+    weight = random_matrix(width, depth)
+    matrix = quantize(weight, kind)
+    wanted = quantize(weight.cpu(), kind)
+    for ours, theirs in zip(matrix, wanted, strict=True):
+        assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    numbers = quantized_kernels.dequantize(*matrix)
+    wanted_numbers = dequantize(on_cpu(matrix), torch.bfloat16)
+    if INTERPRETED and kind == "int4":  # The interpreter rounds to bfloat16 towards 0.
+        assert torch.allclose(numbers.float(), wanted_numbers.float(), rtol=2**-7)
+    else:
+        assert torch.equal(numbers.cpu(), wanted_numbers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [3, 130] if INTERPRETED else [1, 2, 3, 16, 33, 64, 100, 128, 130, 256])
+@pytest.mark.parametrize(("width", "depth"), SHAPES)
+def test_products_of_few_rows_are_those_of_the_numbers(kind, biased, rows, width, depth) -> None:
+    from ebbtide.model import quantized_kernels
+
+    matrix = quantize(random_matrix(width, depth), kind)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16  # The interpreter cannot multiply matrices of bfloat16.
+    x = torch.randn(rows, depth, device=DEVICE).to(dtype)
+    bias = torch.randn(width, device=DEVICE).to(dtype) if biased else None
+    assert INTERPRETED or quantized_kernels.takes(x, matrix.codes, matrix.group)
+    ours = quantized_kernels.linear(x, *matrix, bias=bias)
+    wanted = x.double() @ quantized_kernels.dequantize(*matrix).double().t() + (0 if bias is None else bias.double())
+    # What is rounded to bfloat16 is off by a float32 sum's error at most.
+    assert torch.allclose(ours.double(), wanted, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies matrices of other sizes in another order")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "depth"), [(2048, 2048), (4096, 1024), (6144, 4096), (1152, 896), (896, 4864)])
+def test_a_row_has_the_same_bits_among_few_as_among_many(kind, width, depth) -> None:
+    from ebbtide.system.torch_internals import without_split_k
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("matmuls of few and many rows have the same bits only on GPUs of the Hopper generation")
+    matrix = quantize(random_matrix(width, depth), kind)
+    x, bias = (torch.randn(size, device=DEVICE).bfloat16() for size in ((1000, depth), (width,)))
+    with torch.no_grad(), without_split_k():
+        for given in (None, bias):
+            many = quantized_linear(x, matrix, given)
+            for rows in (1, 2, 16, 40, 64, 128, 256):
+                assert torch.equal(quantized_linear(x[:rows], matrix, given), many[:rows]), rows

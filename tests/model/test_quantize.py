@@ -1,0 +1,160 @@
+"""A base in 8 or 4 bits: what its numbers are, and that a model computes with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import TINY, merged
+from ebbtide.checkpoint.initial_model import load_initial
+from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.errors import UserError
+from ebbtide.model.lora import adapted_layers, base_digest, merge_adapters
+from ebbtide.model.quantize import (
+    QuantizedLinear,
+    dequantize,
+    layer_matrix,
+    quantize,
+    quantize_layer,
+    quantize_model,
+    quantized_linear,
+    quantized_of,
+)
+from ebbtide.model.quantized_sizes import quantized_bytes
+
+KINDS = ["float8", "int4"]
+CPU = torch.device("cpu")
+TOKENS = torch.tensor([[1, 5, 2, 7, 3, 3, 9]])
+
+
+def random_matrix(width: int = 24, depth: int = 96) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(width, depth, generator=generator) * torch.rand(width, 1, generator=generator)).bfloat16()
+
+
+def model_config(kind: str | None, **changes) -> GrpoConfig:
+    return GrpoConfig.model_validate(merged(TINY, {"model.lora": {"rank": 4}, "model.base": kind, **changes}))
+
+
+def test_float8_rounds_to_what_float8_has_and_scales_by_powers_of_2() -> None:
+    weight = random_matrix()
+    codes, scale = found = quantize(weight, "float8")
+    assert codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(scale.float().log2(), scale.float().log2().round())
+    assert torch.equal(dequantize(found, torch.float32), codes.float() * scale.float())
+    # A number is off by half of what its last bit is worth; the smallest have fewer bits.
+    off, worth = (dequantize(found, torch.float32) - weight.float()).abs(), weight.float().abs() * 2**-4
+    assert (off <= torch.maximum(worth, scale.float() * 2**-10)).all()
+
+
+def test_int4_has_no_larger_error_than_a_grid_from_the_least_to_the_largest() -> None:
+    weight = random_matrix(64, 256)
+    found = quantize(weight, "int4")
+    assert found.codes.shape == (64, 128)
+    assert found.scale.shape == (64, 2, 2)
+    groups = weight.float().view(64, 2, 128)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale, offset = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
+    plain = ((groups - offset) / scale).round().clamp(0, 15) * scale + offset
+    ours = dequantize(found, torch.float32).view_as(groups)
+    errors = [(one - groups).square().sum(-1) for one in (ours, plain)]
+    assert errors[0].sum() < 0.95 * errors[1].sum()
+    assert (errors[0] <= 1.02 * errors[1]).all()  # Ours are rounded to bfloat16.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_equal_numbers_are_kept(kind) -> None:
+    for value in (0.0, 0.25, -3.0):
+        weight = torch.full((3, 32), value, dtype=torch.bfloat16)
+        assert torch.equal(dequantize(quantize(weight, kind), torch.bfloat16), weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_that_a_plan_counts(kind) -> None:
+    for width, depth in ((24, 96), (10, 256), (7, 48)):
+        found = quantize(random_matrix(width, depth), kind)
+        assert sum(one.nbytes for one in found) == quantized_bytes(width, depth, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_quantized_in_parts_is_that_quantized_at_once(kind, monkeypatch) -> None:
+    weight = random_matrix()
+    whole = quantize(weight, kind)
+    monkeypatch.setattr("ebbtide.model.quantize.AT_ONCE", 5 * 96)
+    for one, other in zip(quantize(weight, kind), whole, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_computes_with_its_numbers_and_its_backward_keeps_codes_only(kind) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 24)
+    quantize_layer(layer, kind, CPU)
+    matrix = layer_matrix(layer).float()
+    x = torch.randn(5, 96, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
+        found = layer(x)
+    assert torch.equal(found, nn.functional.linear(x, matrix, layer.bias))
+    assert torch.equal(quantized_linear(x.detach(), quantized_of(layer), layer.bias), found)
+    assert kept == []
+    grad = torch.randn(5, 24)
+    found.backward(grad)
+    assert torch.equal(x.grad, grad @ matrix)
+
+
+def test_inputs_that_have_no_groups_are_refused() -> None:
+    with pytest.raises(UserError, match="multiple of 16, and one has 24"):
+        quantize(random_matrix(8, 24), "int4")
+    assert quantize(random_matrix(8, 24), "float8").codes.shape == (8, 24)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_quantized_in_its_blocks_only(kind) -> None:
+    model = load_initial(model_config(kind), CPU).model
+    quantized = {name for name, module in model.named_modules() if quantized_of(module) is not None}
+    assert quantized == set(adapted_layers(model))
+    assert model.get_output_embeddings().weight.dtype == model.get_input_embeddings().weight.dtype == torch.float32
+    assert {one.lora_A.dtype for one in adapted_layers(model).values()} == {torch.float32}
+    assert all(not one.requires_grad for name, one in model.named_parameters() if "lora" not in name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_computes_what_one_with_its_numbers_does(kind) -> None:
+    model = load_initial(model_config(kind), CPU).model
+    found = model(TOKENS).logits
+    assert merge_adapters(model) == 0.0  # They add nothing yet.
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert torch.equal(model(TOKENS).logits, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_model_has_the_buffers_and_the_tied_head_of_any(kind) -> None:
+    plain = load_initial(model_config(None), CPU).model
+    model = load_initial(model_config(kind), CPU).model
+    buffers = dict(plain.named_buffers())
+    assert buffers
+    assert all(torch.equal(buffers[name], one) for name, one in model.named_buffers())
+    for one in (plain, model):
+        assert one.get_output_embeddings().weight is one.get_input_embeddings().weight
+    assert model.get_input_embeddings().weight.std() == pytest.approx(0.02, rel=0.1)
+    assert all(bool((one == 1).all()) for name, one in model.named_parameters() if "norm" in name)
+
+
+def test_the_digest_tells_kinds_apart() -> None:
+    found = {kind: base_digest(load_initial(model_config(kind), CPU).model) for kind in (None, *KINDS)}
+    assert len(set(found.values())) == 3
+    assert base_digest(load_initial(model_config("int4"), CPU).model) == found["int4"]
+
+
+def test_a_base_needs_adapters() -> None:
+    with pytest.raises(ValueError, match=r"`model.base: int4` quantizes weights that are not trained"):
+        GrpoConfig.model_validate(merged(TINY, {"model.base": "int4"}))
+
+
+def test_experts_are_refused() -> None:
+    model = load_initial(model_config(None), CPU).model
+    model.config.model_type = "qwen3_moe"
+    with pytest.raises(UserError, match="mixture of experts"):
+        quantize_model(model, "int4", CPU)
