@@ -19,7 +19,9 @@ FORWARD_BYTES, BACKWARD_BYTES = 1.6, 3.4
 STARTS = 0.37e-3  # Seconds per block and forward, twice that in a backward, for launches of short kernels.
 # Operations of the host per block: for a forward alone, and for a forward with its backward, by what is recomputed.
 OPS = {"forward": 216, "keep": 640, "local": 1240, "whole": 1320, "fused forward": 110, "fused": 366}
-ADAPTER_OPS = {"forward": 4, "keep": 16}  # In addition, for each linear layer with an adapter; not fitted.
+# In addition, for each linear layer with an adapter, and for a block whose base is quantized. Those of a forward alone
+# are not fitted.
+ADAPTER_OPS, QUANTIZED_OPS = {"forward": 10, "keep": 60}, {"forward": 50, "keep": 200}
 FUSED_EXPERTS_OPS = {"fused forward": 140, "fused": 444}  # In addition, for a block of experts.
 # The same for fused blocks: as a multiple of the bytes that their kernels read and write, and seconds per block.
 FUSED_BYTES, FUSED_STARTS = 1.07, 0.035e-3
@@ -69,8 +71,10 @@ class Speed:
 
     def host(self, kind: str) -> float:
         """Seconds in which the host launches the kernels of all blocks."""
-        adapters = len(self._shape.adapters) * ADAPTER_OPS["forward" if "forward" in kind else "keep"]
-        return self._shape.layers * (OPS[kind] + adapters) / self._rates.host_op
+        which = "forward" if "forward" in kind else "keep"
+        more = len(self._shape.adapters) * ADAPTER_OPS[which]
+        more += QUANTIZED_OPS[which] if self._shape.base is not None else 0
+        return self._shape.layers * (OPS[kind] + more) / self._rates.host_op
 
     def head(self, predicted: float, matmuls: int) -> float:
         """Seconds of so many matmuls of the output head; each chunk of logits is read and written around it."""
@@ -129,12 +133,13 @@ class FusedSpeed(Speed):
         return self._linear(tokens) + self._attention(tokens, length) + self._fused(tokens) + starts
 
     def _linear(self, tokens: float) -> float:
-        """Seconds of a forward's matmuls."""
+        """Seconds of a forward's matmuls, and of making numbers of a quantized base for them."""
         shape = self._shape
         grouped = 3 * shape.hidden * shape.mlp * shape.experts_per_token if shape.experts else 0
         dense = shape.matmul_parameters_per_token - grouped
         each = FUSED_MATMULS * dense + GROUPED_MATMULS * grouped
-        return 2 * shape.layers * each * tokens / self._rates.matmul
+        numbers = dequantized_traffic(shape) / self._rates.copy
+        return 2 * shape.layers * each * tokens / self._rates.matmul + numbers
 
     def _attention(self, tokens: float, length: float) -> float:
         """Seconds of a forward's attention: its arithmetic, and what it reads and writes."""
