@@ -45,7 +45,7 @@ def ways() -> dict[str, Way]:
     def int4(weight: Tensor) -> Tensor:
         block = (1, group_size(weight.shape[1]))
         kind, least, most = torch.int32, 0, 15
-        numbers, asymmetric = weight.bfloat16(), quant_primitives.MappingType.ASYMMETRIC
+        numbers = weight.bfloat16()
         scale, zero = quant_primitives._choose_qparams_affine_tinygemm(
             numbers,
             quant_primitives.MappingType.ASYMMETRIC,
