@@ -1,11 +1,12 @@
 """GSM8K with the recipe `gsm8k`: accuracy by step and by second of finished runs, ours beside TRL's.
 
-    python benchmarks/gsm8k.py --ours RUN [RUN ...] [--trl RUN] [--pressure NAME=RUN ...] [--picture FILE.svg]
+    python benchmarks/gsm8k.py --ours RUN [RUN ...] [--trl RUN] [--other NAME=RUN ...] [--picture FILE.svg]
 
 Each RUN is a folder with a metrics.jsonl: of `ebbtide train gsm8k`, one per seed, or of benchmarks/gsm8k_trl.py. The
-first of `--ours` is the one that is timed: it ran on the machine and on the day of TRL's. `--pressure` are runs within
-a budget. Seconds are those of steps, without evaluations; start-up is what comes before the first step, and is added
-where said.
+first of `--ours` is the one that is timed: it ran on the machine and on the day of TRL's. `--other` are runs within a
+budget, or with adapters. Without `--trl` the curve of an earlier run of TRL is kept, whose steps are drawn as if each
+had taken the same time. Seconds are those of steps, without evaluations; start-up is what comes before the first step,
+and is added where said. benchmarks/gsm8k_runs.sh makes the runs.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from common import Row, save
+from common import RESULTS, Row, kept, save
 
-ACCURACY, COLOURS = "evaluate/pass@1", {"Ebbtide": "#1f77b4", "TRL + vLLM": "#d62728"}
+ACCURACY, TRL = "evaluate/pass@1", "TRL 1.16 + vLLM 0.24"
+COLOURS = {"Ebbtide": "#1f77b4", TRL: "#d62728"}
+OTHERS = ("#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,20 @@ class Run:
     @staticmethod
     def read(name: str, folder: Path) -> Run:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return Run(name, lines)
+
+    @staticmethod
+    def stored(name: str) -> Run:
+        """A run of which the results file has rows; its steps as if each had taken the same time."""
+        rows = json.loads((RESULTS / "gsm8k.json").read_text())["rows"]
+        found = {row["metric"]: row["value"] for row in rows if row["case"] == name}
+        steps = round(found["steps"])
+        lines: list[dict[str, Any]] = []
+        for step in range(steps + 1):
+            accuracy = found.get(f"test accuracy after {step} steps")
+            line = {"step": step, "seconds": found["training"] / steps, "seconds_startup": found["start-up"]}
+            line["peak_gib"] = found["peak of the allocator"]
+            lines.append(line if accuracy is None else {**line, ACCURACY: accuracy / 100})
         return Run(name, lines)
 
     def until(self, step: int) -> Run:
@@ -73,19 +90,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", nargs="+", type=Path, required=True)
     parser.add_argument("--trl", type=Path)
-    parser.add_argument("--pressure", nargs="*", default=[], metavar="NAME=RUN")
+    parser.add_argument("--other", nargs="*", default=[], metavar="NAME=RUN")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     ours = [Run.read("Ebbtide", folder) for folder in given.ours]
-    trl = Run.read("TRL + vLLM", given.trl) if given.trl else None
-    pressed = [Run.read(name, Path(folder)) for name, _, folder in (one.partition("=") for one in given.pressure)]
-    rows = [row for run in (ours[0], *([trl] if trl else []), *pressed) for row in of_run(run)]
-    rows += of_seeds(ours)
-    if trl:
-        rows += compared(ours[0], trl)
-    save("gsm8k", rows)
+    trl = Run.read(TRL, given.trl) if given.trl else Run.stored(TRL)
+    others = [Run.read(name, Path(folder)) for name, _, folder in (one.partition("=") for one in given.other)]
+    measured = [ours[0], *([trl] if given.trl else []), *others]
+    rows = [*(row for run in measured for row in of_run(run)), *of_seeds(ours), *compared(ours[0], trl)]
+    done = {row.case for row in rows}
+    save("gsm8k", [*kept("gsm8k", done.__contains__), *rows])
     if given.picture:
-        draw([*ours, *([trl] if trl else [])], given.picture)
+        draw([*ours, trl, *others], given.picture)
 
 
 def of_run(run: Run) -> Iterator[Row]:
@@ -112,7 +128,7 @@ def compared(ours: Run, trl: Run) -> Iterator[Row]:
     """Seconds to the accuracy that TRL has at its end."""
     goal, case = trl.accuracies[-1], "to TRL's accuracy at its end"
     theirs, reached = sum(trl.steps), ours.seconds_to(goal)
-    yield Row(case, "TRL + vLLM", theirs, "s")
+    yield Row(case, TRL, theirs, "s")
     if reached is None:
         print(f"Ebbtide's timed run does not reach {100 * goal:.1f}%")
         return
@@ -127,11 +143,13 @@ def draw(runs: list[Run], file: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     named: set[str] = set()
+    more = dict(zip(dict.fromkeys(run.name for run in runs if run.name not in COLOURS), OTHERS, strict=False))
+    colours = {**COLOURS, **more}
     for run in runs:
         for axis, place in zip(axes, (0, 1), strict=True):
             points = [(point[place], 100 * point[2]) for point in run.curve()]
             label = None if run.name in named else run.name
-            axis.plot(*zip(*points, strict=True), color=COLOURS[run.name], marker="o", markersize=3, label=label)
+            axis.plot(*zip(*points, strict=True), color=colours[run.name], marker="o", markersize=3, label=label)
         named.add(run.name)
     axes[0].set(xlabel="step", ylabel="greedy accuracy on the 1,319 test problems (%)")
     axes[1].set(xlabel="seconds of training")

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The runs of docs/gsm8k.md on one GPU, several at a time under CUDA MPS; their seconds then mean nothing.
+#   benchmarks/gsm8k_runs.sh MODEL DATA FOLDER NAME [NAME ..]
+# MODEL: as `model.path`. DATA: a folder with train.jsonl and test.jsonl of GSM8K. NAME: seed-0, seed-1, seed-2,
+# pressure (seed 0 within 4 GiB), lora, lora-float8, lora-int4. Each ends in FOLDER/NAME; FOLDER/ended has exit codes.
+# Steps, and other settings for all runs, in SETTINGS: SETTINGS="train.steps=60" benchmarks/gsm8k_runs.sh ...
+set -u
+model=${1:?MODEL} data=${2:?DATA} folder=${3:?FOLDER}; shift 3
+mkdir -p "$folder"
+export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+nvidia-cuda-mps-control -d 2> /dev/null
+for name in "$@"; do
+  lora="model.lora.rank=32 optimizer.lr=6e-5 memory.budget_gib=21"
+  case $name in
+    seed-*) own="seed=${name#seed-} memory.budget_gib=21" ;;
+    pressure) own="seed=0 memory.budget_gib=4" ;;
+    lora) own="$lora" ;;
+    lora-*) own="$lora model.base=${name#lora-}" ;;
+    *) echo "$name: seed-N, pressure, lora, lora-float8 or lora-int4" >&2; exit 2 ;;
+  esac
+  # Chunks of the head as small as the budget of 4 GiB needs them, so that all runs of a seed have the same bits.
+  (
+    # shellcheck disable=SC2086
+    python -m ebbtide.cli train gsm8k run.folder="$folder/$name" model.path="$model" task.file.train="$data/train.jsonl" \
+      task.file.held_out="$data/test.jsonl" evaluate.problems=1319 evaluate.final=null train.head_chunk_tokens=256 \
+      checkpoint=null report.rollouts=false $own ${SETTINGS:-} > "$folder/$name.log" 2>&1
+    echo "$name $?" >> "$folder/ended"
+  ) &
+done
+wait
+cat "$folder/ended"
