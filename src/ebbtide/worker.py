@@ -40,7 +40,6 @@ from ebbtide.model.load import LoadedModel, load_model, pick_device
 from ebbtide.model.lora import doubtful_learning_rate, without_adapters
 from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.comm import Comm
-from ebbtide.parallel.dtensor import local
 from ebbtide.parallel.group import Group
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import check_weights_fit, fit_to_host
@@ -51,9 +50,10 @@ from ebbtide.policy.frozen import FrozenModel
 from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.policy.head import Head
 from ebbtide.policy.losses import Loss
-from ebbtide.policy.model_costs import BASE, POLICY
+from ebbtide.policy.model_costs import POLICY
 from ebbtide.policy.policy import Policy
 from ebbtide.policy.reference import freeze_reference
+from ebbtide.policy.register_weights import register_weights
 from ebbtide.progress import Progress, no_progress
 from ebbtide.report.folder import HISTORY
 from ebbtide.report.null_report import NullReport
@@ -241,7 +241,7 @@ class Worker:
                 self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
             else:
                 self._go_on_without_exact("the sampler's fused blocks do not compute what the model's own forward does")
-        self._register_weights()
+        register_weights(policy, self.config, residency)
         if config.has_reference and not config.reference_is_base:
             self._reference = freeze_reference(policy.model, residency)
         for name, model in config.frozen_models.items():
@@ -251,15 +251,6 @@ class Worker:
         if self.optimizer is not None and self.rehearsal is None:
             policy.place_activations(residency, host_needs, comm.local_size, self.report.note)
             self.optimizer.discard_grads()  # the gradients of the trial passes
-
-    def _register_weights(self) -> None:
-        """Registers the policy's weights: those that are trained, and the frozen ones beside adapters."""
-        parameters = list(self.policy.model.parameters())
-        lora = self.config.model.lora is not None
-        trained = [local(one) for one in parameters if one.requires_grad or not lora]
-        self.residency.register("weights", trained)
-        if lora:
-            self.residency.register(BASE, [local(one) for one in parameters if not one.requires_grad], frozen=True)
 
     @property
     def _ranks(self) -> int:

@@ -82,6 +82,10 @@ class RunState:
     problems: str | None = None
     """A digest of the problems that are trained on."""
 
+    def __post_init__(self) -> None:
+        if self.config.memory.stream_base:
+            _ = self.base  # Later its blocks may be away.
+
     @cached_property
     def base(self) -> str | None:
         """A digest of the frozen weights, which no checkpoint has; None where all are trained. All ranks must ask for

@@ -133,6 +133,12 @@ class Config(Section):
                 f"`model.base: {self.model.base}` quantizes weights that are not trained: set `model.lora.rank=32` to"
                 " train adapters beside them, or remove `model.base`"
             )
+        if self.memory.stream_base and not self.can_stream_base:
+            raise ValueError(
+                "`memory.stream_base` is for the frozen weights beside adapters: set `model.lora.rank=32`, or remove it"
+                if self.model.lora is None
+                else "`memory.stream_base` with `model.scratch` needs `checkpoint=null`: a checkpoint has its base"
+            )
         if self.model.base is not None and rollout.engine == "vllm":
             raise ValueError(
                 f"`rollout.engine: vllm` cannot compute with `model.base: {self.model.base}`: set"
@@ -196,8 +202,14 @@ class Config(Section):
             "rollout.serve_port": self.rollout.serve_port is not None,
             "rollout.engine: vllm": self.rollout.engine == "vllm",
             "model.base": self.model.base is not None,
+            "memory.stream_base": self.memory.stream_base,
         }
         return next((name for name, value in found.items() if value), None)
+
+    @property
+    def can_stream_base(self) -> bool:
+        """Whether there are frozen weights that nothing but the GPU reads."""
+        return self.model.has_lasting_base or (self.model.lora is not None and self.checkpoint is None)
 
     def check_context(self, context: int | None) -> None:
         """Checks that the longest sequence fits the model's context, if that is known."""

@@ -23,6 +23,11 @@ class Bytes(NamedTuple):
     host: int
 
 
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Views a storage as a flat tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 @dataclass
 class Holding:
     """Tensors that live and move as one. A move copies each of their storages once."""
@@ -37,6 +42,8 @@ class Holding:
     """Host memory in which a part of it lives in every phase."""
     away: bool = False
     """It is offloaded: its bytes are in `blocks`, and its storages are empty."""
+    device_part: Callable[[], int] = lambda: 0
+    """The bytes of its parts on the device while it is offloaded and streamed."""
     blocks: list[HostBlock] = field(default_factory=list)
     """Host memory of each storage, while it is offloaded or for the next time."""
     has_final_copy: bool = False
@@ -58,7 +65,7 @@ class Holding:
         """Its bytes on the device and on the host."""
         resident = sum(block.size for block in self.resident_blocks)
         if self.away:
-            return Bytes(0, resident + sum(block.size for block in self.blocks))
+            return Bytes(self.device_part(), resident + sum(block.size for block in self.blocks))
         if self.fixed_bytes is not None:
             return Bytes(self.fixed_bytes, resident)
         return Bytes(sum(storage.nbytes() for storage in self.storages()), resident)

@@ -15,7 +15,7 @@ def on_device_by_phase(plan: Plan, name: HoldingName) -> dict[Phase, bool]:
         return dict.fromkeys(plan.cycle, True)
     on_device, found = True, {}
     for phase in (*plan.cycle, *plan.cycle):
-        if plan.place(phase, name) == "away":
+        if plan.is_offloaded(phase, name):
             on_device = False
         elif name in plan.to_fetch(phase):
             on_device = True
@@ -31,7 +31,7 @@ def device_bytes_by_phase(plan: Plan, sizes: Mapping[HoldingName, int]) -> dict[
         on: dict[str, int] = {}
         for name, size in sizes.items():
             spec = plan.specs[name]
-            after_step = paths[name][plan.cycle[-1]] and plan.place(phase, name) != "away"
+            after_step = paths[name][plan.cycle[-1]] and not plan.is_offloaded(phase, name)
             on_device = paths[name][phase] if phase in plan.cycle else after_step or phase in spec.needed_in
             exists_in = spec.exists_in
             if on_device and (exists_in is None or phase in exists_in):

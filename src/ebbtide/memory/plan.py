@@ -14,9 +14,11 @@ from ebbtide.errors import UserError
 Phase = str
 """What the loop is doing now, such as `generate` or `train`."""
 HoldingName = str
-Place = Literal["device", "away", "stays", "host", "gathered", "layerwise"]
+Place = Literal["device", "away", "stays", "host", "streamed", "gathered", "layerwise"]
 """Where a plan puts a holding: `device` (must be there), `away` (offloaded), `stays` (wherever it is), or `host` (lives
 there in every phase).
+
+`streamed` is offloaded as well: its parts are on the device one after the other, while they are used.
 
 `gathered` and `layerwise` are for sharded weights: each rank has its shard on the device, and all-gathers all weights
 for the phase, or layer by layer in every pass."""
@@ -90,7 +92,9 @@ class Plan:
 
     def needs(self, phase: Phase) -> list[HoldingName]:
         """The holdings that a phase needs on the device."""
-        return [name for name in self.names if phase in self.specs[name].needed_in]
+        return [
+            name for name in self.names if phase in self.specs[name].needed_in and not self.is_offloaded(phase, name)
+        ]
 
     def rest_row(self, phase: Phase) -> HoldingName | None:
         """The row of what a phase allocates and no other row explains; None: it is workspace."""
@@ -101,7 +105,11 @@ class Plan:
         return self.cycle[(self.cycle.index(phase) + 1) % len(self.cycle)] if phase in self.cycle else self.cycle[0]
 
     def offloaded_in(self, phase: Phase) -> list[HoldingName]:
-        return [holding for holding in self.names if self.table[phase][holding] == "away"]
+        return [holding for holding in self.names if self.is_offloaded(phase, holding)]
+
+    def is_offloaded(self, phase: Phase, holding: HoldingName) -> bool:
+        """Whether a holding is not on the device as a whole in a phase."""
+        return self.place(phase, holding) in ("away", "streamed")
 
     def could_offload(self, phase: Phase) -> list[HoldingName]:
         """The holdings that `memory.offload` may name in a phase's row."""
@@ -117,11 +125,11 @@ class Plan:
         needed, ahead = self.needs(phase), self.needs(self.next_phase(phase))
         return [
             *needed,
-            *(holding for holding in ahead if holding not in needed and self.table[phase][holding] != "away"),
+            *(holding for holding in ahead if holding not in needed and not self.is_offloaded(phase, holding)),
         ]
 
     def is_ever_offloaded(self, holding: HoldingName) -> bool:
-        return any(row.get(holding) == "away" for row in self.table.values())
+        return any(self.is_offloaded(phase, holding) for phase in self.table)
 
     @property
     def moves_anything(self) -> bool:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ebbtide.memory.arena import Arena, HostBlock
+from ebbtide.memory.block_stream import BlockStream
 from ebbtide.memory.device_budget import unused_bytes
-from ebbtide.memory.holding import Bytes, Holding, Lease
+from ebbtide.memory.holding import Bytes, Holding, Lease, bytes_of
 from ebbtide.memory.host_copies import HostCopies
 from ebbtide.memory.meter import Meter
 from ebbtide.memory.mover import Move, Mover
@@ -33,6 +34,7 @@ class Residency:
         """Host memory that only the CPU uses."""
         self.mover = Mover(device)
         self._holdings: dict[HoldingName, Holding] = {}
+        self._streams: list[BlockStream] = []
         self._copy_blocks: dict[int, HostBlock] = {}
         """Host memory for copies of storages that stay on the device."""
         self._released = threading.Condition()
@@ -149,7 +151,11 @@ class Residency:
         """Enters a phase and measures it. An error inside leaves everything where it is: the next phase begins from
         there."""
         with self._explain_oom(phase), self.meter.phase(phase, self):
-            yield
+            try:
+                yield
+            finally:
+                for stream in self._streams:
+                    stream.close()
 
     def startup(self) -> AbstractContextManager[None]:
         """A context for what is loaded and built before the first phase: it explains running out of memory there."""
@@ -210,6 +216,11 @@ class Residency:
                 if holding.away:
                     self.mover.host_waits(holding.last)
 
+    def stream(self, name: HoldingName, parts: Sequence[Sequence[Tensor]]) -> BlockStream:
+        """Parts of a holding that are used one after the other in phases in which it is streamed."""
+        self._streams.append(found := BlockStream(self._holdings[name], self.mover, parts))
+        return found
+
     def forget(self, name: HoldingName) -> None:
         """Called when the owner of a holding that comes and goes has freed its tensors, wherever they were."""
         self._holdings[name].away = False
@@ -239,14 +250,14 @@ class Residency:
                 copies.needs_lease.append(name)
             if holding.away:
                 for storage, block in zip(holding.storages(), holding.blocks, strict=True):
-                    copies.put(_bytes(storage), block.data)
+                    copies.put(bytes_of(storage), block.data)
                 copies.moves.append(holding.last)
                 continue
             if holding.last is not None:  # it is being fetched; the copies below run after what compute has queued
                 self.mover.compute_waits(holding.last)
             if copy:
                 for storage, block in zip(holding.storages(), self._blocks_for_copy(holding), strict=True):
-                    device = _bytes(storage)
+                    device = bytes_of(storage)
                     copies.put(device, block.data)
                     pairs.append((device, block.data))
         if pairs:
@@ -256,7 +267,7 @@ class Residency:
     def _blocks_for_copy(self, holding: Holding) -> list[HostBlock]:
         found = []
         for storage in holding.storages():
-            key = storage_id(_bytes(storage))
+            key = storage_id(bytes_of(storage))
             if (block := self._copy_blocks.get(key)) is None:
                 block = self._copy_blocks[key] = self.arena.allocate(storage.nbytes())
             found.append(block)
@@ -313,7 +324,7 @@ class Residency:
                 self._new_blocks(holding, sizes)
             if not holding.has_final_copy:
                 pairs = [
-                    (_bytes(storage), block.data)
+                    (bytes_of(storage), block.data)
                     for storage, block in zip(storages, holding.blocks, strict=True)
                     if block.size
                 ]
@@ -336,7 +347,9 @@ class Residency:
                 storage.resize_(0)  # the host still has all of it
             raise
         pairs = [
-            (_bytes(storage), block.data) for storage, block in zip(storages, holding.blocks, strict=True) if block.size
+            (bytes_of(storage), block.data)
+            for storage, block in zip(storages, holding.blocks, strict=True)
+            if block.size
         ]
         holding.last = self.mover.move_in(pairs, after=holding.last)
         holding.away = False
@@ -348,8 +361,3 @@ class Residency:
         for block in holding.blocks:
             self.arena.free(block)
         holding.blocks = [self.arena.allocate(size) for size in sizes]
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Views a storage as a flat tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -162,7 +162,8 @@ def base_digest(model: nn.Module, read: Callable[[Tensor], Digested] | None = No
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             total, some = (read or _read)(parameter.detach())
-            found.update(f"{name} {tuple(parameter.shape)} {total}".encode() + some.cpu().numpy().tobytes())
+            # A storage that numpy has seen cannot be resized any more, as holdings that move are.
+            found.update(f"{name} {tuple(parameter.shape)} {total}".encode() + some.cpu().clone().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -12,12 +12,14 @@ from ebbtide.config.root import Config
 from ebbtide.memory.plan import AFTER_STEP, HoldingName, HoldingSpec, Phase, Plan, build_plan
 from ebbtide.optim.costs import OptimizerCosts, optimizer_holdings
 from ebbtide.policy.model_costs import KNOWN_FROZEN, FrozenCosts, WeightsCosts
+from ebbtide.policy.stream_costs import StreamCosts
 from ebbtide.policy.train_costs import TrainCosts
 from ebbtide.rollout.generation_costs import GenerationCosts
 from ebbtide.rollout.paged.cache_costs import KV_CACHE
 
 DESCRIPTIONS: Sequence[Callable[[Config, int], Sequence[HoldingSpec]]] = (
     WeightsCosts.holdings,
+    StreamCosts.holdings,
     OptimizerCosts.holdings,
     FrozenCosts.holdings,
     GenerationCosts.holdings,

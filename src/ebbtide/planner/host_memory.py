@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.checkpoint.costs import SAVE, describe_synchronous, save_copies
+from ebbtide.config.model import BaseKind
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.arena import check_host_budget
@@ -16,11 +17,21 @@ from ebbtide.memory.costs import HoldingBytes
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.move_costs import host_bytes_of
 from ebbtide.memory.plan import Plan
-from ebbtide.model.load import NO_CODE, head_weight, model_config, pick_device, pick_dtype, refuse_broken_files
+from ebbtide.model.load import (
+    NO_CODE,
+    head_weight,
+    layers_of,
+    model_config,
+    pick_device,
+    pick_dtype,
+    refuse_broken_files,
+)
 from ebbtide.model.lora import add_adapters
+from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape
 from ebbtide.optim.costs import state_bytes
 from ebbtide.policy.model_costs import frozen_bytes, frozen_size
+from ebbtide.policy.stream_costs import BLOCKS
 from ebbtide.rollout.paged.attention import model_cache_costs
 from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES
 from ebbtide.system.units import ceil_div, gib
@@ -93,6 +104,8 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
     trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     updated = ceil_div(sum(trained), share)
     device, host = state_bytes(config.optimizer, updated, dtype.itemsize) if optimizer else ({}, {})
+    if config.memory.stream_base:
+        device[BLOCKS] = _block_bytes(model, config.model.base)
     others = {}
     for name, frozen in config.frozen_models.items():
         other = _meta_model(config.model_copy(update={"model": frozen}), dtype)
@@ -110,6 +123,16 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         largest = max(trained) if config.model.has_lasting_base else max(one.numel() for one in model.parameters())
         needs[COPIES] = save_copies(staying, largest)
     return needs
+
+
+def _block_bytes(model: PreTrainedModel, base: BaseKind | None) -> int:
+    """The bytes of the frozen weights in blocks, whose linear layers may be quantized."""
+    blocks = layers_of(model) or torch.nn.ModuleList()
+    size = sum(one.nbytes for one in blocks.parameters() if not one.requires_grad)
+    for layer in blocks.modules():
+        if base is not None and isinstance(layer, torch.nn.Linear):
+            size += quantized_bytes(layer.out_features, layer.in_features, base) - layer.weight.nbytes
+    return size
 
 
 def _meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:

@@ -28,6 +28,7 @@ from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.prediction import Prediction
 from ebbtide.policy.activation_costs import ActivationPolicy
 from ebbtide.policy.model_costs import FrozenCosts, FrozenShape, WeightsCosts, loading_bytes
+from ebbtide.policy.stream_costs import StreamCosts
 from ebbtide.policy.train_costs import TrainCosts
 from ebbtide.rollout.generation_costs import GenerationCosts
 from ebbtide.system.machine import Machine
@@ -75,6 +76,7 @@ class Predictor:
             OptimizerCosts(self._rank),
             FrozenCosts(self._rank, frozen),
             self._saves,
+            StreamCosts(self._rank),
         ]
         self._loading_bytes = loading_bytes(shape, itemsize, self.sharing, [*(frozen or {}).values()])
         self._bases: dict[tuple[object, ...], _Base] = {}
@@ -121,7 +123,8 @@ class Predictor:
         optimizer = config.optimizer
         rows = tuple(tuple(row) if row is not None else None for _, row in config.memory.offload)
         key = (optimizer.place, optimizer.cpu_fraction, optimizer.overlap, optimizer.state_dtype, optimizer.grad_dtype)
-        whole = (*key, config.memory.preset, rows, *config.forward_passes.items(), *config.rollout.partial, rehearsal)
+        memory = config.memory.preset, config.memory.stream_base, rows
+        whole = (*key, *memory, *config.forward_passes.items(), *config.rollout.partial, rehearsal)
         if (found := self._bases.get(whole)) is None:
             plan = plan_holdings(config, self.sharing.shards)
             parts = [part.sizes(config, rehearsal) for part in self._parts] + [self._generation.sizes(config)]

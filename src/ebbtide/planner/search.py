@@ -30,8 +30,7 @@ from ebbtide.planner.predict import Predictor, host_limit
 from ebbtide.planner.prediction import Prediction
 from ebbtide.system.units import GIB, gib
 
-# A plan leaves 3% of the budget plus 0.45 GiB, the latter at most a tenth of the budget, to the allocator's
-# fragmentation.
+# A plan leaves 3% of the budget, and 0.45 GiB, or a tenth of the budget if that is less, to fragmentation.
 MARGIN, SPARE, SPARE_SHARE = 0.03, 0.45, 0.1
 SAME = 0.005  # Two plans whose seconds differ by less are equally fast: the one with fewer changes is chosen.
 # Larger micro-batches are tried where everything fits: with them a small model, which waits for the host to launch its

@@ -127,6 +127,9 @@ class FusedBlock:
         self.names = (*norms, *self._qkv.names, *self._output.names, *mlp.names, *self.adapter_names)
         """Paths of the weights, in the order of the autograd function's inputs."""
         self._places = [_place(block, name) for name in self.names]
+        self.needed: Callable[[int], None] = lambda step: None
+        """Called before it computes, with 1 in a forward and -1 in a backward: the next one is then the block after it,
+        or before it."""
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -142,6 +145,7 @@ class FusedBlock:
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
         """The block's output [1, T, H]. The weights are read now: FSDP gathers them for this call, and a reference
         has others."""
+        self.needed(1)
         weights = self.weights
         if torch.is_grad_enabled() and (hidden.requires_grad or any(one.requires_grad for one in weights)):
             found: Tensor = _Block.apply(hidden, self, call, *weights)  # type: ignore[no-untyped-call]
@@ -323,6 +327,7 @@ class _Block(torch.autograd.Function):
         if call is None:
             raise RuntimeError("a block's backward can run only once for each forward: what it saved is gone")
         ctx.call = ctx.weights = None
+        block.needed(-1)
         by_name = {name: weight.detach() for name, weight in zip(block.names, weights, strict=True)}
         trained = zip(block.names, ctx.needs_input_grad[3:], strict=True)
         wants = any(needed for name, needed in trained if name not in block.adapter_names)

@@ -129,6 +129,8 @@ class WeightsCosts:
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
         rank = self._rank
         base = {BASE: base_bytes(rank.shape, rank.itemsize, rank.parameters)} if config.model.lora is not None else {}
+        if config.memory.stream_base:  # Its blocks are a row of their own.
+            base = {BASE: rank.itemsize * rank.shape.root_shard()}
         return HoldingBytes({"weights": rank.itemsize * rank.trained, **base})
 
     def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:

@@ -1,0 +1,47 @@
+"""Blocks of a frozen base that are streamed from the host, on a GPU: the same bits, and two blocks at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from conftest import TINY, merged
+from ebbtide.algorithms.loop import train
+from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.model.lora import adapted_layers
+from ebbtide.report.report import Report
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+WIDE = {
+    "model.scratch.hidden": 512,
+    "model.scratch.mlp": 1024,
+    "model.scratch.layers": 8,
+    "model.lora": {"rank": 8},
+    "device": "cuda",
+    "checkpoint": None,
+    "train.steps": 4,
+    "train.microbatch_tokens": 64,
+    "memory.plan": "manual",
+}
+
+
+@pytest.mark.parametrize("base", [None, "float8", "int4"])
+def test_a_run_has_the_same_bits(tmp_path, base) -> None:
+    torch.use_deterministic_algorithms(True)
+    found = []
+    try:
+        for streams in (False, True):
+            folder = tmp_path / str(streams)
+            changes = {**WIDE, "model.base": base, "memory.stream_base": streams, "run.folder": str(folder)}
+            config = GrpoConfig.model_validate(merged(TINY, changes))
+            with Report(config, "test") as report:
+                model = train(config, report).model
+            layers = adapted_layers(model).values()
+            found.append([one.detach().cpu() for layer in layers for one in (layer.lora_A, layer.lora_B)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "True" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["moved_gib"] > 0 for line in lines if line["step"] > 1)

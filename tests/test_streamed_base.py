@@ -1,0 +1,134 @@
+"""The blocks of a frozen base that are streamed from the host: the same bits as with all of them on the device."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from ebbtide.errors import UserError
+from ebbtide.memory.block_stream import BlockStream
+from ebbtide.memory.holding import Holding
+from ebbtide.memory.mover import Mover
+from ebbtide.memory.residency import Residency
+from ebbtide.model.load import load_model
+from ebbtide.model.shape import find_shape
+from ebbtide.parallel.rank_model import RankModel
+from ebbtide.planner.holdings import plan_holdings
+from ebbtide.planner.host_memory import host_bytes
+from ebbtide.policy.stream_costs import BLOCKS, block_bytes
+from ebbtide.system.machine import this_machine
+from ebbtide.worker import Worker
+from test_lora_runs import CPU, lines, run, settings
+from test_quantized_runs import same_bits
+
+STREAMED = {"memory.stream_base": True}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    loaded = load_model(settings(place), CPU)
+    loaded.model.save_pretrained(place)
+    loaded.tokenizer.save_pretrained(place)
+    return place
+
+
+def based_on(folder, base: str | None = None) -> dict:
+    return {"model": {"path": str(folder), "lora": {"rank": 4}, "base": base}}
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+@pytest.mark.parametrize("base", [None, "int4"])
+@pytest.mark.parametrize("more", [{}, {"loss.kl.coefficient": 0.1, "train.minibatches": 2}, {"memory.preset": "lean"}])
+def test_a_run_has_the_same_bits(model_folder, tmp_path, base, more) -> None:
+    given = {**based_on(model_folder, base), **more}
+    whole = run(tmp_path / "whole", given).state_dict()
+    streamed = run(tmp_path / "streamed", {**given, **STREAMED}).state_dict()
+    # Blocks that are away are on the host: what is compared is what was trained.
+    trained = [{name: one for name, one in some.items() if ".lora_" in name} for some in (whole, streamed)]
+    assert same_bits(*trained)
+    moved = [[line["moved_gib"] for line in lines(tmp_path / name)[1:]] for name in ("whole", "streamed")]
+    assert all(more > less for less, more in zip(*moved, strict=True))
+    assert all("device_gib/train/base_blocks" in line for line in lines(tmp_path / "streamed")[1:])
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+@pytest.mark.parametrize("base", [None, "float8"])
+def test_its_bytes_are_those_that_are_counted_before_it_is_loaded(model_folder, tmp_path, base) -> None:
+    config = settings(tmp_path / "run", {**based_on(model_folder, base), **STREAMED, "train.steps": 1})
+    foretold = host_bytes(config, plan_holdings(config))[BLOCKS]
+    with Worker(config) as worker:
+        assert worker.residency.holdings()[BLOCKS].device == foretold
+    machine = this_machine("cpu", 2**30, 1.0)
+    assert block_bytes(RankModel(find_shape(config.model), machine, itemsize=4, on_cpu=True)) == foretold
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+def test_it_resumes_to_the_bit(model_folder, tmp_path) -> None:
+    given = {**based_on(model_folder), **STREAMED}
+    whole = run(tmp_path / "run", given).state_dict()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    resumed = run(tmp_path / "run", {**given, "resume": str(tmp_path / "run")}).state_dict()
+    assert all(torch.equal(one, resumed[name]) for name, one in whole.items() if ".lora_" in name)
+
+
+def test_blocks_that_are_not_fused_cannot_be_streamed(model_folder, tmp_path) -> None:
+    with pytest.raises(UserError, match="needs fused blocks"):
+        run(tmp_path / "run", {**based_on(model_folder), **STREAMED})
+
+
+def test_it_is_for_a_frozen_base_that_is_read_by_nothing_else() -> None:
+    for changes, why in (({"model.lora": None}, "frozen weights beside adapters"), ({}, "needs `checkpoint=null`")):
+        with pytest.raises(ValueError, match=why):
+            settings("run", {**changes, **STREAMED})
+
+
+def holding_of(parts: list[list[torch.Tensor]]) -> tuple[Residency, BlockStream]:
+    config = settings("run", {**STREAMED, "checkpoint": None})
+    residency = Residency(plan_holdings(config), CPU)
+    residency.register(BLOCKS, [one for part in parts for one in part], frozen=True)
+    stream = residency.stream(BLOCKS, parts)
+    residency.pin()
+    return residency, stream
+
+
+def test_two_parts_are_on_the_device_at_once() -> None:
+    parts = [[torch.full((8,), 2.0 * n), torch.full((3,), 2.0 * n + 1)] for n in range(5)]
+    wanted = [[one.clone() for one in part] for part in parts]
+    with (residency := holding_of(parts)[0]):
+        stream = residency._streams[0]
+
+        def here() -> list[int]:
+            return [n for n, part in enumerate(parts) if part[0].untyped_storage().nbytes()]
+
+        stream.need(3, 1)
+        assert here() == [0, 1, 2, 3, 4]  # All of it is there.
+        with residency.phase("train"):
+            assert here() == []
+            for _ in range(2):
+                for number in range(5):
+                    stream.need(number, 1)
+                    assert here() == [one for one in (number, number + 1) if one < 5]
+                    assert residency.holdings()[BLOCKS].device == 44 * len(here())
+                    assert all(torch.equal(*pair) for pair in zip(parts[number], wanted[number], strict=True))
+                for number in reversed(range(5)):
+                    stream.need(number, -1)
+                    assert here() == [one for one in (number - 1, number) if one >= 0]
+                    assert all(torch.equal(*pair) for pair in zip(parts[number], wanted[number], strict=True))
+        assert here() == []
+        with residency.phase("generate"):
+            assert here() == [0, 1, 2, 3, 4]
+            assert all(
+                torch.equal(one, other)
+                for a, b in zip(parts, wanted, strict=True)
+                for one, other in zip(a, b, strict=True)
+            )
+
+
+def test_a_holding_that_is_not_streamed_has_no_part_on_the_device() -> None:
+    holding = Holding("some", tensors=lambda: [torch.zeros(4)], away=True)
+    assert holding.bytes.device == 0
+    BlockStream(holding, Mover(CPU), [])
+    assert holding.bytes.device == 0
