@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.checkpoint.export import export, read_model
 from ebbtide.checkpoint.index import read_index
+from ebbtide.checkpoint.initial import with_runs_as_models
 from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.checkpoint.manifest import CheckpointFiles
 from ebbtide.checkpoint.store import list_checkpoints
@@ -136,5 +137,17 @@ def test_a_model_is_served_with_a_quantized_base(kind, model_folder) -> None:
 
 
 def test_a_run_has_a_base_of_its_own(quantized) -> None:
-    with pytest.raises(UserError, match="is a run, which has its own"):
+    with pytest.raises(UserError, match=r"whose own `model.base` counts"):
         load_served(str(quantized[0]), ServeConfig(device="cpu", base="int4"), lambda text: None)
+
+
+def test_what_does_not_go_with_the_base_of_a_run_is_refused(quantized) -> None:
+    config = settings(quantized[0], {"model": {"path": str(quantized[0])}, "rollout.engine": "vllm"})
+    with pytest.raises(UserError, match=r"vllm` cannot compute with `model.base"):
+        with_runs_as_models(config, print)
+
+
+def test_scales_keep_their_type_whatever_a_run_is_served_in(quantized) -> None:
+    loaded, _ = load_served(str(quantized[0]), ServeConfig(device="cpu", dtype="float32"), lambda text: None)
+    found = [quantized_of(layer) for layer in adapted_layers(loaded.model).values()]
+    assert {one.scale.dtype for one in found} == {torch.bfloat16}

@@ -13,6 +13,7 @@ from ebbtide.errors import UserError
 from ebbtide.model.lora import adapted_layers, base_digest, merge_adapters
 from ebbtide.model.quantize import (
     QuantizedLinear,
+    count_parameters,
     dequantize,
     layer_matrix,
     quantize,
@@ -75,6 +76,18 @@ def test_bytes_are_those_that_a_plan_counts(kind) -> None:
     for width, depth in ((24, 96), (10, 256), (7, 48)):
         found = quantize(random_matrix(width, depth), kind)
         assert sum(one.nbytes for one in found) == quantized_bytes(width, depth, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_do_not_depend_on_the_type_that_a_model_is_loaded_in(kind) -> None:
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0))
+    for one, other in zip(quantize(weight, kind), quantize(weight.bfloat16(), kind), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_parameters_are_counted_as_numbers() -> None:
+    counts = {kind: count_parameters(load_initial(model_config(kind), CPU).model) for kind in (None, *KINDS)}
+    assert len(set(counts.values())) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -19,7 +20,7 @@ from ebbtide.planner.render import render_plan
 from ebbtide.planner.search import PlanSearch
 from ebbtide.policy.model_costs import FrozenCosts, FrozenShape
 from ebbtide.rollout.paged.attention import model_cache_costs
-from ebbtide.rollout.paged.cache_costs import cache_costs_of
+from ebbtide.rollout.paged.cache_costs import CacheCosts, cache_costs_of
 from ebbtide.system.machine import machine_for
 from ebbtide.system.units import GIB
 
@@ -135,3 +136,16 @@ def test_frozen_models_are_sharded_like_the_policy() -> None:
     body, head = FrozenCosts.holdings(config, 4)
     assert (body.name, body.frozen, body.needed_in) == ("teacher", True, {"logprob"})
     assert (head.name, head.frozen, head.needed_in) == ("teacher_head", True, {"logprob", "train"})
+
+
+@pytest.mark.parametrize(("useful", "least"), [(2400, 6), (400, 6), (10**6, 200)])
+def test_more_memory_never_gives_a_smaller_cache(useful, least) -> None:
+    costs = CacheCosts(36, 8, 128, 4096, 32, 12288, 151936)
+    sizes = [size * 2**24 for size in range(40, 6000, 7)]
+    found = [costs.fit(2, 64, 16384, 128, free, useful=useful, least=least) for free in sizes]
+    blocks = [one for one, _ in found]
+    assert all(after >= before for before, after in pairwise(blocks) if after >= least)
+    assert {16384, 1024} <= {chunk for _, chunk in found}
+    first = next(place for place, one in enumerate(blocks) if one >= least)
+    assert min(blocks[first:]) >= least
+    assert min(useful, 10**5) >= blocks[-1] > 0

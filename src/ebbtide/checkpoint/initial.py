@@ -36,7 +36,14 @@ def with_runs_as_models(config: Config, say: Callable[[str], None]) -> Config:
             if config.resume is not None and not Path(os.path.expanduser(model.lora.adapter)).exists():
                 continue  # The checkpoint has the adapters, and the run's config.yaml their settings.
             changes[key] = model.model_copy(update={"lora": _with_adapters_settings(key, model.lora, say)})
-    return config.model_copy(update=changes) if changes else config
+    if not changes:
+        return config
+    found = config.model_copy(update=changes)
+    try:  # What does not go together with the model of a run is found out here.
+        type(config).model_validate(found.model_dump(exclude_unset=True))
+    except ValidationError as error:
+        raise UserError(first_problem(error)) from None
+    return found
 
 
 def _model_of_run(key: str, model: ModelConfig, run: Path, say: Callable[[str], None]) -> ModelConfig:

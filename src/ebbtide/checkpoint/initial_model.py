@@ -65,7 +65,7 @@ def check_base(base: str, files: CheckpointFiles, called: str = "") -> None:
         raise UserError(
             f"{called}{': ' if called else ''}the adapters in {files.folder} were trained on another model than the one"
             " here: its weights are not the ones that they were saved with. Name the model that the run was started"
-            " with"
+            " with, and its `model.base` (`base` of `ebbtide serve`), if it was quantized"
         )
 
 

@@ -22,7 +22,7 @@ from ebbtide.errors import UserError
 from ebbtide.model.joined_weights import join
 from ebbtide.model.load import LoadedModel, load_pretrained, pick_device, pick_dtype, prepare_model
 from ebbtide.model.lora import adapted_layers
-from ebbtide.model.quantize import quantize_model
+from ebbtide.model.quantize import SCALE, quantize_model, quantized_of
 from ebbtide.policy.fuse import build_blocks, why_not_computed
 from ebbtide.rollout.serve.engine_loop import run_engine_loop
 from ebbtide.rollout.serve.http import listen, run_http_server, server_url
@@ -48,6 +48,7 @@ def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str]
         loaded, templated = load_served(source, config, say)
         if adapters:
             _add_adapters(loaded.model, adapters, say)
+        _join(loaded.model)
         longest = _max_length(loaded, config)
         queue = RequestQueue(config.max_queue, config.stop_seconds)
         limits = RequestLimits(longest - 1, longest - 1, longest, config.max_queue)
@@ -93,12 +94,15 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
         quantize_model(loaded.model, config.base, device)
         return loaded, True
     if config.base is not None:
-        raise UserError(f"`base: {config.base}` is for a model, and {source} is a run, which has its own: remove it")
+        raise UserError(
+            f"`base: {config.base}` is for a model, and {source} is a run, whose own `model.base` counts: remove it"
+        )
     saved, model, tokenizer, trained = read_newest(run, None, say)
     say(f"the weights are those of step {saved.step}")
     # Buffers are not cast: rotary frequencies and router biases are float32 whatever the weights are.
-    for parameter in model.parameters():
-        if parameter.dtype in (torch.float32, torch.bfloat16):  # Those of a quantized base are codes.
+    for name, parameter in model.named_parameters():
+        is_number = parameter.dtype in (torch.float32, torch.bfloat16) and not name.endswith(SCALE)
+        if is_number:  # and no part of a quantized matrix
             parameter.data = parameter.data.to(dtype)
     return prepare_model(model.to(device), tokenizer, trained.model), trained.model.chat_template
 
@@ -108,12 +112,21 @@ def _add_adapters(model: PreTrainedModel, adapters: Sequence[NamedAdapter], say:
     size = load_adapters(model, adapters)
     ranks = ", ".join(f"{one.name} (rank {one.lora.rank})" for one in adapters)
     say(f"adapters: {ranks}; {gib(size):.3f} GiB")
+
+
+def _join(model: PreTrainedModel) -> None:
+    """Lets adapters, and codes of a quantized base, that are multiplied with the same input follow each other in
+    memory: fused blocks then multiply with them at once. Other weights need not: they are multiplied one by one."""
     if why_not_computed(model):
         return
-    firsts = {layer.lora_A for layer in adapted_layers(model).values()}
-    for block in build_blocks(model):
+    adapted = adapted_layers(model).values()
+    joined = {id(layer.lora_A) for layer in adapted}
+    for layer in model.modules():
+        if (matrix := quantized_of(layer)) is not None:
+            joined |= {id(one) for one in matrix}
+    for block in build_blocks(model) if joined else ():
         for parameters in block.joinable:
-            if parameters[0] in firsts:  # fused blocks then multiply with them at once
+            if id(parameters[0]) in joined:
                 join(parameters)
 
 

@@ -81,6 +81,16 @@ def layer_matrix(layer: nn.Linear) -> Tensor:
     return layer.weight if matrix is None else dequantize(matrix, torch.bfloat16)
 
 
+def count_parameters(model: nn.Module) -> int:
+    """The number of a model's parameters; of a quantized matrix the numbers, not the bytes of its codes."""
+    found = sum(parameter.numel() for parameter in model.parameters())
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (matrix := quantized_of(module)) is not None:
+            codes, scale = matrix
+            found += len(codes) * matrix.columns - codes.numel() - scale.numel()
+    return found
+
+
 def layer_columns(layer: nn.Linear) -> int:
     """The columns of a layer's matrix."""
     matrix = quantized_of(layer)
@@ -135,16 +145,17 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def quantize(weight: Tensor, kind: BaseKind) -> Quantized:
-    """The codes of a matrix [N, K], on its device."""
+    """The codes of a matrix [N, K], on its device, whatever type it was loaded in: those of its numbers in bfloat16."""
     rows = max(1, AT_ONCE // weight.shape[1])
     function = _to_float8 if kind == "float8" else _to_int4
-    parts = [function(part.float()) for part in weight.split(rows)]
+    parts = [function(part.bfloat16().float()) for part in weight.split(rows)]
     return Quantized(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
 
 
 def _to_float8(rows: Tensor) -> Quantized:
     largest = rows.abs().amax(1, keepdim=True)
-    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST_FLOAT8).exponent)
+    exponent = torch.frexp(largest / torch.full_like(largest, LARGEST_FLOAT8)).exponent
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
     return Quantized((rows / scale).to(torch.float8_e4m3fn), scale.bfloat16())
 
 
@@ -152,9 +163,10 @@ def _to_int4(rows: Tensor) -> Quantized:
     groups = rows.unflatten(1, (-1, group_size(rows.shape[1])))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, reach = (low + high) / 2, (high - low) / 2
+    steps = torch.full_like(reach, LARGEST_CODE)  # A GPU divides by a number as if it were multiplied with another.
     best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     for kept in KEPT:
-        scale = (2 * kept * reach / LARGEST_CODE).bfloat16().float()
+        scale = (2 * kept * reach / steps).bfloat16().float()
         offset = (middle - kept * reach).bfloat16().float()
         codes = ((groups - offset) / scale.where(scale > 0, 1)).round_().clamp_(0, LARGEST_CODE)
         error = (torch.addcmul(offset, codes, scale) - groups).double().square_().sum(-1, keepdim=True)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_ROWS = 256
-"""Products of more rows are cuBLAS's, of the numbers."""
+from ebbtide.model.quantized_sizes import MOST_ROWS
+
 COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
 AT_ONCE = 4096  # Numbers that a program makes of codes.
 

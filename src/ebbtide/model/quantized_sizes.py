@@ -7,6 +7,8 @@ import math
 from ebbtide.config.model import BaseKind
 from ebbtide.model.shape import Shape
 
+MOST_ROWS = 256
+"""Products of more rows make numbers of the codes first."""
 LARGEST_GROUP, SMALLEST_GROUP = 128, 16
 """Numbers of a row that share a scale, in 4 bits."""
 

@@ -124,7 +124,9 @@ class Report:
         self._meter, self._token_spans = residency.meter, TokenSpans(tokenizer)
         self.folder.write_versions(describe_start(self.steps_done, residency.device))
         self._sinks.open(self._config, self.folder.path)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        from ebbtide.model.quantize import count_parameters  # It imports transformers, as the model has already.
+
+        parameters = count_parameters(model)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         some = f" ({trained:,} of them trained)" if trained < parameters else ""
         first = next(model.parameters())

@@ -13,7 +13,7 @@ from ebbtide.config.root import Config
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
-from ebbtide.model.quantized_sizes import block_numbers, scratch_bytes
+from ebbtide.model.quantized_sizes import MOST_ROWS, block_numbers, dequantized_traffic, scratch_bytes
 from ebbtide.model.workload import Workload
 from ebbtide.parallel.costs import GATHERED, WEIGHT_SYNC_BUCKET, CommTime
 from ebbtide.parallel.rank_model import RankModel
@@ -174,6 +174,7 @@ class GenerationCosts:
             splits = min(MOST_SPLITS, blocks_for(prompt + work.max_new_tokens, SPLIT))
             numbers = 2 * shape.vocabulary + 4 * shape.hidden + 3 * wide
             decode = itemsize * size * numbers + 4 * splits * size * shape.queries
+            decode += scratch_bytes(shape, itemsize) if size > MOST_ROWS else 0
             phase.device |= {"activations": max(prefill, decode), "workspace": decode}
         mode, communication = config.rollout_weights(self._sharing.shards), CommTime(0.0, 0.0)
         seconds = self.seconds(work, mean, captured=mode != "layerwise")
@@ -197,7 +198,8 @@ class GenerationCosts:
         used = shape.layers * shape.matmul_parameters_per_token + shape.embedding
         read = float(self._itemsize * (shape.parameters - (0 if shape.tied else shape.embedding)))
         if shape.base is not None:
-            read += (DECODE_QUANTIZED[shape.base] - 1) * self._itemsize * shape.layers * block_numbers(shape)
+            longer = (DECODE_QUANTIZED[shape.base] - 1) * self._itemsize * shape.layers * block_numbers(shape)
+            read += longer if rows <= MOST_ROWS else dequantized_traffic(shape)
         matmuls = 2 * used * rows / rates.matmul
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
         starts += shape.layers * len(shape.adapters) * DECODE_ADAPTER

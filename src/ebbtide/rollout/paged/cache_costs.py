@@ -96,16 +96,20 @@ class CacheCosts:
         self, itemsize: int, block: int, most: int, batch: int, free: int, *, useful: int, least: int
     ) -> tuple[int, int]:
         """Returns how many blocks of a KV cache, of at most `useful` ones, fit into `free` bytes, and how many tokens
-        are prefilled in one pass beside it. These are `most`, and fewer where they would take the room of useful blocks
-        and more than a small part of memory, or that of the `least` blocks."""
-        chunk = most
-        while True:
-            workspace = self.workspace_bytes(itemsize, chunk, batch)
-            blocks = max(0, int(FREE_MEMORY_FRACTION * free) - workspace) // (block * self.bytes_per_token(itemsize))
-            is_small = chunk * self._token * itemsize <= PREFILL_MEMORY_FRACTION * free
-            if blocks >= useful or (is_small and blocks >= least) or chunk <= FEWEST_PREFILLED:
-                return min(blocks, useful), chunk
-            chunk //= 2
+        are prefilled in one pass beside it. These are `most`, or as many as there is room for beside all useful blocks;
+        if there is none, a small part of the memory is theirs, where that leaves the `least` blocks."""
+        room = int(FREE_MEMORY_FRACTION * free) - self.workspace_bytes(itemsize, 0, batch)
+        each, token = block * self.bytes_per_token(itemsize), self._token * itemsize
+
+        def beside(chunk: int) -> int:
+            return max(0, room - chunk * token) // each
+
+        fewest = min(most, FEWEST_PREFILLED)
+        chunk = max(fewest, min(most, (room - useful * each) // token))
+        if beside(chunk) < useful:
+            chunk = max(fewest, min(most, int(PREFILL_MEMORY_FRACTION * free) // token))
+            chunk = chunk if beside(chunk) >= least else fewest
+        return min(beside(chunk), useful), chunk
 
 
 def cache_costs_of(shape: Shape) -> CacheCosts:
