@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ebbtide.config.model import ModelConfig
 from ebbtide.model.load import LoadedModel, layers_of, load_pretrained
-from ebbtide.model.quantize import dequantize, group_size, quantize
+from ebbtide.model.quantize import dequantize, quantize
+from ebbtide.model.quantized_sizes import group_size
 
 Way = Callable[[Tensor], Tensor]
 

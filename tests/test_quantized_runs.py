@@ -103,7 +103,8 @@ def test_export_merges_into_the_numbers_that_the_run_computed_with(quantized, tm
     for name, weight in wanted.items():
         torch.testing.assert_close(merged.get_submodule(name).weight, weight, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(merged(TOKENS).logits, model(TOKENS).logits, atol=1e-4, rtol=1e-4)
-    export(folder, tmp_path / "adapter")
+    export(folder, tmp_path / "adapter", say=said.append)
+    assert "was trained beside weights in" in said[-1]
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
@@ -136,9 +137,15 @@ def test_a_model_is_served_with_a_quantized_base(kind, model_folder) -> None:
     assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
 
 
-def test_a_run_has_a_base_of_its_own(quantized) -> None:
-    with pytest.raises(UserError, match=r"whose own `model.base` counts"):
+def test_a_run_with_adapters_has_a_base_of_its_own(quantized) -> None:
+    with pytest.raises(UserError, match=r"is a run with adapters, whose `model.base` counts"):
         load_served(str(quantized[0]), ServeConfig(device="cpu", base="int4"), lambda text: None)
+
+
+def test_a_run_of_all_weights_is_served_with_a_quantized_base(tmp_path) -> None:
+    run(tmp_path / "run", {"model.lora": None, "train.steps": 2})
+    loaded, _ = load_served(str(tmp_path / "run"), ServeConfig(device="cpu", base="int4"), lambda text: None)
+    assert any(quantized_of(layer) is not None for layer in loaded.model.modules())
 
 
 def test_what_does_not_go_with_the_base_of_a_run_is_refused(quantized) -> None:

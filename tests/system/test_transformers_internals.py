@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from ebbtide.system import transformers_internals
 from ebbtide.system.transformers_internals import (
     attention_implementation,
     experts_implementation,
+    forget_quantized_file,
     full_mask,
+    initialize,
     is_gelu_tanh,
     is_silu,
     log_handlers,
@@ -131,6 +134,27 @@ def test_a_model_that_needs_its_own_code_is_known_by_its_error(tmp_path) -> None
     with pytest.raises(OSError) as error:  # noqa: PT011
         AutoConfig.from_pretrained(tmp_path / "missing", trust_remote_code=False)
     assert not needs_own_code(error.value)
+
+
+def test_a_model_from_a_quantized_file_can_be_saved(tmp_path) -> None:
+    model = made("qwen3")
+    model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gguf"))
+    model.config.quantization_config = {"quant_method": "gguf"}
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "refused")
+    forget_quantized_file(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_a_module_is_initialized_alone() -> None:
+    model = made("qwen3")
+    layer, before = model.model.layers[0].mlp, model.model.layers[1].mlp.up_proj.weight.clone()
+    with torch.no_grad():
+        layer.up_proj.weight.zero_()
+    initialize(model, layer.up_proj)
+    assert float(layer.up_proj.weight.std()) > 0
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, before)
 
 
 PRIVATE = re.compile(

@@ -25,6 +25,7 @@ from ebbtide.errors import UserError
 from ebbtide.model.load import uninitialized_model
 from ebbtide.model.lora import base_digest, merge_adapters
 from ebbtide.model.peft_format import write_adapter
+from ebbtide.system.transformers_internals import forget_quantized_file
 
 
 def pick_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
@@ -95,7 +96,8 @@ def export(
     lora, base = config.model.lora, config.model.path if config.model.weights is None else None
     if merge and lora is not None:
         lost = merge_adapters(model)
-        say(f"merged the adapters into the weights in {model.dtype}, which rounded away {lost:.2%} of what they add")
+        kind = str(model.dtype).removeprefix("torch.")
+        say(f"merged the adapters into the weights in {kind}, which rounded away {lost:.2%} of what they add")
     elif lora is not None and config.model.weights is not None:
         say(
             f"the adapter's base is not a model of its own, but one with the weights of {config.model.weights}: export"
@@ -103,6 +105,11 @@ def export(
         )
     elif merge:
         raise UserError(f"{run} has no adapters (`model.lora`) to merge: leave out `--merge`")
+    if lora is not None and not merge and config.model.base is not None:
+        say(
+            f"the adapter was trained beside weights in {config.model.base} (`model.base`), and adds to others"
+            " elsewhere: export with `--merge` to have the model that was trained"
+        )
     target = out.resolve()
     unfinished = None
     try:
@@ -112,6 +119,7 @@ def export(
         if lora is not None and not merge:
             write_adapter(model, lora, base, unfinished)
         else:
+            forget_quantized_file(model)
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         _apply_umask(unfinished)

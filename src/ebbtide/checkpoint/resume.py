@@ -114,7 +114,7 @@ def _refuse_another(folder: Path, config: Config) -> None:
     then, now = _written(kept / "config.yaml"), dict(_flat(config.model_dump(mode="json")))
     done, of = _last_step(kept / "metrics.jsonl"), then.get("train.steps")
     others = [key for key in now if key.startswith(FIXED) and key in then and then[key] != now[key]]
-    why = [f"`{key}` was {then[key]!r} and is {now[key]!r}" for key in others]
+    why = [f"`{key}` was {_shown(then[key])} and is {_shown(now[key])}" for key in others]
     if done and not (isinstance(of, int) and done < of):
         why.append(f"it has done its {done} steps and kept no checkpoint")
     if why:
@@ -164,7 +164,7 @@ def _fitting(saved: Checkpoint, config: Config, say: Callable[[str], None]) -> C
     changed = [
         key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key) and not key.startswith(FREE)
     ]
-    notes = [f"`{key}` was {then.get(key)!r} and is {now.get(key)!r}" for key in changed]
+    notes = [f"`{key}` was {_shown(then.get(key))} and is {_shown(now.get(key))}" for key in changed]
     if refused := [text for key, text in zip(changed, notes, strict=True) if key.startswith(FIXED)]:
         raise UserError(
             f"the checkpoint {saved.path} is of another run: {'; '.join(refused)}."
@@ -201,3 +201,8 @@ def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+def _shown(value: object) -> str:
+    """A value as a config has it."""
+    return "null" if value is None else repr(value)

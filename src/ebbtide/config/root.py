@@ -131,7 +131,7 @@ class Config(Section):
         if self.model.base is not None and self.model.lora is None:
             raise ValueError(
                 f"`model.base: {self.model.base}` quantizes weights that are not trained: set `model.lora.rank=32` to"
-                " train adapters beside them, or remove `model.base`"
+                " train adapters beside them, or remove `model.base`. A run that goes on from another has its own"
             )
         if self.memory.stream_base and not self.can_stream_base:
             raise ValueError(

@@ -93,17 +93,17 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
         loaded = load_pretrained(ModelConfig(path=source), torch.device("cpu"), dtype)
         quantize_model(loaded.model, config.base, device)
         return loaded, True
-    if config.base is not None:
-        raise UserError(
-            f"`base: {config.base}` is for a model, and {source} is a run, whose own `model.base` counts: remove it"
-        )
     saved, model, tokenizer, trained = read_newest(run, None, say)
+    if config.base is not None and trained.model.lora is not None:
+        raise UserError(f"`base: {config.base}`: {source} is a run with adapters, whose `model.base` counts: remove it")
     say(f"the weights are those of step {saved.step}")
     # Buffers are not cast: rotary frequencies and router biases are float32 whatever the weights are.
     for name, parameter in model.named_parameters():
         is_number = parameter.dtype in (torch.float32, torch.bfloat16) and not name.endswith(SCALE)
         if is_number:  # and no part of a quantized matrix
             parameter.data = parameter.data.to(dtype)
+    if config.base is not None:
+        quantize_model(model, config.base, device)
     return prepare_model(model.to(device), tokenizer, trained.model), trained.model.chat_template
 
 

@@ -11,7 +11,6 @@ codes were made on: sums are in float64.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,12 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from ebbtide.config.model import BaseKind
 from ebbtide.config.root import Config
-from ebbtide.errors import UserError
 from ebbtide.model.families import family_of
 from ebbtide.model.linear import linear
 from ebbtide.model.load import NO_CODE, layers_of, model_config
 from ebbtide.model.lora_targets import no_quantized_experts
-from ebbtide.model.quantized_sizes import LARGEST_GROUP, SMALLEST_GROUP
+from ebbtide.model.quantized_sizes import group_size
 from ebbtide.system.transformers_internals import initialize
 
 if TYPE_CHECKING:
@@ -180,17 +178,6 @@ def _to_int4(rows: Tensor) -> Quantized:
     _, codes, scale, offset = best
     first, second = codes.to(torch.uint8).chunk(2, -1)
     return Quantized((first | second << 4).flatten(1), torch.cat([scale, offset], -1).bfloat16())
-
-
-def group_size(columns: int) -> int:
-    """Numbers of a row that share a scale, in 4 bits."""
-    found = math.gcd(columns, LARGEST_GROUP)
-    if found < SMALLEST_GROUP:
-        raise UserError(
-            f"`model.base: int4` needs layers whose inputs are a multiple of {SMALLEST_GROUP}, and one has {columns}:"
-            " choose float8"
-        )
-    return found
 
 
 def quantize_model(model: PreTrainedModel, kind: BaseKind, device: torch.device) -> None:

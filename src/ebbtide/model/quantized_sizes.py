@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ebbtide.config.model import BaseKind
+from ebbtide.errors import UserError
 from ebbtide.model.shape import Shape
 
 MOST_ROWS = 256
@@ -17,7 +18,18 @@ def quantized_bytes(rows: int, columns: int, kind: BaseKind) -> int:
     """The bytes of a matrix with its scales."""
     if kind == "float8":
         return rows * (columns + 2)
-    return rows * (columns // 2 + 4 * (columns // math.gcd(columns, LARGEST_GROUP)))
+    return rows * (columns // 2 + 4 * (columns // group_size(columns)))
+
+
+def group_size(columns: int) -> int:
+    """Numbers of a row that share a scale, in 4 bits: the largest power of 2 up to 128 that divides a row."""
+    found = math.gcd(columns, LARGEST_GROUP)
+    if found < SMALLEST_GROUP:
+        raise UserError(
+            f"`model.base: int4` needs layers whose inputs are a multiple of {SMALLEST_GROUP}, and one has {columns}:"
+            " choose float8"
+        )
+    return found
 
 
 def base_bytes(shape: Shape, itemsize: int, parameters: int | None = None) -> int:

@@ -97,7 +97,9 @@ def summarize(chosen: PlanResult, requested: Config, machine: Machine) -> list[s
     for reason in chosen.reasons:
         cost = ""
         if machine.is_timed and reason.seconds is not None:
-            cost = f"; cost: {reason.seconds:+.2f} s per step" if abs(reason.seconds) >= 0.005 else "; at no cost"
+            saves = f"; saves {-reason.seconds:.2f} s per step" if reason.seconds < 0 else ""
+            cost = saves or f"; cost: {reason.seconds:+.2f} s per step"
+            cost = cost if abs(reason.seconds) >= 0.005 else "; at no cost"
         lines.append(f"{', '.join(f'`{line}`' for line in reason.settings)}: {reason.why}{cost}")
     if chosen.fits and not chosen.reasons:
         lines.append("no settings were changed")

@@ -129,10 +129,11 @@ class Report:
         parameters = count_parameters(model)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         some = f" ({trained:,} of them trained)" if trained < parameters else ""
-        first = next(model.parameters())
+        first, kind = next(model.parameters()), self._config.model.base
+        base = f", its frozen blocks in {kind}," if kind is not None else ""
         self.terminal.say(
             f"{self._source}: {type(model).__name__}, {parameters:,} parameters{some} in"
-            f" {str(first.dtype).removeprefix('torch.')} on {first.device}",
+            f" {str(first.dtype).removeprefix('torch.')}{base} on {first.device}",
             "bold",
         )
         self.terminal.say(f"{about} for {self._config.train.steps} steps; writing to {self.folder.path}")

@@ -29,6 +29,15 @@ def experts_implementation(config: PretrainedConfig) -> str | None:
     return name
 
 
+def forget_quantized_file(model: PreTrainedModel) -> None:
+    """Lets a model be saved whose weights became numbers when it was loaded from a GGUF file. It relies on
+    `hf_quantizer` and `config.quantization_config`, by which transformers knows such a model."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
 def initialize(model: PreTrainedModel, module: nn.Module) -> None:
     """Gives the weights and buffers of one of a model's modules, without those of its parts, their first values. It
     relies on `_init_weights`."""
