@@ -99,13 +99,19 @@ def test_it_resumes_to_the_bit(whole, tmp_path) -> None:
     assert all(torch.equal(found[name], resumed[name]) for name in found)
 
 
+def save_base(folder: Path) -> Path:
+    """The tiny model, as a folder that `model.path` may name."""
+    loaded = load_model(settings(folder), CPU)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def on_folder(tmp_path_factory):
     """(the folder of a run with adapters for a model in a folder, that folder)."""
     place = tmp_path_factory.mktemp("based")
-    loaded = load_model(settings(place), CPU)
-    loaded.model.save_pretrained(place / "base")
-    loaded.tokenizer.save_pretrained(place / "base")
+    save_base(place / "base")
     run(place / "run", {"model": {"path": str(place / "base"), "lora": {"rank": 4}}})
     return place / "run", place / "base"
 

@@ -20,18 +20,14 @@ from ebbtide.launch.serve import load_served
 from ebbtide.model.load import load_model
 from ebbtide.model.lora import adapted_layers
 from ebbtide.model.quantize import layer_matrix, quantized_of
-from test_lora_runs import CPU, lines, run, settings
+from test_lora_runs import CPU, lines, run, save_base, settings
 
 TOKENS = torch.tensor([[1, 5, 2, 7, 3, 3, 9]])
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("model")
-    loaded = load_model(settings(place), CPU)
-    loaded.model.save_pretrained(place)
-    loaded.tokenizer.save_pretrained(place)
-    return place
+    return save_base(tmp_path_factory.mktemp("model"))
 
 
 def same_bits(ours: dict, theirs: dict) -> bool:

@@ -12,7 +12,6 @@ from ebbtide.memory.block_stream import BlockStream
 from ebbtide.memory.holding import Holding
 from ebbtide.memory.mover import Mover
 from ebbtide.memory.residency import Residency
-from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
 from ebbtide.parallel.rank_model import RankModel
 from ebbtide.planner.holdings import plan_holdings
@@ -20,7 +19,7 @@ from ebbtide.planner.host_memory import host_bytes
 from ebbtide.policy.stream_costs import BLOCKS, block_bytes
 from ebbtide.system.machine import this_machine
 from ebbtide.worker import Worker
-from test_lora_runs import CPU, lines, run, settings
+from test_lora_runs import CPU, lines, run, save_base, settings
 from test_quantized_runs import same_bits
 
 STREAMED = {"memory.stream_base": True}
@@ -28,11 +27,7 @@ STREAMED = {"memory.stream_base": True}
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("model")
-    loaded = load_model(settings(place), CPU)
-    loaded.model.save_pretrained(place)
-    loaded.tokenizer.save_pretrained(place)
-    return place
+    return save_base(tmp_path_factory.mktemp("model"))
 
 
 def based_on(folder, base: str | None = None) -> dict:
