@@ -35,8 +35,15 @@ def based_on(folder, base: str | None = None) -> dict:
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
-@pytest.mark.parametrize("base", [None, "int4"])
-@pytest.mark.parametrize("more", [{}, {"loss.kl.coefficient": 0.1, "train.minibatches": 2}, {"memory.preset": "lean"}])
+@pytest.mark.parametrize(
+    ("base", "more"),
+    [
+        (None, {}),
+        ("int4", {"loss.kl.coefficient": 0.1, "train.minibatches": 2}),
+        ("float8", {"memory.preset": "lean"}),
+    ],
+    ids=["float32", "int4", "float8"],
+)
 def test_a_run_has_the_same_bits(model_folder, tmp_path, base, more) -> None:
     given = {**based_on(model_folder, base), **more}
     whole = run(tmp_path / "whole", given).state_dict()

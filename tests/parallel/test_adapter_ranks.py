@@ -48,11 +48,12 @@ def alone(tmp_path_factory):
     ("count", "parallel", "cases"),
     [
         (2, {"gpus": 2}, CASES),
-        (2, {"gpus": 2, "tensor": 2}, ("kl", "cpu", "everything", "some layers")),
+        (2, {"gpus": 2, "tensor": 2}, ("everything",)),
+        pytest.param(2, {"gpus": 2, "tensor": 2}, ("kl", "cpu", "some layers"), marks=pytest.mark.slow),
         pytest.param(2, {"data": 2, "replicate": 2}, ("kl", "everything"), marks=pytest.mark.slow),
         pytest.param(4, {"data": 2, "tensor": 2}, ("kl", "everything", "layerwise"), marks=pytest.mark.slow),
     ],
-    ids=["data", "tensor", "replicas", "both"],
+    ids=["data", "tensor", "tensor, others", "replicas", "both"],
 )
 def test_ranks_train_the_adapters_that_one_trains(alone, tmp_path, count, parallel, cases) -> None:
     for rank in trained(tmp_path, count, parallel, cases):
@@ -166,6 +167,7 @@ def refused(rank, config, folder):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_refuse_another_base(based, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 
