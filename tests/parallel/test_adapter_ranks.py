@@ -48,8 +48,8 @@ def alone(tmp_path_factory):
     ("count", "parallel", "cases"),
     [
         (2, {"gpus": 2}, CASES),
-        (2, {"gpus": 2, "tensor": 2}, ("everything",)),
-        pytest.param(2, {"gpus": 2, "tensor": 2}, ("kl", "cpu", "some layers"), marks=pytest.mark.slow),
+        (2, {"gpus": 2, "tensor": 2}, ("kl",)),
+        pytest.param(2, {"gpus": 2, "tensor": 2}, ("kl", "cpu", "everything", "some layers"), marks=pytest.mark.slow),
         pytest.param(2, {"data": 2, "replicate": 2}, ("kl", "everything"), marks=pytest.mark.slow),
         pytest.param(4, {"data": 2, "tensor": 2}, ("kl", "everything", "layerwise"), marks=pytest.mark.slow),
     ],
