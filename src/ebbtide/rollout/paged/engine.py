@@ -19,6 +19,7 @@ from ebbtide.rollout.paged.runner import Runner
 from ebbtide.rollout.paged.scheduler import BlockAllocator, Scheduler
 from ebbtide.rollout.paged.session import PersistentSession, Session
 from ebbtide.rollout.stopping import StopCondition
+from ebbtide.system.units import ceil_div
 
 
 class PagedEngine:
@@ -140,6 +141,21 @@ class PagedEngine:
         # Prompt and completion are each rounded up to whole blocks.
         with self._open(CacheNeeds(self._batch * (needed + 2), needed, needed, needed + 1)) as session:
             yield session
+
+    @contextmanager
+    def turn_session(self, sequences: int, samples: int, prompt: int, new: int) -> Iterator[Session]:
+        """Opens a session for sequences of several turns, of which `samples` share a prompt of at most `prompt` tokens.
+        A sequence has at most `new` tokens after it. Its KV cache has room for all of them, also for those that wait
+        for their environments, as far as memory allows."""
+        longest, own = self._memory.blocks_for(prompt), self._memory.blocks_for(new)
+        shared = ceil_div(sequences, samples) if self._share else sequences
+        useful = shared * longest + sequences * (own + 1)
+        with self._open(CacheNeeds(useful, longest, own, longest + own)) as session:
+            yield session
+
+    def call_after_generate(self) -> None:
+        """Calls what `after_generate` was given, once a session of rollouts is closed."""
+        self._after_generate()
 
     @contextmanager
     def _open(self, needs: CacheNeeds) -> Iterator[Session]:

@@ -5,6 +5,10 @@ The KV cache is cut into blocks of a fixed number of tokens. A prompt has a bloc
 all samples of its group; each sample has another one for the tokens it adds. When blocks run out, the sample that was
 admitted last is preempted: its blocks are freed, and its tokens are prefilled again later (recompute, not swap).
 
+A sample whose turn is over can be parked until its environment has answered. It leaves the batch and keeps its blocks,
+so that only what is new is prefilled when it continues. Parked samples are the first to give up their blocks when
+others need them.
+
 The GPU works on one step while the host schedules the next, so a sample's newest token may still be in flight. The
 schedule depends on how many tokens were scheduled, not on which they are. A sample that turns out to have ended costs
 one step too many, and the token of that step is dropped.
@@ -92,6 +96,10 @@ class ScheduledSample:
     def is_running(self) -> bool:
         return self.row is not None
 
+    @property
+    def has_blocks(self) -> bool:
+        return bool(self.block_table.blocks)
+
 
 @dataclass(frozen=True)
 class PrefillChunk:
@@ -122,9 +130,12 @@ class Scheduler:
         """The groups that have not ended."""
         self._waiting: deque[ScheduledSample] = deque()
         self._running: list[ScheduledSample] = []
+        self._parked: list[ScheduledSample] = []
         self._rows = list(range(batch - 1, -1, -1))
         self._added = self._admitted = 0
         self.preempted = 0
+        self.recomputed = 0
+        """Tokens of unfinished samples whose keys and values were given up, to be prefilled again."""
 
     def add(self, prompt: Sequence[int], limits: Sequence[int], adapter: int = 0) -> list[ScheduledSample]:
         """Adds a prompt with one sample for each of `limits`, the most tokens that it may have. `adapter`: see
@@ -152,6 +163,7 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
+        """Whether nothing is left to run; samples may be parked."""
         return not self._waiting and not self._running
 
     def schedule(self) -> list[PrefillChunk] | list[ScheduledSample]:
@@ -182,19 +194,43 @@ class Scheduler:
         sample.done = True
         if sample.is_running:
             self._running.remove(sample)
-            self._release(sample)
+            self._free_row(sample)
+        elif sample in self._parked:
+            self._parked.remove(sample)
         else:
             self._waiting.remove(sample)
+        self._free_blocks(sample)
         if all(other.done for other in sample.group.samples):
             del self.groups[sample.group.number]
 
+    def park(self, sample: ScheduledSample) -> None:
+        """Takes a sample whose turn is over out of the batch. A token of it that is still in flight does not count."""
+        if sample.is_running:
+            self._running.remove(sample)
+            self._free_row(sample)
+        else:  # it was preempted while its last token was in flight
+            self._waiting.remove(sample)
+        sample.num_scheduled = len(sample.tokens)
+        self._parked.append(sample)
+
+    def unpark(self, sample: ScheduledSample, tokens: Sequence[int], limit: int) -> None:
+        """Continues a parked sample after tokens that were not sampled, up to `limit` tokens in all. It is admitted
+        before samples that have not begun: it may hold blocks, which are free once it has ended."""
+        self._parked.remove(sample)
+        sample.tokens += tokens
+        sample.num_scheduled, sample.max_tokens = len(sample.tokens), limit
+        place = next((index for index, other in enumerate(self._waiting) if not other.tokens), len(self._waiting))
+        self._waiting.insert(place, sample)
+
     def preempt_all(self) -> None:
-        """Preempts all running samples, which `preempted` does not count. All then wait in the order in which they were
-        added."""
+        """Preempts all running samples, which `preempted` does not count, and frees all blocks. All then wait in the
+        order in which they were added, except those that are parked."""
         for sample in self._running:
-            self._release(sample)
+            self._free_row(sample)
         self._waiting = deque(sorted([*self._running, *self._waiting], key=lambda sample: sample.number))
         self._running = []
+        for sample in [*self._waiting, *self._parked]:
+            self._free_blocks(sample)
 
     def move_to(self, blocks: BlockAllocator) -> list[int]:
         """Moves all block tables to another KV cache. Returns the blocks of this one that are in use, in the order in
@@ -213,7 +249,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admits waiting samples in order, while there are blocks for what they need now and one more for each that
-        runs.
+        runs. Others give up theirs only if nothing would run otherwise.
 
         Where many wait, several are admitted at a time: prefilling one prompt takes almost as long as prefilling eight.
         """
@@ -224,13 +260,16 @@ class Scheduler:
             if sample.num_scheduled > len(sample.tokens):
                 return  # its newest token is still in flight, in the row that it had before
             group = sample.group
-            prompt = 0 if group.block_table.blocks else self.blocks_for(len(group.prompt))
-            own = self.blocks_for(max(1, sample.num_scheduled))
-            if prompt + own + len(self._running) > self.allocator.num_free:
-                return
+            while True:
+                prompt = 0 if group.block_table.blocks else self.blocks_for(len(group.prompt))
+                own = self.blocks_for(max(1, sample.num_scheduled)) - len(sample.block_table.blocks)
+                if prompt + own + len(self._running) <= self.allocator.num_free:
+                    break
+                if self._running or not self._reclaim(sample):
+                    return
             if prompt:
                 group.block_table.blocks = self.allocator.allocate(prompt)
-            sample.block_table.blocks = self.allocator.allocate(own)
+            sample.block_table.blocks += self.allocator.allocate(own)
             sample.row = self._rows.pop()
             self._admitted += 1
             sample.admission = self._admitted
@@ -259,13 +298,13 @@ class Scheduler:
 
     def _schedule_decode(self) -> list[ScheduledSample]:
         """Schedules the running samples that may have another token, each with a slot for its newest one. Where blocks
-        run out, the samples admitted last are preempted."""
+        run out, parked samples give up theirs, and then the samples admitted last are preempted."""
         ready = []
         for sample in [sample for sample in self._running if sample.num_scheduled < sample.max_tokens]:
             while sample.is_running and len(sample.block_table.blocks) * self.block_size < sample.num_scheduled:
                 if self.allocator.num_free:
                     sample.block_table.blocks += self.allocator.allocate(1)
-                else:
+                elif not self._reclaim(sample):
                     self._preempt()
             ready.append(sample)
         ready = [sample for sample in ready if sample.is_running]
@@ -278,16 +317,31 @@ class Scheduler:
         """Preempts the sample that was admitted last. It may be the very one that needs a block."""
         last = self._running.pop()
         self.preempted += 1
-        self._release(last)
+        self._free_row(last)
+        self._free_blocks(last)
         self._waiting.appendleft(last)
 
-    def _release(self, sample: ScheduledSample) -> None:
-        """Frees a sample's row and blocks, and its prompt's blocks once no running sample needs them."""
+    def _reclaim(self, needed_by: ScheduledSample) -> bool:
+        """Frees the blocks of the sample that was parked last, or else of the last one that waits with some. Returns
+        whether there was one."""
+        for sample in (*reversed(self._parked), *reversed(self._waiting)):
+            if sample.has_blocks and sample is not needed_by:
+                self._free_blocks(sample)
+                return True
+        return False
+
+    def _free_row(self, sample: ScheduledSample) -> None:
         assert sample.row is not None
         self._rows.append(sample.row)
-        self.allocator.release(sample.block_table.blocks)
-        sample.block_table.computed, sample.row = 0, None
+        sample.row = None
+
+    def _free_blocks(self, sample: ScheduledSample) -> None:
+        """Frees a sample's blocks, and its prompt's blocks once no other sample has any."""
         group = sample.group
-        if not any(other.is_running for other in group.samples):
+        self.recomputed += 0 if sample.done else sample.block_table.computed
+        self.allocator.release(sample.block_table.blocks)
+        sample.block_table.computed = 0
+        if group.block_table.blocks and not any(other.has_blocks for other in group.samples):
+            self.recomputed += 0 if all(other.done for other in group.samples) else group.block_table.computed
             self.allocator.release(group.block_table.blocks)
             group.block_table.computed = 0

@@ -36,15 +36,26 @@ class SampleState:
     plain_logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
     """None while it is generated, and where it was cancelled."""
+    is_parked_after: bool = False
+    """Whether it is parked when its turn is over, to continue after the answer of an environment (`Session.append`)."""
+    turn_start: int = 0
+    """The index of the first token of this turn. Log-probs are those of this turn alone."""
 
     @property
     def tokens(self) -> list[int]:
+        """All of its tokens after the prompt: of all turns, with what was appended between them."""
         return self.sample.tokens
 
+    @property
+    def recent_tokens(self) -> list[int]:
+        """The last tokens of this turn, as many as a stop condition looks at."""
+        return self.tokens[max(self.turn_start, len(self.tokens) - self.stop_condition.window) :]
+
     def completion(self) -> Completion:
+        """What was sampled in this turn, which is over."""
         assert self.finish is not None
         return self.stop_condition.completion(
-            self.tokens, self.logprobs, self.plain_logprobs, stopped=self.finish == "stop"
+            self.tokens[self.turn_start :], self.logprobs, self.plain_logprobs, stopped=self.finish == "stop"
         )
 
 
@@ -64,14 +75,21 @@ class Session:
         self._share, self._ahead = share_prompts, ahead
         self._states: dict[int, SampleState] = {}
         self._in_flight: PendingTokens | None = None
+        self._overrun: set[int] = set()  # parked samples with a token in flight that was scheduled before they were
 
     @property
     def finished(self) -> bool:
+        """Whether no sample can run: all have ended, or wait for what `append` will give them."""
         return self._scheduler.finished
 
     @property
     def preempted(self) -> int:
         return self._scheduler.preempted
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens whose keys and values were given up for others, to be prefilled again."""
+        return self._scheduler.recomputed
 
     @property
     def num_free_blocks(self) -> int:
@@ -94,7 +112,9 @@ class Session:
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
 
-    def add(self, request: Request, sampling: SamplingParams) -> list[SampleState]:
+    def add(self, request: Request, sampling: SamplingParams, *, turns: bool = False) -> list[SampleState]:
+        """Adds a prompt with its samples. With `turns`, a sample whose completion is over can continue (`append`), and
+        has to be cancelled when it has ended."""
         ending = self._stop_condition(sampling)
         count, limit = len(request.seeds), sampling.max_new_tokens
         samples = (
@@ -107,11 +127,19 @@ class Session:
             ]
         )
         states = [
-            SampleState(sample, sampling, ending, Uniforms(seed))
+            SampleState(sample, sampling, ending, Uniforms(seed), is_parked_after=turns)
             for sample, seed in zip(samples, request.seeds, strict=True)
         ]
         self._states |= {state.sample.number: state for state in states}
         return states
+
+    def append(self, state: SampleState, tokens: Sequence[int], seed: int, max_new_tokens: int) -> None:
+        """Appends tokens that were not sampled, such as what an environment says, to a sample whose turn is over, and
+        begins its next turn. Only these tokens are prefilled, as long as the sample has its blocks."""
+        assert state.is_parked_after and state.finish is not None
+        state.turn_start, state.uniforms, state.finish = len(state.tokens) + len(tokens), Uniforms(seed), None
+        state.logprobs, state.plain_logprobs = [], []
+        self._scheduler.unpark(state.sample, tokens, state.turn_start + max_new_tokens)
 
     def restore_sample(
         self,
@@ -138,6 +166,7 @@ class Session:
         for sample in self._in_flight.samples if self._in_flight is not None else []:
             sample.num_scheduled = len(sample.tokens)
         self._in_flight = None
+        self._overrun.clear()
 
     def cancel(self, state: SampleState) -> None:
         self._scheduler.cancel(state.sample)
@@ -181,7 +210,7 @@ class Session:
 
     def _sample_op(self, sample: ScheduledSample) -> SampleOp:
         state = self._states[sample.number]
-        return SampleOp(sample, state.sampling, state.uniforms[sample.num_scheduled - 1])
+        return SampleOp(sample, state.sampling, state.uniforms[sample.num_scheduled - 1 - state.turn_start])
 
     def _collect(self, pending: PendingTokens) -> list[SampleState]:
         """Waits for the tokens of a pass and appends them to their samples."""
@@ -189,17 +218,25 @@ class Session:
         for sample, token, logprob, plain in zip(pending.samples, *pending.wait(), strict=True):
             if sample.done:  # the sample had ended, which was not known yet when this token was scheduled
                 continue
+            if sample.number in self._overrun:  # the same for a turn
+                self._overrun.remove(sample.number)
+                continue
             if not math.isfinite(logprob):
                 raise diverged_error()
             state = self._states[sample.number]
             state.logprobs.append(logprob)
             state.plain_logprobs.append(plain)
-            if state.stop_condition.is_reached(sample.tokens, token):
+            if state.stop_condition.is_reached(state.recent_tokens, token):
                 state.finish = "stop"
             elif len(sample.tokens) + 1 == sample.max_tokens:
                 state.finish = "length"
-            self._scheduler.append_token(sample, token, done=state.finish is not None)
-            if state.finish is not None:
+            parked = state.finish is not None and state.is_parked_after
+            self._scheduler.append_token(sample, token, done=state.finish is not None and not parked)
+            if parked:
+                if sample.num_scheduled > len(sample.tokens):
+                    self._overrun.add(sample.number)
+                self._scheduler.park(sample)
+            elif state.finish is not None:
                 del self._states[sample.number]
             found.append(state)
         return found
