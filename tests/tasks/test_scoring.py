@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
-from ebbtide.tasks import scoring_process
+from ebbtide.tasks import guarded_process
 from ebbtide.tasks.score_message import MAX_MESSAGE
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, ask
@@ -151,7 +151,7 @@ def test_what_a_scorer_started_ends_with_it(others, text, failure) -> None:
 
 
 def test_a_scorer_that_stops_what_watches_it_is_ended_too(monkeypatch) -> None:
-    monkeypatch.setattr(scoring_process, "GRACE", 0.1)
+    monkeypatch.setattr(guarded_process, "GRACE", 0.1)
     with ScoringPool(task(workers=1), seed=0) as pool:
         assert [score.failure for score in pool.score([(PROBLEM, "stop all"), (PROBLEM, "fine")])] == ["timeout", None]
 

@@ -1,5 +1,5 @@
-"""The guard: the parent process of a scoring process. It runs no foreign code; when the scoring process or the run
-ends, in whatever way, it kills every process that foreign code has started.
+"""The guard: the parent of a process that runs foreign code, such as a scorer. It runs none itself; when that process
+or the run ends, in whatever way, it kills every process that foreign code has started.
 
 It adopts orphans among its descendants (a subreaper on Linux), so that everything they start stays below it, even
 with a session of its own.
@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from importlib import import_module
 from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # From <linux/prctl.h>.
@@ -21,17 +22,17 @@ KILL_SECONDS = 5.0  # A process that cannot be killed by then (it waits for a di
 TICK = 0.002  # Seconds between checks of which processes are left.
 
 
-def main(channel: int) -> NoReturn:
-    """The main function of the guard, a new process with one thread; `channel` is the socket to the run."""
+def main(channel: int, entry: str) -> NoReturn:
+    """The main function of the guard, a new process with one thread; `channel` is the socket to the run, and `entry`
+    the `module:function` that its child calls with it."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard, worker = os.getpid(), os.fork()
     if worker == 0:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # In case foreign code kills the guard.
         try:
             if os.getppid() == guard:
-                from ebbtide.tasks.scoring_worker import score_requests  # Imported here, so that the guard stays small.
-
-                score_requests(channel)
+                module, _, name = entry.partition(":")
+                getattr(import_module(module), name)(channel)  # Imported here, so that the guard stays small.
         finally:
             os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # The guard ends when the run does, not before.

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
+from ebbtide.tasks.channel import BrokenProcess
 from ebbtide.tasks.score_message import ScoreResult, failed_score
-from ebbtide.tasks.scoring_process import BrokenProcess, ScoringProcess
+from ebbtide.tasks.scoring_process import ScoringProcess
 from ebbtide.tasks.task import Problem
 
 START_TRIES = 3

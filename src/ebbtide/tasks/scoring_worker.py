@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import traceback
 from numbers import Real
-from typing import Any, BinaryIO
 
 from ebbtide.errors import UserError
 from ebbtide.system.printable import cut_middle
 from ebbtide.tasks.build import build_task
+from ebbtide.tasks.channel import read_request
 from ebbtide.tasks.score_message import (
     MAX_MESSAGE,
     ScoreResult,
@@ -22,19 +21,11 @@ from ebbtide.tasks.score_message import (
 )
 from ebbtide.tasks.task import Problem, Score, Task
 
-LENGTH = 8  # Bytes of the length before each request.
-
-
-def encode_request(of: Any) -> bytes:
-    """A request for `work`, made in the run's process; only the run's own objects are pickled."""
-    pickled = pickle.dumps(of)
-    return len(pickled).to_bytes(LENGTH, "big") + pickled
-
 
 def score_requests(channel: int) -> None:
     """The main function of a scoring process: builds the task, reports that it is ready, then scores every request."""
     with socket.socket(fileno=channel) as run, run.makefile("rb") as requests:
-        config, seed = _next(requests)
+        config, seed = read_request(requests)
         try:
             task = build_task(config, seed, evaluated=False)
         except Exception as error:  # noqa: BLE001 (foreign code: the run reports what it raised)
@@ -44,7 +35,7 @@ def score_requests(channel: int) -> None:
         process = os.getpid()
         run.sendall(encode_message("ready"))
         while True:
-            for ticket, problem, completion in _next(requests):
+            for ticket, problem, completion in read_request(requests):
                 scored = score_one(task, problem, completion)
                 if os.getpid() != process:
                     os._exit(1)  # A scorer forked, and this is the child: only the parent may answer.
@@ -65,10 +56,3 @@ def score_one(task: Task, problem: Problem, completion: str) -> ScoreResult:
     except Exception as error:  # noqa: BLE001 (foreign code: what it raises is a fact about this sample)
         return failed_score("error", f"{type(error).__name__}: {error}")
     return check_score(value, parts)
-
-
-def _next(requests: BinaryIO) -> Any:
-    size = requests.read(LENGTH)
-    if len(size) < LENGTH:
-        raise EOFError("the run is over")
-    return pickle.loads(requests.read(int.from_bytes(size, "big")))  # noqa: S301 (only the run writes here)

@@ -136,7 +136,8 @@ class Session:
     def append(self, state: SampleState, tokens: Sequence[int], seed: int, max_new_tokens: int) -> None:
         """Appends tokens that were not sampled, such as what an environment says, to a sample whose turn is over, and
         begins its next turn. Only these tokens are prefilled, as long as the sample has its blocks."""
-        assert state.is_parked_after and state.finish is not None
+        assert state.is_parked_after
+        assert state.finish is not None
         state.turn_start, state.uniforms, state.finish = len(state.tokens) + len(tokens), Uniforms(seed), None
         state.logprobs, state.plain_logprobs = [], []
         self._scheduler.unpark(state.sample, tokens, state.turn_start + max_new_tokens)
