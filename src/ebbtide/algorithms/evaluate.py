@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.root import Config
 from ebbtide.progress import Progress
-from ebbtide.rollout.batch import make_requests
-from ebbtide.rollout.engine import Engine, SamplingParams
-from ebbtide.rollout.partitioned_scoring import PartitionedScoring
+from ebbtide.rollout.engine import Completion, SamplingParams
 from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.score_message import ScoreResult
+
+Attempt = Callable[[Sequence[Prompt], int, SamplingParams, Progress], tuple[list[Completion], list[ScoreResult]]]
+"""Samples so many completions of each prompt and scores them: both are [prompts * samples]."""
 
 
 def is_eval_missing(config: Config, saved: Checkpoint) -> bool:
@@ -30,8 +32,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 def evaluate(
     config: Config,
-    engine: Engine,
-    scoring: PartitionedScoring,
+    attempt: Attempt,
     prompts: Sequence[Prompt],
     progress: Progress,
     *,
@@ -45,7 +46,7 @@ def evaluate(
     """
     settings = config.evaluate
     assert settings is not None  # the loop evaluates only if the config has the section
-    run_trial = _Trial(config, engine, scoring, progress)
+    run_trial = _Trial(config, attempt, progress)
     figures = run_trial(prompts[: settings.problems], settings.samples, settings.temperature, settings.k)
     if last and settings.final is not None:
         chosen = prompts[: settings.final.problems]
@@ -60,8 +61,7 @@ class _Trial:
     """Generates completions of held-out prompts, scores them and returns their metrics."""
 
     config: Config
-    engine: Engine
-    scoring: PartitionedScoring
+    attempt: Attempt
     progress: Progress
 
     def __call__(
@@ -76,14 +76,7 @@ class _Trial:
             rollout.min_p if sampled else 0.0,
             tuple(rollout.stop),
         )
-        groups = self.engine.generate(
-            make_requests(prompts, samples, self.config.seed, "evaluate"), sampling, self.progress
-        )
-        completions = [completion for group in groups for completion in group]
-        problems = [prompt.problem for prompt, group in zip(prompts, groups, strict=True) for _ in group]
-        scored = self.scoring.score(
-            [(problem, one.text) for problem, one in zip(problems, completions, strict=True)], self.progress
-        )
+        completions, scored = self.attempt(prompts, samples, sampling, self.progress)
         assert self.config.evaluate is not None
         right = [score.failure is None and score.value >= self.config.evaluate.pass_reward for score in scored]
         passed = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Self
 
+from ebbtide.algorithms.episodes import PlayedEpisodes
 from ebbtide.algorithms.evaluate import evaluate
+from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
-from ebbtide.rollout.batch import Sample
-from ebbtide.rollout.engine import Completion
+from ebbtide.rollout.batch import Sample, make_requests, sample_seeds, training_sampling_params
+from ebbtide.rollout.engine import Completion, SamplingParams
+from ebbtide.rollout.episodes import Episode
 from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, prompts_digest
 from ebbtide.rollout.serve.train_server import serve_during_training
@@ -37,13 +40,20 @@ class HeldOutTask:
 
     def _encode(self, problems: Sequence[Problem]) -> list[Prompt]:
         policy = self._worker.policy
+        if self._task.environment is not None:  # it writes the prompt of every episode
+            return [Prompt(problem, problem.question, []) for problem in problems]
         with self._worker.report.working("encoding prompts") as progress:
             return encode_prompts(problems, policy.tokenizer, policy.vocabulary_rows, self._config, progress)
 
+    @property
+    def _task(self) -> TaskConfig:
+        assert self._config.task is not None
+        return self._config.task
+
     def __enter__(self) -> Self:
-        task = self._config.task
-        assert task is not None
-        if task.is_scored:
+        task = self._task
+        self._episodes = self._stack.enter_context(PlayedEpisodes(self._worker)) if task.environment else None
+        if task.has_scorer and not (self._episodes is not None and self._episodes.gives_reward):
             pool = self._stack.enter_context(ScoringPool(task, self._config.seed))
             self._scoring = PartitionedScoring(pool, self._worker.comm)
         return self
@@ -53,7 +63,32 @@ class HeldOutTask:
 
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
         last = step == self._config.train.steps
-        return evaluate(self._config, self._worker.engine, self._scoring, self._held_out, progress, last=last)
+        return evaluate(self._config, self._attempt, self._held_out, progress, last=last)
+
+    def _attempt(
+        self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, progress: Progress
+    ) -> tuple[list[Completion], list[ScoreResult]]:
+        """Completions of held-out problems and their scores, with the same seeds every time."""
+        names = self._config.seed, "evaluate"
+        if self._episodes is not None:
+            episodes = self._episodes.play(prompts, sample_seeds(len(prompts), samples, *names), sampling, progress)
+            return [episode.completion() for episode in episodes], self._score_episodes(episodes, progress)
+        groups = self._worker.engine.generate(make_requests(prompts, samples, *names), sampling, progress)
+        return [one for group in groups for one in group], self._score(prompts, groups, progress)
+
+    def _score(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], progress: Progress
+    ) -> list[ScoreResult]:
+        pairs = zip(prompts, groups, strict=True)
+        return self._scoring.score([(prompt.problem, one.text) for prompt, group in pairs for one in group], progress)
+
+    def _score_episodes(self, episodes: Sequence[Episode], progress: Progress) -> list[ScoreResult]:
+        """The scores of episodes: the environment's, or, if it gives none, the task's for the last turn."""
+        left = [one for one in episodes if one.scored is None]
+        found = iter(
+            self._scoring.score([(one.prompt.problem, one.last_text) for one in left], progress) if left else []
+        )
+        return [one.scored if one.scored is not None else next(found) for one in episodes]
 
 
 class Rollouts(NamedTuple):
@@ -62,6 +97,7 @@ class Rollouts(NamedTuple):
     prompts: Sequence[Prompt]
     groups: Sequence[Sequence[Completion]]  # [prompts][samples]
     scored: Sequence[ScoreResult]  # [prompts * samples]
+    episodes: Sequence[Episode] = ()  # [prompts * samples], where the task has an environment
 
 
 class TaskRollouts(HeldOutTask):
@@ -77,7 +113,7 @@ class TaskRollouts(HeldOutTask):
             f"{len(prompts):,} problems, {len(self._held_out)} held-out ones for evaluation,"
             f" {rollout.prompts_per_step} x {rollout.group_size} samples per step"
         )
-        order = Sampler(prompts, self._config.seed)
+        self._order = order = Sampler(prompts, self._config.seed)
         self._source = build_source(
             self._config,
             worker.engine,
@@ -97,14 +133,24 @@ class TaskRollouts(HeldOutTask):
 
     def next(self, step: int) -> Rollouts:
         """The completions of a step, in the phases generate and score."""
+        if self._episodes is not None:
+            return self._play(step, self._episodes)
         prompts, groups = self._generate(step)
         with self._worker.phase("score") as progress:
-            completions = [
-                (prompt.problem, completion.text)
-                for prompt, group in zip(prompts, groups, strict=True)
-                for completion in group
-            ]
-            return Rollouts(prompts, groups, self._scoring.score(completions, progress))
+            return Rollouts(prompts, groups, self._score(prompts, groups, progress))
+
+    def _play(self, step: int, played: PlayedEpisodes) -> Rollouts:
+        """The episodes of a step. Each of them ends in it."""
+        rollout = self._config.rollout
+        with self._worker.phase("generate") as progress:
+            prompts = self._order.draw(rollout.prompts_per_step)
+            seeds = sample_seeds(len(prompts), rollout.group_size, self._config.seed, step)
+            episodes = played.play(prompts, seeds, training_sampling_params(rollout), progress)
+        with self._worker.phase("score") as progress:
+            scored = self._score_episodes(episodes, progress)
+        groups = [episodes[first : first + rollout.group_size] for first in range(0, len(episodes), rollout.group_size)]
+        shown = [next((one.prompt for one in group if one.prompt.tokens), group[0].prompt) for group in groups]
+        return Rollouts(shown, [[one.completion() for one in group] for group in groups], scored, episodes)
 
     def _generate(self, step: int) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
         with self._worker.phase("generate") as progress:
@@ -115,7 +161,7 @@ class TaskRollouts(HeldOutTask):
         no answers, there are none."""
         scored: Sequence[ScoreResult | None]
         if "score" in self._config.cycle:
-            prompts, groups, scored = self.next(step)
+            prompts, groups, scored, _ = self.next(step)
         else:
             prompts, groups = self._generate(step)
             scored = [None for group in groups for _ in group]
@@ -124,4 +170,4 @@ class TaskRollouts(HeldOutTask):
         return [Sample(*parts, 0.0, True) for parts in zip(owners, completions, scored, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        return self._source.metrics()
+        return self._source.metrics() if self._episodes is None else self._episodes.figures

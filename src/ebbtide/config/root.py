@@ -177,6 +177,23 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _environments_are_possible(self) -> Config:
+        if self.task is None or self.task.environment is None:
+            return self
+        rollout, parallel = self.rollout, self.parallel
+        found = {
+            f"algorithm: {self.algorithm}": "generate" in self.cycle and self.algorithm != "grpo",
+            "rollout.partial.extra_prompts": rollout.partial.extra_prompts,
+            "rollout.save_to": rollout.save_to,
+            "rollout.replay": rollout.replay,
+            "rollout.engine: vllm": rollout.engine == "vllm",
+            "parallel.rollout_gpus": parallel is not None and parallel.rollout_gpus,
+        }
+        if other := next((name for name, value in found.items() if value), None):
+            raise ValueError(f"`task.environment` and `{other}` cannot be combined yet: remove one of the two")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_problems(self) -> Config:
         if self.evaluate is None or self.task is None or self.task.has_own_held_out:
             return self

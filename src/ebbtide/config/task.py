@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from ebbtide.config.base import Count, Natural, Positive, Section
+from ebbtide.config.environment import EnvironmentConfig
 
 
 class BuiltinTaskConfig(Section):
@@ -72,8 +73,12 @@ class ScoringConfig(Section):
     """Time limit for one completion, in seconds; beyond it the sample gets reward 0 and is counted."""
 
 
+SOURCES = ("builtin", "gym", "file", "python")
+
+
 class TaskConfig(Section):
-    """The problems to train on: exactly one of `builtin`, `gym`, `file` and `python`."""
+    """The problems to train on: exactly one of `builtin`, `gym`, `file` and `python`, or an `environment` that has its
+    own."""
 
     builtin: BuiltinTaskConfig | None = None
     """A task that ships with Ebbtide."""
@@ -112,24 +117,34 @@ class TaskConfig(Section):
     scoring: ScoringConfig = ScoringConfig()
     """Processes and time limit of scoring."""
 
+    environment: EnvironmentConfig | None = None
+    """If set, problems are played with an environment over several turns (docs/environments.md). Without a source of
+    problems, it has its own, one for each of `size` seeds."""
+
     @model_validator(mode="after")
     def _exactly_one_source(self) -> TaskConfig:
-        named = [name for name in ("builtin", "gym", "file", "python") if getattr(self, name) is not None]
-        if len(named) != 1:
+        named = [name for name in SOURCES if getattr(self, name) is not None]
+        if len(named) != 1 and not (self.environment is not None and not named):
             found = " and ".join(f"`task.{name}`" for name in named) or "none"
             off = (
                 f": switch off the others, with {' or '.join(f'`task.{name}=null`' for name in named)}" if named else ""
             )
             raise ValueError(
                 "set exactly one of `task.builtin`, `task.gym`, `task.file` and `task.python`, the problems to train"
-                f" on; set now: {found}{off}"
+                f" on, or a `task.environment` that has its own; set now: {found}{off}"
             )
         return self
 
     @property
+    def has_scorer(self) -> bool:
+        """Whether the source of problems can score a text."""
+        has_source = any(getattr(self, name) is not None for name in SOURCES)
+        return has_source and (self.file is None or self.file.answer_field is not None)
+
+    @property
     def is_scored(self) -> bool:
-        """Whether completions can be scored."""
-        return self.file is None or self.file.answer_field is not None
+        """Whether completions can be scored, as far as the config tells."""
+        return self.has_scorer or self.environment is not None
 
     @property
     def has_own_held_out(self) -> bool:

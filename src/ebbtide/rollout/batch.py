@@ -18,6 +18,7 @@ from ebbtide.policy.advantages import compute_advantages
 from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
+from ebbtide.rollout.episodes import Episode, episode_data, episode_metrics
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.score_message import ScoreResult
 
@@ -34,6 +35,8 @@ class Sample:
     trained: bool
     """Whether it is part of the loss: groups whose advantages are all 0, and what `loss.mask_overlong` masks, may be
     left out."""
+    episode: Episode | None = None
+    """The episode that the completion is all sampled tokens of, where the task has an environment."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Batch:
         return sample_metrics(self.samples, pass_reward) | {
             "zero_std_groups": self.zero_std_groups,
             "groups_with_signal": 1 - self.zero_std_groups / self.groups,
-            "samples_trained": len(self.data),
+            "samples_trained": sum(sample.trained for sample in self.samples),
         }
 
 
@@ -71,6 +74,7 @@ def sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, f
     reward = {}
     if rewards:
         reward = {"reward": sum(rewards) / count, "reward_std": torch.tensor(rewards).std(correction=0).item()}
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
     return {
         **reward,
         **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
@@ -80,6 +84,7 @@ def sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, f
         "completion_tokens_max": max(lengths),
         "finished": sum(sample.completion.finish == "stop" for sample in samples) / count,
         "samples": count,
+        **(episode_metrics(episodes) if episodes else {}),
     }
 
 
@@ -90,12 +95,15 @@ def sample_seed(*names: object) -> int:
     return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed
 
 
+def sample_seeds(count: int, samples: int, *names: object) -> list[list[int]]:
+    """Returns the seeds of all samples [count][samples]."""
+    return [[sample_seed(*names, index, i) for i in range(samples)] for index in range(count)]
+
+
 def make_requests(prompts: Sequence[Prompt], samples: int, *names: object) -> list[Request]:
     """Makes one request for each prompt, with the seeds of its samples."""
-    return [
-        Request(prompt.tokens, [sample_seed(*names, index, i) for i in range(samples)])
-        for index, prompt in enumerate(prompts)
-    ]
+    seeds = sample_seeds(len(prompts), samples, *names)
+    return [Request(prompt.tokens, own) for prompt, own in zip(prompts, seeds, strict=True)]
 
 
 def training_sampling_params(rollout: RolloutConfig) -> SamplingParams:
@@ -110,6 +118,7 @@ def assemble(
     prompts: Sequence[Prompt],  # [prompts]
     groups: Sequence[Sequence[Completion]],  # [prompts][samples]
     scored: Sequence[ScoreResult],  # [prompts * samples]
+    episodes: Sequence[Episode] = (),  # [prompts * samples], where the task has an environment
 ) -> Batch:
     """Computes the advantages of all samples, and data with their loss weights for those that are trained on."""
     shape = len(prompts), config.rollout.group_size
@@ -118,23 +127,31 @@ def assemble(
     completions = [completion for group in groups for completion in group]
     owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
     flat = (values == 0).all(1)  # [prompts]
-    counted = [not (config.loss.mask_overlong and completion.finish == "length") for completion in completions]
+    # An episode whose environment failed before its first turn has no tokens.
+    counted = [
+        bool(completion.tokens) and not (config.loss.mask_overlong and completion.finish == "length")
+        for completion in completions
+    ]
     dropped = (
         flat.repeat_interleave(config.rollout.group_size).tolist()
         if config.advantage.drop_zero_std_groups
         else [False] * len(completions)
     )
     trained = [counts and not drop for counts, drop in zip(counted, dropped, strict=True)]
+    played: Sequence[Episode | None] = episodes or [None] * len(completions)
     samples = [
-        Sample(*parts) for parts in zip(owners, completions, scored, values.flatten().tolist(), trained, strict=True)
+        Sample(*parts)
+        for parts in zip(owners, completions, scored, values.flatten().tolist(), trained, played, strict=True)
     ]
     lengths = [len(completion.tokens) for completion, counts in zip(completions, counted, strict=True) if counts]
     # Flat groups count in the average even where they are left out: leaving them out must not make the update larger.
     weights = iter(token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens))
-    data = []
+    data: list[Datum] = []
     for sample, counts in zip(samples, counted, strict=True):
         weight = next(weights) * config.train.minibatches if counts else 0.0
-        if sample.trained:
+        if sample.trained and sample.episode is not None:
+            data += episode_data(sample.episode.branches, sample.advantage, weight)
+        elif sample.trained:
             done = sample.completion
             data.append(trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
     return Batch(samples, data, len(prompts), int(flat.sum()))

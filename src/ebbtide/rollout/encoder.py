@@ -51,11 +51,20 @@ class Prepared(NamedTuple):
 class Encoder:
     """Encodes with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, *, templated: bool, day: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        templated: bool,
+        day: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
         """`templated`: chats are rendered by the chat template, if there is one; else their texts are joined.
 
-        `day`: the date for templates that contain one, as Llama 3's do; None: the current date, at each chat.
+        `day`: the date for templates that contain one, as Llama 3's do; None: the current date, at each chat. `tools`:
+        the schemas of tools, for templates that describe them.
         """
+        self._tools = list(tools) or None
         self._template = _dated(tokenizer.chat_template, day)
         self._tokenizer, self._templated = tokenizer, templated and bool(tokenizer.chat_template)
         added = list(tokenizer.added_tokens_decoder.values())
@@ -94,6 +103,10 @@ class Encoder:
         (tokens,) = self.tokenize([prepared])
         return Encoded(prepared.text, tokens, has_control_text=prepared.renamed is not None)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
     def tokenize(self, texts: Sequence[Prepared]) -> list[list[int]]:
         """The tokens of each text. The tokenizer gets all of them at once, and so uses all cores."""
         kinds: dict[tuple[bool, bool], list[int]] = {}
@@ -131,7 +144,11 @@ class Encoder:
     def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt, chat_template=self._template
+                messages,
+                tools=self._tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                chat_template=self._template,
             )
         except TemplateError:
             raise

@@ -7,6 +7,7 @@ import re
 from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.builtin import build_builtin
+from ebbtide.tasks.environment_task import EnvironmentTask
 from ebbtide.tasks.files import FileTask
 from ebbtide.tasks.gym import GymTask
 from ebbtide.tasks.python_task import load_python_task
@@ -30,8 +31,9 @@ def _source(config: TaskConfig, seed: int, held_out: int) -> Task:
         return GymTask(config.gym.dataset, config.gym.options, size=size, held_out=held_out, seed=seed)
     if config.file is not None:
         return FileTask(config.file, held_out=held_out)
-    assert config.python is not None  # The config has exactly one of the four.
-    return load_python_task(config.python)
+    if config.python is not None:
+        return load_python_task(config.python)
+    return EnvironmentTask(size=size, held_out=held_out, seed=seed)  # The config has an environment.
 
 
 class _WrappedTask:

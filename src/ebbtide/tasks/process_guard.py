@@ -25,10 +25,10 @@ TICK = 0.002  # Seconds between checks of which processes are left.
 def main(channel: int, entry: str) -> NoReturn:
     """The main function of the guard, a new process with one thread; `channel` is the socket to the run, and `entry`
     the `module:function` that its child calls with it."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard, worker = os.getpid(), os.fork()
     if worker == 0:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # In case foreign code kills the guard.
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # In case foreign code kills the guard.
         try:
             if os.getppid() == guard:
                 module, _, name = entry.partition(":")
@@ -86,7 +86,8 @@ def _below(root: int) -> set[int]:
     return found - dead
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Sets an option of this process (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ebbtide.rollout.weights.layerwise import LayerwiseGather, WeightPair
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class GatheredWeights(RolloutWeights):
@@ -98,17 +101,27 @@ class PartitionedEngine:
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress
     ) -> list[list[Completion]]:
-        def generate_share(share: Sequence[Request]) -> list[list[Completion]]:
+        def generate_share(engine: Engine, share: Sequence[Request]) -> list[list[Completion]]:
+            return engine.generate(share, sampling, progress)
+
+        done = self.map_partitioned(requests, request_sizes(requests, sampling), generate_share)
+        preempted = self._engine.preempted if isinstance(self._engine, PreemptingEngine) else 0
+        self.preempted = sum(self._comm.all_gather(preempted))
+        return done
+
+    def map_partitioned(
+        self, items: Sequence[T], sizes: Sequence[int], work: Callable[[Engine, list[T]], Sequence[R]]
+    ) -> list[R]:
+        """Does work with the engine of each rank on its share of the items, and all-gathers the results."""
+
+        def work_on_share(share: list[T]) -> Sequence[R]:
             try:
-                groups = self._engine.generate(share, sampling, progress)
+                done = work(self._engine, share)
             except WorkAbandoned:
                 self._weights.join_remaining_passes()  # other ranks may not have given up yet
                 raise
             self._weights.join_remaining_passes()
-            return groups
+            return done
 
         with self._weights.materialized():
-            done = self._comm.map_partitioned(requests, request_sizes(requests, sampling), generate_share)
-        preempted = self._engine.preempted if isinstance(self._engine, PreemptingEngine) else 0
-        self.preempted = sum(self._comm.all_gather(preempted))
-        return done
+            return self._comm.map_partitioned(items, sizes, work_on_share)

@@ -1,0 +1,314 @@
+"""Plays episodes: the engine samples turns while environments, in processes of their own, answer others.
+
+An episode waits for its environment without holding up the rest: the engine goes on with all sequences that can run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jinja2 import TemplateError
+
+from ebbtide.config.environment import EnvironmentConfig
+from ebbtide.config.rollout import RolloutConfig
+from ebbtide.progress import Progress
+from ebbtide.rollout.batch import sample_seed
+from ebbtide.rollout.chat_turns import ChatTurns, Conversation
+from ebbtide.rollout.engine import Completion, Engine, SamplingParams
+from ebbtide.rollout.episodes import Branch, Episode, Turn
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.rollout.turn_sessions import Sequenced, TurnSession, open_turns
+from ebbtide.tasks.environment import Opening, Outcome, Reply
+from ebbtide.tasks.environment_message import Answer, Failed
+from ebbtide.tasks.environment_pool import LONGEST_WAIT, EnvironmentPool, EnvironmentProcess
+from ebbtide.tasks.score_message import ScoreResult, check_score, failed_score
+from ebbtide.tasks.task import Problem
+
+
+@dataclass(eq=False)
+class _Play:
+    """An episode under way."""
+
+    place: tuple[int, int]
+    """Its group, and its place in the group."""
+    problem: Problem
+    seed: int
+    process: EnvironmentProcess
+    prompt: Prompt
+    limit: int = 0
+    """The most tokens of its sequence."""
+    conversation: Conversation | None = None
+    sequence: Sequenced | None = None
+    branches: list[Branch] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    turn: Completion | None = None
+    """The turn that its environment has not answered yet."""
+    finish: Literal["stop", "length"] = "stop"
+    is_over: bool = False
+    """Whether only its outcome is missing."""
+
+
+class EpisodeRunner:
+    """Plays the episodes of problems, as many at once as allowed."""
+
+    def __init__(
+        self,
+        environment: EnvironmentConfig,
+        rollout: RolloutConfig,
+        pool: EnvironmentPool,
+        turns: ChatTurns,
+        *,
+        tool_format: str,
+        rows: int,
+        lockstep: bool,
+    ) -> None:
+        """Token ids must be below `rows`, the rows of the embedding. `lockstep`: all environments are waited for before
+        the next turn of any, so that the batches of the engine, and with them its float noise, never depend on time."""
+        self.environment, self.rollout, self.pool, self.turns = environment, rollout, pool, turns
+        self.tool_format, self.rows, self.lockstep = tool_format, rows, lockstep
+        self.figures: dict[str, float] = {}
+        """Metrics of the last call of `run`."""
+
+    def run(
+        self,
+        engine: Engine,
+        problems: Sequence[Problem],
+        seeds: Sequence[Sequence[int]],  # [problems][samples]
+        sampling: SamplingParams,
+        progress: Progress,
+    ) -> list[list[Episode]]:
+        """Plays one episode for each seed of each problem."""
+        total = sum(map(len, seeds))
+        if not total:
+            return [[] for _ in problems]
+        prompt, new = self.rollout.max_prompt_tokens, self.rollout.max_new_tokens
+        with open_turns(
+            engine,
+            sampling,
+            sequences=min(total, self.environment.max_concurrent),
+            samples=max(map(len, seeds)),
+            prompt=prompt + new if self.turns.may_fork else prompt,
+            new=new,
+        ) as session:
+            step = _Step(self, session, problems, seeds, progress)
+            try:
+                step.play()
+            finally:
+                step.close()
+            self.figures = {"environment_idle_seconds": step.idle, **session.figures}
+        return [[step.ended[group, place] for place in range(len(some))] for group, some in enumerate(seeds)]
+
+
+class _Step:
+    """The episodes of one call."""
+
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        session: TurnSession,
+        problems: Sequence[Problem],
+        seeds: Sequence[Sequence[int]],
+        progress: Progress,
+    ) -> None:
+        self._runner, self._session, self._progress = runner, session, progress
+        self._environment, self._pool, self._turns = runner.environment, runner.pool, runner.turns
+        self._waiting = deque(enumerate(zip(problems, seeds, strict=True)))
+        self._total = sum(map(len, seeds))
+        self._plays: dict[EnvironmentProcess, _Play] = {}
+        self._sequences: dict[Sequenced, _Play] = {}
+        self._opening: dict[int, list[_Play]] = {}  # groups whose environments are being reset, with those that are
+        self._left: dict[int, int] = {}  # groups -> resets that have not been answered
+        self.ended: dict[tuple[int, int], Episode] = {}
+        self.idle = 0.0
+        """Seconds in which no sequence could run."""
+
+    def play(self) -> None:
+        """Plays until all episodes have ended."""
+        while len(self.ended) < self._total:
+            self._start_groups()
+            if self._runner.lockstep:
+                while not self._session.finished:
+                    self._sample()
+                answers = []
+                while self._pool.is_awaiting:
+                    answers += self._answers(LONGEST_WAIT)
+                answers.sort(key=lambda one: one[0].number)
+            else:
+                answers = self._answers(LONGEST_WAIT if self._session.finished else 0.0)
+            for process, answer in answers:
+                self._take(self._plays[process], answer)
+            if not self._session.finished and not self._runner.lockstep:
+                self._sample()
+            self._progress(len(self.ended), self._total)
+
+    def close(self) -> None:
+        """Ends what is under way, if the work was given up."""
+        for play in list(self._plays.values()):
+            self._pool.close(play.process, hard=True)
+
+    def _answers(self, wait: float) -> list[tuple[EnvironmentProcess, Answer]]:
+        started = time.perf_counter()
+        found = self._pool.answers(wait)
+        self.idle += time.perf_counter() - started if wait else 0.0
+        return found
+
+    def _start_groups(self) -> None:
+        while self._waiting:
+            group, (problem, seeds) = self._waiting[0]
+            if self._plays and len(self._plays) + len(seeds) > self._environment.max_concurrent:
+                return
+            self._waiting.popleft()
+            self._opening[group], self._left[group] = [], len(seeds)
+            row = {"answer": problem.answer, **problem.metadata}
+            # All episodes of a group meet the same environment, so that their rewards can be compared.
+            seed = problem.metadata.get("seed", sample_seed(seeds[0], "environment") % 2**31)
+            for place, own in enumerate(seeds):
+                process = self._pool.open()
+                prompt = Prompt(problem, problem.question, [])
+                self._plays[process] = _Play((group, place), problem, own, process, prompt)
+                self._pool.ask(process, "reset", problem.messages, row, seed, self._runner.tool_format)
+
+    def _sample(self) -> None:
+        for sequence, completion in self._session.step():
+            play = self._sequences[sequence]
+            play.turn = turn = self._turns.whole_text(completion)
+            play.branches[-1].add(turn)
+            self._pool.ask(play.process, "step", turn.text)
+
+    def _take(self, play: _Play, answer: Answer) -> None:
+        """Takes what an environment has answered."""
+        failed = None
+        match answer:
+            case Opening() if play.conversation is None:
+                failed = self._open(play, answer)
+            case Reply() if play.turn is not None:
+                failed = self._continue(play, play.turn, answer)
+            case Outcome() if play.is_over:
+                self._end(play, self._score(play, answer))
+            case Failed():
+                failed = answer
+            case _:
+                failed = Failed("error", "the environment's process sent the answer to another request")
+        if failed is not None:
+            self._end(play, failed_score(failed.failure, failed.message))
+        if (group := play.place[0]) in self._left:  # this was the answer to a reset
+            self._left[group] -= 1
+            if not self._left[group]:
+                self._begin_group(group)
+
+    def _open(self, play: _Play, opening: Opening) -> Failed | None:
+        """Encodes the prompt of an episode; returns why it cannot be played."""
+        limit = self._runner.rollout.max_prompt_tokens
+        try:
+            play.conversation, encoded = self._turns.open(opening.messages)
+        except TemplateError as error:
+            return Failed("error", f"the chat template refuses the environment's messages: {error}")
+        play.prompt = Prompt(play.problem, encoded.text, encoded.tokens, encoded.has_control_text)
+        if len(encoded.tokens) > limit:
+            return Failed(
+                "too_large",
+                f"the environment begins with {len(encoded.tokens)} tokens, more than `rollout.max_prompt_tokens:"
+                f" {limit}`",
+            )
+        if problem := self._token_problem(encoded.tokens):
+            return problem
+        play.limit = len(encoded.tokens) + self._runner.rollout.max_new_tokens
+        self._opening[play.place[0]].append(play)
+        return None
+
+    def _token_problem(self, tokens: Sequence[int]) -> Failed | None:
+        if not tokens:
+            return Failed("error", "the environment begins with an empty prompt")
+        if max(tokens) >= self._runner.rows:
+            return Failed("error", "the environment says a token that the model does not have")
+        return None
+
+    def _begin_group(self, group: int) -> None:
+        """Begins the first turns of a group, whose prompts are the same unless its environments differ."""
+        del self._left[group]
+        shared: dict[tuple[int, ...], list[_Play]] = {}
+        for play in sorted(self._opening.pop(group), key=lambda one: one.place):
+            shared.setdefault(tuple(play.prompt.tokens), []).append(play)
+        for tokens, plays in shared.items():
+            limit = self._turn_limit(plays[0].limit - len(tokens))
+            for play, sequence in zip(
+                plays, self._session.begin(list(tokens), [play.seed for play in plays], limit), strict=True
+            ):
+                play.sequence = sequence
+                play.branches.append(Branch(list(tokens)))
+                self._sequences[sequence] = play
+
+    def _turn_limit(self, room: int) -> int:
+        return min(room, self._environment.max_turn_tokens or room)
+
+    def _continue(self, play: _Play, turn: Completion, reply: Reply) -> Failed | None:
+        """Begins the next turn of an episode, or asks for its outcome; returns why it cannot go on."""
+        assert play.conversation is not None
+        assert play.sequence is not None
+        said = "\n".join(message["content"] for message in reply.messages)
+
+        def note(tokens: int) -> None:
+            play.turns.append(Turn(turn, said, tokens, reply.reward, reply.calls, reply.failed_calls))
+
+        play.turn = None
+        branch = play.branches[-1]
+        if reply.done or len(play.turns) + 1 == self._environment.max_turns:
+            play.finish = "stop" if reply.done else "length"
+            note(0)
+            self._finish(play)
+            return None
+        continued = self._turns.answer(play.conversation, turn, reply.messages)
+        length = len(continued.tokens) + (0 if continued.forks else len(branch.tokens))
+        if length >= play.limit:
+            play.finish = "length"
+            note(0)
+            self._finish(play)
+            return None
+        if continued.tokens and (problem := self._token_problem(continued.tokens)) is not None:
+            note(0)
+            return problem
+        note(len(continued.tokens) - (len(branch.tokens) if continued.forks else 0))
+        seed, limit = sample_seed(play.seed, "turn", len(play.turns)), self._turn_limit(play.limit - length)
+        if continued.forks:
+            self._release(play)
+            (play.sequence,) = self._session.begin(continued.tokens, [seed], limit)
+            play.branches.append(Branch(list(continued.tokens)))
+            self._sequences[play.sequence] = play
+        else:
+            branch.tokens += continued.tokens
+            self._session.append(play.sequence, continued.tokens, seed, limit)
+        return None
+
+    def _finish(self, play: _Play) -> None:
+        """Asks for the outcome of an episode that is over."""
+        self._release(play)
+        play.is_over = True
+        self._pool.ask(play.process, "finish")
+
+    def _release(self, play: _Play) -> None:
+        if play.sequence is not None:
+            self._session.end(play.sequence)
+            del self._sequences[play.sequence]
+            play.sequence = None
+
+    def _score(self, play: _Play, outcome: Outcome) -> ScoreResult | None:
+        if outcome.reward is None:
+            return None
+        return check_score(sum(turn.reward for turn in play.turns) + outcome.reward, outcome.parts)
+
+    def _end(self, play: _Play, scored: ScoreResult | None) -> None:
+        """Ends an episode. What was sampled before a failure stays part of it."""
+        failed = scored is not None and scored.failure is not None
+        if play.turn is not None:
+            play.turns.append(Turn(play.turn, "", 0))
+            play.turn = None
+        self._release(play)
+        self._pool.close(play.process, hard=failed)
+        del self._plays[play.process]
+        self.ended[play.place] = Episode(
+            play.prompt, play.turns, play.branches, play.finish, scored, play.process.seconds
+        )

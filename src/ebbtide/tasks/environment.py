@@ -1,0 +1,216 @@
+"""Environments by duck type: whatever an object calls its methods, it becomes one with `describe`, `reset`,
+`step` and `finish`.
+
+Two styles are known. An object with `step` gets what the policy wrote, and answers in the spelling of Gymnasium (a
+tuple), SkyRL-gym (a dict) or OpenEnv (an object with `reward` and `done`). In any other object, as TRL has them, the
+public methods are tools, which the policy calls, and `get_reward()` gives the reward at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ebbtide.tasks.task import Message, find_message_problem
+from ebbtide.tasks.tool_calls import parse
+from ebbtide.tasks.tool_schema import tool_schema
+
+RESERVED = frozenset({"reset", "init", "step", "close", "get_reward", "get_metrics", "state", "done"})
+"""Names that are never tools."""
+MESSAGE = ("role", "content")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a run has to know of an environment before its first episode."""
+
+    tools: list[dict[str, Any]]
+    """The schemas of the tools that the policy may call."""
+    gives_reward: bool
+    """Whether rewards come from it: otherwise the task's scorer scores the last turn."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How an episode begins: its prompt."""
+
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a turn of the policy."""
+
+    messages: list[Message]
+    reward: float = 0.0
+    done: bool = False
+    calls: list[str] = field(default_factory=list)
+    """The tools that were called, by name."""
+    failed_calls: int = 0
+    """Calls that could not be read, of tools that do not exist, or that raised."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended: the reward in addition to those of its turns, None if the environment gives none at all,
+    and figures to report."""
+
+    reward: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Environment:
+    """The environment of one episode, around an object of whatever style."""
+
+    def __init__(self, made: Any) -> None:
+        self._made, self._format = made, "json"
+        self._loop = asyncio.new_event_loop()
+        self._steps = callable(getattr(made, "step", None))
+        self._tools = {} if self._steps else _tools_of(made)
+        if not self._steps and not self._tools:
+            raise TypeError(
+                f"{type(made).__name__} is no environment: give it a method `step(text)`, or public methods as tools"
+            )
+
+    def describe(self) -> Description:
+        """Describes the environment, before any episode."""
+        tools = [tool_schema(tool) for tool in self._tools.values()]
+        return Description(tools, self._steps or callable(getattr(self._made, "get_reward", None)))
+
+    def reset(self, messages: list[Message], row: Mapping[str, Any], seed: int, tool_format: str) -> Opening:
+        """Begins the episode of a problem, with what the problem's own prompt is."""
+        self._format = tool_format
+        if callable(begin := getattr(self._made, "reset", None)):
+            found = self._call(begin, **_accepted(begin, {"prompt": messages, **row, "seed": seed}))
+        elif callable(begin := getattr(self._made, "init", None)):
+            found = self._call(begin, messages)
+        else:
+            found = None
+        return Opening(_prompt(messages, _first(found)))
+
+    def step(self, text: str) -> Reply:
+        """Answers what the policy wrote in its turn."""
+        if self._steps:
+            return _reply(self._call(self._made.step, text))
+        parsed = parse(text, self._format)
+        answers, failed = [], len(parsed.errors)
+        for call in parsed.calls:
+            answer, ok = self._use(call.name, call.arguments)
+            failed += not ok
+            answers.append(answer)
+        said: list[Message] = [{"role": "tool", "content": text} for text in (*answers, *parsed.errors)]
+        done = not said or getattr(self._made, "done", False) is True
+        return Reply(said, 0.0, done, [call.name for call in parsed.calls], failed)
+
+    def _use(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """(what a tool returned, or what was wrong with the call; whether it was right)."""
+        if name not in self._tools:
+            return f"error: there is no tool `{name}`; the tools are: {', '.join(self._tools)}", False
+        try:
+            return as_text(self._call(self._tools[name], **arguments)), True
+        except Exception as error:  # noqa: BLE001 (foreign code: what a tool raises is an observation)
+            return f"error: {type(error).__name__}: {error}", False
+
+    def finish(self) -> Outcome:
+        """Ends the episode, whether the environment or a limit has ended it."""
+        reward = None
+        if callable(rewarded := getattr(self._made, "get_reward", None)):
+            reward = float(self._call(rewarded))
+        elif self._steps:
+            reward = 0.0
+        found = self._call(measured) if callable(measured := getattr(self._made, "get_metrics", None)) else {}
+        return Outcome(reward, {str(name): float(value) for name, value in (found or {}).items()})
+
+    def close(self) -> None:
+        if callable(closed := getattr(self._made, "close", None)):
+            self._call(closed)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        found = function(*arguments, **named)
+        return self._loop.run_until_complete(found) if inspect.isawaitable(found) else found
+
+
+def _tools_of(made: Any) -> dict[str, Callable[..., Any]]:
+    """The tools of an object: what it names in `tools`, a mapping of names to functions, or its public methods."""
+    named = getattr(made, "tools", None)
+    if isinstance(named, Mapping):
+        return dict(named)
+    names = [name for name in dir(type(made)) if not name.startswith("_") and name not in RESERVED]
+    return {name: getattr(made, name) for name in names if inspect.isroutine(getattr(type(made), name))}
+
+
+def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a function accepts by name."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return given
+    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _first(found: Any) -> Any:
+    """What `reset` returned, without the info beside it."""
+    return found[0] if isinstance(found, tuple) and len(found) == 2 else found
+
+
+def _prompt(messages: list[Message], found: Any) -> list[Message]:
+    """The prompt of an episode: a list of messages from `reset` is all of it but the system message, and any other
+    result becomes a part of the last user message."""
+    if found is None:
+        return messages
+    if isinstance(found, list):
+        said = _messages(found)
+        system = [one for one in messages[:1] if one["role"] == "system"]
+        return said if said and said[0]["role"] == "system" else [*system, *said]
+    text = as_text(found)
+    if messages and messages[-1]["role"] == "user":
+        return [*messages[:-1], {"role": "user", "content": messages[-1]["content"] + text}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def _reply(found: Any) -> Reply:
+    """What `step` returned, in any of the spellings."""
+    if isinstance(found, Mapping) and "done" in found:  # SkyRL-gym
+        observed, reward, done = found.get("observations", found.get("observation")), found.get("reward"), found["done"]
+    elif isinstance(found, tuple) and len(found) == 5:  # Gymnasium
+        observed, reward, done = found[0], found[1], bool(found[2]) or bool(found[3])
+    elif isinstance(found, tuple) and len(found) in (3, 4):  # its older form, with or without info
+        observed, reward, done = found[:3]
+    elif hasattr(found, "done") and hasattr(found, "reward"):  # OpenEnv: a result, or an observation that is one
+        observed, reward, done = getattr(found, "observation", found), found.reward, found.done
+    else:
+        raise TypeError(
+            f"`step` returned {type(found).__name__}: return (observation, reward, done), Gymnasium's five values, or"
+            " a dict or an object with `reward` and `done`"
+        )
+    said = _messages(observed) if isinstance(observed, list) else []
+    if observed is not None and not isinstance(observed, list) and (text := as_text(observed)):
+        said = [{"role": "user", "content": text}]
+    return Reply(said, float(reward) if reward is not None else 0.0, bool(done))
+
+
+def _messages(found: list[Any]) -> list[Message]:
+    said: list[dict[str, Any]] = [
+        one if isinstance(one, dict) else {name: getattr(one, name, None) for name in MESSAGE} for one in found
+    ]
+    if said and (why := find_message_problem(said)) is not None:
+        raise TypeError(f"the messages of the environment {why}")
+    return [{"role": one["role"], "content": one["content"]} for one in said]
+
+
+def as_text(found: Any) -> str:
+    """What an environment says as text: as it is, or as JSON; of an object its one field that is a text, or all."""
+    if isinstance(found, str):
+        return found
+    if callable(dumped := getattr(found, "model_dump", None)):
+        fields = {name: value for name, value in dumped().items() if name not in ("done", "reward", "metadata")}
+        found = next(iter(fields.values())) if len(fields) == 1 else fields
+        return found if isinstance(found, str) else json.dumps(found, default=str)
+    try:
+        return json.dumps(found, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(found)

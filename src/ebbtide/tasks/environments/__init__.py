@@ -1,0 +1,1 @@
+"""The environments that ship with Ebbtide: a game to try, and adapters to other packages. Each file has `make`."""
