@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import Self
 
 from ebbtide.errors import UserError
@@ -15,6 +16,7 @@ from ebbtide.rollout.episode_runner import EpisodeRunner
 from ebbtide.rollout.episodes import Episode
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.rollout.weights.gathered import PartitionedEngine
+from ebbtide.tasks.driving import PolicyFacts
 from ebbtide.tasks.environment_pool import EnvironmentPool
 from ebbtide.tasks.task import Problem
 from ebbtide.tasks.tool_calls import detect
@@ -33,7 +35,11 @@ class PlayedEpisodes:
         environment = config.task.environment
         assert environment is not None
         with ExitStack() as stack:
-            pool = stack.enter_context(EnvironmentPool(environment))
+            folder = stack.enter_context(TemporaryDirectory(prefix="ebbtide-tokenizer-"))
+            policy.tokenizer.save_pretrained(folder)
+            length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+            facts = PolicyFacts(folder, length, list(policy.end_tokens))
+            pool = stack.enter_context(EnvironmentPool(environment, facts))
             described = pool.describe()
             self.gives_reward = described.gives_reward
             if not described.gives_reward and not config.task.has_scorer:
@@ -51,6 +57,7 @@ class PlayedEpisodes:
                 turns,
                 tool_format=environment.tool_format or detect(template if isinstance(template, str) else None),
                 rows=policy.vocabulary_rows,
+                drives=described.drives,
                 # The bits of a CPU's products, and those of a GPU that is not exact, depend on the batch.
                 lockstep=self._worker.residency.device.type == "cpu"
                 or (config.deterministic and not config.rollout.exact),

@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 from ebbtide.config.base import Count, Positive, Section
 
-BUILTIN_ENVIRONMENTS = ("calculator", "mcp", "skyrl_gym", "textarena")
+BUILTIN_ENVIRONMENTS = ("calculator", "mcp", "openenv", "skyrl_gym", "textarena", "verifiers")
 """The environments that ship with Ebbtide: a game to try, and adapters to the packages of these names."""
 
 
@@ -18,10 +18,15 @@ class EnvironmentConfig(Section):
 
     object: str
     """`module:name` of a class, or of a function that returns an environment, for each episode anew; or `calculator`, a
-    game that ships with Ebbtide; or an adapter: `mcp`, `skyrl_gym` or `textarena`."""
+    game that ships with Ebbtide; or an adapter: `mcp`, `openenv`, `skyrl_gym`, `textarena` or
+    `verifiers`."""
 
     options: dict[str, Any] = {}
     """Keyword arguments for it."""
+
+    python: str | None = None
+    """The Python that runs environments, such as that of a virtual environment whose packages would conflict with
+    Ebbtide's; it needs `pydantic`. `null`: the one that runs Ebbtide."""
 
     max_turns: Count = 8
     """Turns of the policy in an episode, at most."""

@@ -98,6 +98,7 @@ class Policy:
 
     def __init__(self, loaded: LoadedModel, config: Config, ranks: Comm | None = None) -> None:
         self.model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, config
+        self.end_tokens = loaded.end_tokens
         self.device: torch.device = loaded.model.device
         self.vocabulary_rows = loaded.vocabulary_rows
         """Token ids are below this."""

@@ -57,6 +57,10 @@ class ChatTurns:
         """Whether the template rewrites what an assistant may have written."""
         return any(self._rewrites.values())
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self._encoder.decode(tokens)
+
     def whole_text(self, turn: Completion) -> Completion:
         """A turn with all of its text: a stop text that ended it is for the environment to see."""
         return replace(turn, text=self._encoder.decode(turn.tokens))

@@ -22,11 +22,15 @@ from ebbtide.rollout.engine import Completion, Engine, SamplingParams
 from ebbtide.rollout.episodes import Branch, Episode, Turn
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.rollout.turn_sessions import Sequenced, TurnSession, open_turns
+from ebbtide.tasks.driving import Asked
 from ebbtide.tasks.environment import Opening, Outcome, Reply
 from ebbtide.tasks.environment_message import Answer, Failed
 from ebbtide.tasks.environment_pool import LONGEST_WAIT, EnvironmentPool, EnvironmentProcess
 from ebbtide.tasks.score_message import ScoreResult, check_score, failed_score
 from ebbtide.tasks.task import Problem
+
+MAX_REFUSALS = 3  # An environment that drives its episode ends it when it gets no more turns, or is given up.
+NO_REPLY = Reply([])
 
 
 @dataclass(eq=False)
@@ -39,6 +43,8 @@ class _Play:
     seed: int
     process: EnvironmentProcess
     prompt: Prompt
+    is_reset: bool = False
+    """Whether its environment has been reset."""
     limit: int = 0
     """The most tokens of its sequence."""
     conversation: Conversation | None = None
@@ -47,6 +53,10 @@ class _Play:
     turns: list[Turn] = field(default_factory=list)
     turn: Completion | None = None
     """The turn that its environment has not answered yet."""
+    asked: Asked | None = None
+    """What its environment has asked for last, if that drives the episode."""
+    refusals: int = 0
+    """How often such an environment was told that it gets no more turns."""
     finish: Literal["stop", "length"] = "stop"
     is_over: bool = False
     """Whether only its outcome is missing."""
@@ -65,11 +75,13 @@ class EpisodeRunner:
         tool_format: str,
         rows: int,
         lockstep: bool,
+        drives: bool = False,
     ) -> None:
-        """Token ids must be below `rows`, the rows of the embedding. `lockstep`: all environments are waited for before
+        """Token ids must be below `rows`, the rows of the embedding. `drives`: the environments drive their episodes,
+        and may begin a turn with any tokens. `lockstep`: all environments are waited for before
         the next turn of any, so that the batches of the engine, and with them its float noise, never depend on time."""
         self.environment, self.rollout, self.pool, self.turns = environment, rollout, pool, turns
-        self.tool_format, self.rows, self.lockstep = tool_format, rows, lockstep
+        self.tool_format, self.rows, self.lockstep, self.drives = tool_format, rows, lockstep, drives
         self.figures: dict[str, float] = {}
         """Metrics of the last call of `run`."""
 
@@ -91,7 +103,7 @@ class EpisodeRunner:
             sampling,
             sequences=min(total, self.environment.max_concurrent),
             samples=max(map(len, seeds)),
-            prompt=prompt + new if self.turns.may_fork else prompt,
+            prompt=prompt + new if self.turns.may_fork or self.drives else prompt,
             new=new,
         ) as session:
             step = _Step(self, session, problems, seeds, progress)
@@ -177,14 +189,22 @@ class _Step:
             play = self._sequences[sequence]
             play.turn = turn = self._turns.whole_text(completion)
             play.branches[-1].add(turn, len(play.turns))
-            self._pool.ask(play.process, "step", turn.text)
+            if play.asked is not None:
+                self._pool.ask(play.process, "sampled", turn.tokens, turn.logprobs, turn.finish)
+            else:
+                self._pool.ask(play.process, "step", turn.text)
 
     def _take(self, play: _Play, answer: Answer) -> None:
         """Takes what an environment has answered."""
         failed = None
         match answer:
-            case Opening() if play.conversation is None:
+            case Opening() if play.conversation is None and play.asked is None:
                 failed = self._open(play, answer)
+            case Asked() if play.conversation is None:
+                failed = self._serve(play, answer)
+            case Reply(done=True) if play.conversation is None:
+                self._note(play, "", 0)
+                self._finish(play)
             case Reply() if play.turn is not None:
                 failed = self._continue(play, play.turn, answer)
             case Outcome() if play.is_over:
@@ -195,30 +215,69 @@ class _Step:
                 failed = Failed("error", "the environment's process sent the answer to another request")
         if failed is not None:
             self._end(play, failed_score(failed.failure, failed.message))
-        if (group := play.place[0]) in self._left:  # this was the answer to a reset
+        if not play.is_reset:  # this was the answer to a reset
+            play.is_reset, group = True, play.place[0]
             self._left[group] -= 1
             if not self._left[group]:
                 self._begin_group(group)
 
     def _open(self, play: _Play, opening: Opening) -> Failed | None:
         """Encodes the prompt of an episode; returns why it cannot be played."""
-        limit = self._runner.rollout.max_prompt_tokens
         try:
             play.conversation, encoded = self._turns.open(opening.messages)
         except TemplateError as error:
             return Failed("error", f"the chat template refuses the environment's messages: {error}")
         play.prompt = Prompt(play.problem, encoded.text, encoded.tokens, encoded.has_control_text)
-        if len(encoded.tokens) > limit:
+        return self._enter(play)
+
+    def _enter(self, play: _Play) -> Failed | None:
+        """Adds an episode to those of its group that can begin; returns why its prompt is refused."""
+        tokens, limit = play.prompt.tokens, self._runner.rollout.max_prompt_tokens
+        if len(tokens) > limit:
             return Failed(
                 "too_large",
-                f"the environment begins with {len(encoded.tokens)} tokens, more than `rollout.max_prompt_tokens:"
-                f" {limit}`",
+                f"the environment begins with {len(tokens)} tokens, more than `rollout.max_prompt_tokens: {limit}`",
             )
-        if problem := self._token_problem(encoded.tokens):
+        if problem := self._token_problem(tokens):
             return problem
-        play.limit = len(encoded.tokens) + self._runner.rollout.max_new_tokens
+        play.limit = len(tokens) + self._runner.rollout.max_new_tokens
         self._opening[play.place[0]].append(play)
         return None
+
+    def _serve(self, play: _Play, asked: Asked) -> Failed | None:
+        """Begins the turn that an environment asks for; returns why the episode cannot go on."""
+        if problem := self._token_problem(asked.tokens):
+            return problem
+        is_first, play.asked = play.asked is None, asked
+        if is_first:
+            play.prompt = Prompt(play.problem, self._turns.text(asked.tokens), asked.tokens)
+            return self._enter(play)
+        branch = play.branches[-1]
+        length, known = len(asked.tokens), len(branch.tokens)
+        appends = length > known and asked.tokens[:known] == branch.tokens
+        said = asked.tokens[known:] if appends else asked.tokens
+        self._note(play, self._turns.text(said), length - known)
+        if length >= play.limit or len(play.turns) == self._environment.max_turns:
+            return self._refuse(play)
+        seed = sample_seed(play.seed, "turn", len(play.turns))
+        limit = self._turn_limit(play.limit - length, asked)
+        self._go_on(play, said, seed, limit, forks=not appends)
+        return None
+
+    def _refuse(self, play: _Play) -> Failed | None:
+        """Tells an environment that drives its episode that it has had all of its turns or tokens."""
+        play.finish, play.refusals = "length", play.refusals + 1
+        if play.refusals > MAX_REFUSALS:
+            return Failed("error", "the environment asks for more turns although it was told that it gets none")
+        limits = "`task.environment.max_turns` or `rollout.max_new_tokens`"
+        self._pool.ask(play.process, "refused", f"the episode has reached a limit: {limits}")
+        return None
+
+    def _note(self, play: _Play, said: str, tokens: int, reply: Reply = NO_REPLY) -> None:
+        """Notes what came after a turn."""
+        if play.turn is not None:
+            play.turns.append(Turn(play.turn, said, tokens, reply.reward, reply.calls, reply.failed_calls))
+            play.turn = None
 
     def _token_problem(self, tokens: Sequence[int]) -> Failed | None:
         if not tokens:
@@ -230,11 +289,11 @@ class _Step:
     def _begin_group(self, group: int) -> None:
         """Begins the first turns of a group, whose prompts are the same unless its environments differ."""
         del self._left[group]
-        shared: dict[tuple[int, ...], list[_Play]] = {}
+        shared: dict[tuple[tuple[int, ...], int], list[_Play]] = {}
         for play in sorted(self._opening.pop(group), key=lambda one: one.place):
-            shared.setdefault(tuple(play.prompt.tokens), []).append(play)
-        for tokens, plays in shared.items():
-            limit = self._turn_limit(plays[0].limit - len(tokens))
+            tokens = tuple(play.prompt.tokens)
+            shared.setdefault((tokens, self._turn_limit(play.limit - len(tokens), play.asked)), []).append(play)
+        for (tokens, limit), plays in shared.items():
             for play, sequence in zip(
                 plays, self._session.begin(list(tokens), [play.seed for play in plays], limit), strict=True
             ):
@@ -242,8 +301,9 @@ class _Step:
                 play.branches.append(Branch(list(tokens)))
                 self._sequences[sequence] = play
 
-    def _turn_limit(self, room: int) -> int:
-        return min(room, self._environment.max_turn_tokens or room)
+    def _turn_limit(self, room: int, asked: Asked | None = None) -> int:
+        asks = asked.max_tokens if asked is not None else None
+        return min(room, self._environment.max_turn_tokens or room, asks or room)
 
     def _continue(self, play: _Play, turn: Completion, reply: Reply) -> Failed | None:
         """Begins the next turn of an episode, or asks for its outcome; returns why it cannot go on."""
@@ -252,9 +312,8 @@ class _Step:
         said = "\n".join(message["content"] for message in reply.messages)
 
         def note(tokens: int) -> None:
-            play.turns.append(Turn(turn, said, tokens, reply.reward, reply.calls, reply.failed_calls))
+            self._note(play, said, tokens, reply)
 
-        play.turn = None
         branch = play.branches[-1]
         if reply.done or len(play.turns) + 1 == self._environment.max_turns:
             play.finish = "stop" if reply.done else "length"
@@ -273,15 +332,21 @@ class _Step:
             return problem
         note(len(continued.tokens) - (len(branch.tokens) if continued.forks else 0))
         seed, limit = sample_seed(play.seed, "turn", len(play.turns)), self._turn_limit(play.limit - length)
-        if continued.forks:
+        self._go_on(play, continued.tokens, seed, limit, forks=continued.forks)
+        return None
+
+    def _go_on(self, play: _Play, tokens: list[int], seed: int, limit: int, *, forks: bool) -> None:
+        """Begins the next turn of an episode: after these tokens, which follow its sequence or, if it `forks`, are the
+        prompt of a new one."""
+        if forks:
             self._release(play)
-            (play.sequence,) = self._session.begin(continued.tokens, [seed], limit)
-            play.branches.append(Branch(list(continued.tokens)))
+            (play.sequence,) = self._session.begin(tokens, [seed], limit)
+            play.branches.append(Branch(list(tokens)))
             self._sequences[play.sequence] = play
         else:
-            branch.tokens += continued.tokens
-            self._session.append(play.sequence, continued.tokens, seed, limit)
-        return None
+            assert play.sequence is not None
+            play.branches[-1].tokens += tokens
+            self._session.append(play.sequence, tokens, seed, limit)
 
     def _finish(self, play: _Play) -> None:
         """Asks for the outcome of an episode that is over."""
@@ -303,9 +368,7 @@ class _Step:
     def _end(self, play: _Play, scored: ScoreResult | None) -> None:
         """Ends an episode. What was sampled before a failure stays part of it."""
         failed = scored is not None and scored.failure is not None
-        if play.turn is not None:
-            play.turns.append(Turn(play.turn, "", 0))
-            play.turn = None
+        self._note(play, "", 0)
         self._release(play)
         self._pool.close(play.process, hard=failed)
         del self._plays[play.process]

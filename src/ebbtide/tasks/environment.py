@@ -1,9 +1,10 @@
 """Environments by duck type: whatever an object calls its methods, it becomes one with `describe`, `reset`,
 `step` and `finish`.
 
-Two styles are known. An object with `step` gets what the policy wrote, and answers in the spelling of Gymnasium (a
+Three styles are known. An object with `step` gets what the policy wrote, and answers in the spelling of Gymnasium (a
 tuple), SkyRL-gym (a dict) or OpenEnv (an object with `reward` and `done`). In any other object, as TRL has them, the
-public methods are tools, which the policy calls, and `get_reward()` gives the reward at the end.
+public methods are tools, which the policy calls, and `get_reward()` gives the reward at the end. An object with
+`run(policy)` drives its episodes itself (driving.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ebbtide.tasks.driving import NOTHING_KNOWN, Asked, DrivenEpisode, PolicyError, PolicyFacts, Sampled
 from ebbtide.tasks.task import Message, find_message_problem
 from ebbtide.tasks.tool_calls import parse
 from ebbtide.tasks.tool_schema import tool_schema
@@ -32,6 +34,8 @@ class Description:
     """The schemas of the tools that the policy may call."""
     gives_reward: bool
     """Whether rewards come from it: otherwise the task's scorer scores the last turn."""
+    drives: bool = False
+    """Whether it drives its episodes: it asks for the policy's turns by token ids."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +70,34 @@ class Outcome:
 class Environment:
     """The environment of one episode, around an object of whatever style."""
 
-    def __init__(self, made: Any) -> None:
-        self._made, self._format = made, "json"
+    def __init__(self, made: Any, facts: PolicyFacts = NOTHING_KNOWN) -> None:
+        self._made, self._facts, self._format = made, facts, "json"
         self._loop = asyncio.new_event_loop()
-        self._steps = callable(getattr(made, "step", None))
-        self._tools = {} if self._steps else _tools_of(made)
-        if not self._steps and not self._tools:
+        self._steps, self._drives = callable(getattr(made, "step", None)), _drives(made)
+        self._episode: DrivenEpisode | None = None
+        self._tools = {} if self._steps or self._drives else _tools_of(made)
+        if not self._steps and not self._drives and not self._tools:
             raise TypeError(
-                f"{type(made).__name__} is no environment: give it a method `step(text)`, or public methods as tools"
+                f"{type(made).__name__} is no environment: give it a method `step(text)`, public methods as tools, or a"
+                " method `run(policy)`"
             )
 
     def describe(self) -> Description:
         """Describes the environment, before any episode."""
         tools = [tool_schema(tool) for tool in self._tools.values()]
-        return Description(tools, self._steps or callable(getattr(self._made, "get_reward", None)))
+        rewards = self._steps or self._drives or callable(getattr(self._made, "get_reward", None))
+        return Description(tools, rewards, self._drives)
 
-    def reset(self, messages: list[Message], row: Mapping[str, Any], seed: int, tool_format: str) -> Opening:
+    def reset(
+        self, messages: list[Message], row: Mapping[str, Any], seed: int, tool_format: str
+    ) -> Opening | Asked | Reply:
         """Begins the episode of a problem, with what the problem's own prompt is."""
         self._format = tool_format
+        if self._drives:
+            run = self._made.run
+            named = _accepted(run, {"prompt": messages, **row, "seed": seed})
+            self._episode = DrivenEpisode(run, self._facts, named)
+            return self._next()
         if callable(begin := getattr(self._made, "reset", None)):
             found = self._call(begin, **_accepted(begin, {"prompt": messages, **row, "seed": seed}))
         elif callable(begin := getattr(self._made, "init", None)):
@@ -106,6 +120,23 @@ class Environment:
         done = not said or getattr(self._made, "done", False) is True
         return Reply(said, 0.0, done, [call.name for call in parsed.calls], failed)
 
+    def sampled(self, tokens: list[int], logprobs: list[float], finish: str) -> Asked | Reply:
+        """Gives an environment that drives its episodes the turn that it asked for."""
+        return self._answered(Sampled(tokens, logprobs, finish))
+
+    def refused(self, why: str) -> Asked | Reply:
+        """Tells such an environment why it gets no turn."""
+        return self._answered(PolicyError(why))
+
+    def _answered(self, answer: Sampled | PolicyError) -> Asked | Reply:
+        assert self._episode is not None
+        self._episode.give(answer)
+        return self._next()
+
+    def _next(self) -> Asked | Reply:
+        assert self._episode is not None
+        return self._episode.asks() or Reply([], done=True)
+
     def _use(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """(what a tool returned, or what was wrong with the call; whether it was right)."""
         if name not in self._tools:
@@ -117,13 +148,18 @@ class Environment:
 
     def finish(self) -> Outcome:
         """Ends the episode, whether the environment or a limit has ended it."""
-        reward = None
-        if callable(rewarded := getattr(self._made, "get_reward", None)):
-            reward = float(self._call(rewarded))
-        elif self._steps:
+        reward, figures = None, {}
+        if self._episode is not None:
+            found = self._episode.result
+            reward, figures = found if isinstance(found, tuple) else (found, {})
+        if reward is None and callable(rewarded := getattr(self._made, "get_reward", None)):
+            reward = self._call(rewarded)
+        elif reward is None and (self._steps or self._drives):
             reward = 0.0
-        found = self._call(measured) if callable(measured := getattr(self._made, "get_metrics", None)) else {}
-        return Outcome(reward, {str(name): float(value) for name, value in (found or {}).items()})
+        if callable(measured := getattr(self._made, "get_metrics", None)):
+            figures = self._call(measured) or {}
+        parts = {str(name): float(value) for name, value in figures.items()}
+        return Outcome(None if reward is None else float(reward), parts)
 
     def close(self) -> None:
         if callable(closed := getattr(self._made, "close", None)):
@@ -132,6 +168,12 @@ class Environment:
     def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         found = function(*arguments, **named)
         return self._loop.run_until_complete(found) if inspect.isawaitable(found) else found
+
+
+def _drives(made: Any) -> bool:
+    """Whether an object drives its episodes: its `run` takes a policy. In others that is the name of a tool."""
+    run = getattr(made, "run", None)
+    return callable(run) and "policy" in inspect.signature(run).parameters
 
 
 def _tools_of(made: Any) -> dict[str, Callable[..., Any]]:

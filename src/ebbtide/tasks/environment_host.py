@@ -22,6 +22,7 @@ from ebbtide.config.environment import BUILTIN_ENVIRONMENTS, EnvironmentConfig
 from ebbtide.errors import UserError
 from ebbtide.system.printable import cut_middle
 from ebbtide.tasks.channel import read_request
+from ebbtide.tasks.driving import PolicyFacts
 from ebbtide.tasks.environment import Environment
 from ebbtide.tasks.environment_message import Answer, Failed, encode_answer
 from ebbtide.tasks.process_guard import PR_SET_PDEATHSIG, kill_descendants, prctl
@@ -34,7 +35,7 @@ MAX_ORDER = 1 << 20  # Bytes of a message to the host.
 def host_environments(channel: int) -> None:
     """The main function of the host: imports what makes environments, then starts and ends processes as it is told."""
     with socket.socket(fileno=channel) as run:
-        config: EnvironmentConfig = read_request(io.BytesIO(run.recv(MAX_ORDER)))
+        config, facts = read_request(io.BytesIO(run.recv(MAX_ORDER)))
         try:
             make = find_environment(config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code: the run reports what it raised)
@@ -52,7 +53,7 @@ def host_environments(channel: int) -> None:
                     processes = {number: process for number, process in processes.items() if process != ended}
             verb, number = order.split()
             if verb == b"start":
-                processes[int(number)] = _start(run, ends[0], config, make)
+                processes[int(number)] = _start(run, ends[0], config, facts, make)
             elif (process := processes.pop(int(number), None)) is not None:
                 kill_descendants(process)
                 with suppress(ProcessLookupError):
@@ -81,7 +82,9 @@ def find_environment(config: EnvironmentConfig) -> Callable[..., Any]:
     return make
 
 
-def _start(run: socket.socket, end: int, config: EnvironmentConfig, make: Callable[..., Any]) -> int:
+def _start(
+    run: socket.socket, end: int, config: EnvironmentConfig, facts: PolicyFacts, make: Callable[..., Any]
+) -> int:
     """Forks a process for an episode, which answers on this end of a socket. Returns its number."""
     host, process = os.getpid(), os.fork()
     if process == 0:
@@ -93,14 +96,14 @@ def _start(run: socket.socket, end: int, config: EnvironmentConfig, make: Callab
                 limit = config.memory_mib << 20
                 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                _play(end, config, make)
+                _play(end, config, facts, make)
         finally:
             _end()
     os.close(end)
     return process
 
 
-def _play(end: int, config: EnvironmentConfig, make: Callable[..., Any]) -> None:
+def _play(end: int, config: EnvironmentConfig, facts: PolicyFacts, make: Callable[..., Any]) -> None:
     """Plays episodes one after the other, each with a new environment, until the run closes its end."""
     process, environment = os.getpid(), None
     with socket.socket(fileno=end) as run, run.makefile("rb") as requests:
@@ -113,7 +116,7 @@ def _play(end: int, config: EnvironmentConfig, make: Callable[..., Any]) -> None
             try:
                 if environment is None:
                     _seed(arguments)
-                    environment = Environment(make(**config.options))
+                    environment = Environment(make(**config.options), facts)
                 answer = getattr(environment, verb)(*arguments)
                 if verb in ("describe", "finish"):
                     environment.close()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ebbtide.system.printable import cut_middle
+from ebbtide.tasks.driving import Asked
 from ebbtide.tasks.environment import Description, Opening, Outcome, Reply
 from ebbtide.tasks.score_message import MAX_MESSAGE, MAX_REWARD, Failure, check_score
 from ebbtide.tasks.task import Message, find_message_problem
@@ -30,17 +31,19 @@ class Failed:
     message: str
 
 
-Answer = Description | Opening | Reply | Outcome | Failed
+Answer = Description | Opening | Asked | Reply | Outcome | Failed
 """What an environment's process answers to a request."""
 
 
 def encode_answer(ticket: int, answer: Answer) -> bytes:
     """An answer as a line of JSON; one that is too long is a failure."""
     match answer:
-        case Description(tools, gives_reward):
-            parts: list[Any] = ["described", 0, tools, gives_reward]
+        case Description(tools, gives_reward, drives):
+            parts: list[Any] = ["described", 0, tools, gives_reward, drives]
         case Opening(messages):
             parts = ["opened", _characters(messages), messages]
+        case Asked(tokens, max_tokens):
+            parts = ["asked", len(tokens), tokens, max_tokens]
         case Reply(messages, reward, done, calls, failed):
             parts = ["replied", _characters(messages), messages, reward, done, calls[:MAX_CALLS], failed]
         case Outcome(reward, figures):
@@ -48,7 +51,7 @@ def encode_answer(ticket: int, answer: Answer) -> bytes:
         case Failed(failure, message):
             parts = ["failed", 0, failure, cut_middle(message, MAX_MESSAGE)]
     if parts[1] > MAX_CHARACTERS:
-        why = f"the environment says {parts[1]:,} characters at once, more than {MAX_CHARACTERS:,}"
+        why = f"the environment says {parts[1]:,} characters or tokens at once, more than {MAX_CHARACTERS:,}"
         return encode_answer(ticket, Failed("too_large", why))
     return json.dumps([ticket, parts[0], *parts[2:]]).encode() + b"\n"
 
@@ -64,10 +67,14 @@ def decode_answer(line: bytes | bytearray, ticket: int) -> Answer:
     except RecursionError:
         found = None
     match found:
-        case [number, "described", list(tools), bool(gives_reward)] if number == ticket:
-            return Description([tool for tool in tools if isinstance(tool, dict)], gives_reward)
+        case [number, "described", list(tools), bool(gives_reward), bool(drives)] if number == ticket:
+            return Description([tool for tool in tools if isinstance(tool, dict)], gives_reward, drives)
         case [number, "opened", list(messages)] if number == ticket and messages:
             return Opening(_checked(messages))
+        case [number, "asked", list(tokens), None | int() as most] if number == ticket and tokens:
+            if not all(type(token) is int and token >= 0 for token in tokens) or (most is not None and most < 1):
+                raise ValueError("what it asks for is no turn")
+            return Asked(tokens, most)
         case [number, "replied", list(messages), float() | int() as reward, bool(done), list(calls), int(failed)] if (
             number == ticket
         ):

@@ -17,6 +17,7 @@ from typing import Any
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.channel import BrokenProcess, Channel, encode_request
+from ebbtide.tasks.driving import NOTHING_KNOWN, PolicyFacts
 from ebbtide.tasks.environment import Description
 from ebbtide.tasks.environment_message import MAX_LINE, Answer, Failed, decode_answer
 from ebbtide.tasks.guarded_process import GuardedProcess
@@ -54,8 +55,9 @@ class EnvironmentProcess:
 class EnvironmentPool:
     """Processes that each play an episode; use it as a context manager."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
+    def __init__(self, config: EnvironmentConfig, facts: PolicyFacts = NOTHING_KNOWN) -> None:
+        """`facts`: what environments that drive their episodes may know of the policy."""
+        self._config, self._facts = config, facts
         self._asked: dict[int, EnvironmentProcess] = {}  # by the number of the socket
         self._idle: list[EnvironmentProcess] = []
         self._number = 0
@@ -71,9 +73,9 @@ class EnvironmentPool:
 
     def _start_host(self) -> None:
         self._orders, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        self._host = GuardedProcess("ebbtide.tasks.environment_host:host_environments", theirs)
+        self._host = GuardedProcess("ebbtide.tasks.environment_host:host_environments", theirs, self._config.python)
         try:
-            self._orders.send(encode_request(self._config))
+            self._orders.send(encode_request((self._config, self._facts)))
             self._orders.settimeout(START_SECONDS)
             message = self._orders.recv(1 << 18)
             found = decode_message(message.rstrip(b"\n")) if message else ("unbuilt", "its process died")

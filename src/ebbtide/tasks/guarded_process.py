@@ -8,29 +8,32 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from ebbtide.tasks.process_guard import kill_descendants
 
 START = """
 import json, sys
-sys.path[:] = json.loads(sys.argv[2])
+sys.path[:] = json.loads(sys.argv[2]) or [*sys.path, sys.argv[4], ""]
 from ebbtide.tasks.process_guard import main
 main(int(sys.argv[1]), sys.argv[3])
 """
 """The program of the guard. It gets this process's sys.path as an argument, so that no environment variable for it
 reaches what foreign code starts."""
+OWN_FOLDER = str(Path(__file__).parents[2])
 GRACE = 10.0  # Seconds for the guard to kill everything below it.
 
 
 class GuardedProcess:
     """A guard and its child."""
 
-    def __init__(self, entry: str, channel: socket.socket) -> None:
-        """`entry`: `module:function` that the child calls with the number of `channel`, its end of a socket."""
-        path = json.dumps([path for path in sys.path if path])
+    def __init__(self, entry: str, channel: socket.socket, python: str | None = None) -> None:
+        """`entry`: `module:function` that the child calls with the number of `channel`, its end of a socket. `python`:
+        another Python than this one, which has its own packages and of these Ebbtide alone."""
+        path = json.dumps([] if python else [path for path in sys.path if path])
         with channel:
             self._guard = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", "-c", START, str(channel.fileno()), path, entry],
+                [python or sys.executable, "-P", "-c", START, str(channel.fileno()), path, entry, OWN_FOLDER],
                 pass_fds=(channel.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the run to handle.
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,82 @@
+"""Episodes that an environment drives: its process asks for turns by token ids, by a call or over HTTP."""
+
+import json
+
+import pytest
+
+from ebbtide.algorithms.episodes import PlayedEpisodes
+from ebbtide.algorithms.loop import train
+from ebbtide.progress import no_progress
+from ebbtide.report.report import Report
+from ebbtide.rollout.engine import SamplingParams
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.task import Problem
+from ebbtide.worker import Worker
+
+
+def config_of(tiny, name: str, **more):
+    environment = {"object": f"driven_environments:{name}", "max_turns": 3}
+    sizes = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 12, "model.scratch.context": 64}
+    task = {"task": {"environment": environment, "size": 8, "held_out": 0}, "evaluate": None}
+    return tiny({**task, **sizes, **more})
+
+
+@pytest.fixture
+def played(tiny, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+
+    def play(name: str):
+        with Worker(config_of(tiny, name)) as worker, worker.phase("generate"), PlayedEpisodes(worker) as episodes:
+            prompts = [Prompt(Problem([], metadata={"seed": 5}), "", [])]
+            return episodes.play(prompts, [[1, 2, 3]], SamplingParams(12), no_progress)
+
+    return play
+
+
+def test_turns_by_call_and_over_http(played) -> None:
+    for episode in played("TwoTurns"):
+        (branch,) = episode.branches
+        first, second = (turn.completion for turn in episode.turns)
+        assert branch.tokens == [3, 4, 5, *first.tokens, 6, *second.tokens]
+        assert [branch.tokens[place] for place in branch.sampled] == [*first.tokens, *second.tokens]
+        assert branch.logprobs == [*first.logprobs, *second.logprobs]
+        sampled = [*first.tokens, *second.tokens]
+        assert episode.scored is not None
+        assert episode.scored.value == pytest.approx(sampled.count(5) / len(sampled))
+        assert episode.scored.parts["length"] == len(sampled)
+        assert len(first.tokens) <= 4
+        assert len(second.tokens) <= 3
+
+
+def test_other_tokens_begin_another_branch(played) -> None:
+    for episode in played("Forks"):
+        assert [branch.tokens[: -len(branch.sampled)] for branch in episode.branches] == [[3, 4], [7, 7, 7]]
+
+
+def test_a_limit_is_told_to_the_environment(played) -> None:
+    for episode in played("Greedy"):
+        assert (episode.finish, len(episode.turns)) == ("length", 3)
+        assert episode.scored.value == 3.0
+        assert episode.scored.parts["told"] == 1.0
+
+
+def test_an_episode_without_a_turn_and_a_refusing_endpoint(played) -> None:
+    assert [episode.scored.value for episode in played("Silent")] == [0.5] * 3
+    assert [episode.scored.value for episode in played("Wrong")] == [6.0] * 3
+
+
+def test_what_it_raises_costs_the_episode(played) -> None:
+    for episode in played("Raises"):
+        assert episode.scored.failure == "error"
+        assert "no episode today" in episode.scored.message
+        assert len(episode.turns) == 2
+
+
+def test_a_run_trains_on_them(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    config = config_of(tiny, "TwoTurns", **{"train.steps": 2, "run.folder": str(tmp_path / "run"), "checkpoint": None})
+    with Report(config, "test") as report:
+        train(config, report)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["turns"] for line in lines] == [2.0, 2.0]
+    assert all(line["mismatch_max"] < 1e-4 for line in lines)
