@@ -2,6 +2,7 @@
 # make test   set up, then lint, types and tests
 # make check  lint, types and the fast tests, in two minutes: for the inner loop
 # make slow   the tests that take long; CI runs both
+# make environments  episodes with verifiers and OpenEnv, each in a virtual environment of its own
 # make smollm2  GRPO on a real 135M model, on the CPU, in a few minutes
 # make docs   write docs/config.md anew from the config tree
 
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready
 # Two at a time, with one thread each: most tests are too small for more threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo check test slow lint smollm2 docs chromium clean
+.PHONY: demo check test slow lint smollm2 environments docs chromium clean
 
 demo: $(READY)
 	$(BIN)/ebbtide train quickstart
@@ -40,6 +41,16 @@ lint: $(READY)
 	$(BIN)/ruff format src tests benchmarks
 	$(BIN)/mypy
 
+# Packages that pull a hundred others, and would conflict with ours: only their environments' processes run there.
+.venv-%/.ready:
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q '$*$(if $(filter verifiers,$*),==0.4.0,==0.10.0)'
+	touch $@
+
+environments: $(READY) .venv-verifiers/.ready .venv-openenv/.ready
+	VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python OPENENV_PYTHON=$(CURDIR)/.venv-openenv/bin/python \
+		$(BIN)/python -m pytest -v tests/environments
+
 smollm2: $(READY)
 	$(BIN)/ebbtide train smollm2
 
@@ -60,4 +71,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-verifiers .venv-openenv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
