@@ -5,12 +5,13 @@ import json
 import urllib.error
 import urllib.request
 
-from ebbtide.tasks.driving import Policy, PolicyError
+from ebbtide.tasks.policy_endpoint import ServedPolicy
+from ebbtide.tasks.policy_handle import PolicyError
 
 
-def posted(policy: Policy, body: dict) -> tuple[int, dict]:
+def posted(policy: ServedPolicy, body: object, path: str = "inference/v1/generate") -> tuple[int, dict]:
     """(status, body) of the endpoint's answer."""
-    request = urllib.request.Request(f"{policy.url}/inference/v1/generate", json.dumps(body).encode())
+    request = urllib.request.Request(f"{policy.url}/{path}", json.dumps(body).encode())
     try:
         with urllib.request.urlopen(request) as answer:
             return answer.status, json.load(answer)
@@ -21,7 +22,7 @@ def posted(policy: Policy, body: dict) -> tuple[int, dict]:
 class TwoTurns:
     """Asks for a turn by a call, appends a token, and asks for another over HTTP; the reward is the share of 5s."""
 
-    def run(self, policy: Policy, seed: int):
+    def run(self, policy: ServedPolicy, seed: int):
         first = policy.sample([3, 4, 5], max_tokens=4)
         tokens = [3, 4, 5, *first.tokens, 6]
         params = {"max_tokens": 3, "stop_token_ids": policy.facts.end_tokens}
@@ -33,10 +34,35 @@ class TwoTurns:
         return sampled.count(5) / len(sampled), {"length": len(sampled)}
 
 
+class Chats:
+    """An agent of OpenAI's chat completions: two turns over HTTP, the second one after the first."""
+
+    def run(self, policy: ServedPolicy):
+        messages = [{"role": "user", "content": "12"}]
+        for said in ("3", "4"):
+            body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 3}).encode()
+            with urllib.request.urlopen(f"{policy.url}/v1/chat/completions", body) as answer:
+                (choice,) = json.load(answer)["choices"]
+            messages += [{**choice["message"], "refusal": None}, {"role": "user", "content": said}]
+        return float(len(messages))
+
+
+class Edits:
+    """An agent that changes what the policy said before it goes on."""
+
+    def run(self, policy: ServedPolicy):
+        messages = [{"role": "user", "content": "12"}]
+        policy.chat(messages, max_tokens=2)
+        policy.chat(
+            [*messages, {"role": "assistant", "content": "777"}, {"role": "user", "content": "3"}], max_tokens=2
+        )
+        return 1.0
+
+
 class Forks:
     """Begins a second turn with other tokens than those of the first one."""
 
-    async def run(self, policy: Policy):
+    async def run(self, policy: ServedPolicy):
         await policy.generate([3, 4], max_tokens=2)
         await policy.generate([7, 7, 7], max_tokens=2)
         return 1.0
@@ -45,7 +71,7 @@ class Forks:
 class Greedy:
     """Asks for turns until it is told that there are no more."""
 
-    def run(self, policy: Policy):
+    def run(self, policy: ServedPolicy):
         tokens, turns = [3], 0
         try:
             while True:
@@ -58,12 +84,12 @@ class Greedy:
 class Silent:
     """Never asks for anything."""
 
-    def run(self, policy: Policy):
+    def run(self, policy: ServedPolicy):
         return 0.5
 
 
 class Raises:
-    async def run(self, policy: Policy):
+    async def run(self, policy: ServedPolicy):
         await asyncio.gather(*(policy.generate([3], max_tokens=1) for _ in range(2)))
         raise ValueError("no episode today")
 
@@ -71,7 +97,7 @@ class Raises:
 class Wrong:
     """Sends what the endpoint refuses."""
 
-    def run(self, policy: Policy):
+    def run(self, policy: ServedPolicy):
         wrong = [
             {"token_ids": []},
             {"token_ids": ["a"]},
@@ -79,8 +105,12 @@ class Wrong:
             {"token_ids": [3], "sampling_params": {"n": 2}},
             {"token_ids": [3], "sampling_params": {"max_tokens": 0}},
             [],
+            {"messages": [], "stream": True},
+            {"messages": "hello"},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         ]
-        found = [posted(policy, body) for body in wrong]
+        paths = ["inference/v1/generate"] * 6 + ["v1/chat/completions"] * 3
+        found = [posted(policy, body, path) for body, path in zip(wrong, paths, strict=True)]
         assert all(status == 400 and body["error"]["message"] for status, body in found), found
         with urllib.request.urlopen(f"{policy.url}/v1/models") as answer:
             (card,) = json.load(answer)["data"]

@@ -48,6 +48,21 @@ def test_turns_by_call_and_over_http(played) -> None:
         assert len(second.tokens) <= 3
 
 
+def test_chat_completions_keep_the_tokens_that_were_sampled(played) -> None:
+    for episode in played("Chats"):
+        (branch,) = episode.branches
+        first, second = (turn.completion for turn in episode.turns)
+        prompt = len(branch.tokens) - len(second.tokens) - 1 - len(first.tokens)
+        assert branch.tokens[prompt : prompt + len(first.tokens)] == first.tokens
+        assert branch.sampled[: len(first.tokens)] == list(range(prompt, prompt + len(first.tokens)))
+
+
+def test_an_edited_conversation_begins_another_branch(played) -> None:
+    for episode in played("Edits"):
+        assert len(episode.branches) == 2
+        assert all(len(branch.sampled) <= 2 for branch in episode.branches)
+
+
 def test_other_tokens_begin_another_branch(played) -> None:
     for episode in played("Forks"):
         assert [branch.tokens[: -len(branch.sampled)] for branch in episode.branches] == [[3, 4], [7, 7, 7]]
@@ -62,7 +77,7 @@ def test_a_limit_is_told_to_the_environment(played) -> None:
 
 def test_an_episode_without_a_turn_and_a_refusing_endpoint(played) -> None:
     assert [episode.scored.value for episode in played("Silent")] == [0.5] * 3
-    assert [episode.scored.value for episode in played("Wrong")] == [6.0] * 3
+    assert [episode.scored.value for episode in played("Wrong")] == [9.0] * 3
 
 
 def test_what_it_raises_costs_the_episode(played) -> None:

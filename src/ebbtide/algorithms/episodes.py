@@ -16,8 +16,8 @@ from ebbtide.rollout.episode_runner import EpisodeRunner
 from ebbtide.rollout.episodes import Episode
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.rollout.weights.gathered import PartitionedEngine
-from ebbtide.tasks.driving import PolicyFacts
 from ebbtide.tasks.environment_pool import EnvironmentPool
+from ebbtide.tasks.policy_handle import PolicyFacts
 from ebbtide.tasks.task import Problem
 from ebbtide.tasks.tool_calls import detect
 from ebbtide.worker import Worker

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -51,6 +52,10 @@ class ChatTurns:
         if encoder.is_templated and not self._renders("tool"):
             self._roles["tool"] = "user"
         self._rewrites = {role: encoder.is_templated and self._is_rewritten(role) for role in ("user", "tool")}
+
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> ChatTurns:
+        """The same for a policy that has these tools."""
+        return ChatTurns(self._encoder.with_tools(tools)) if tools else self
 
     @property
     def may_fork(self) -> bool:

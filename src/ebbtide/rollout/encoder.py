@@ -9,6 +9,7 @@ it, with the same merges across them and the same spaces around them.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -85,6 +86,12 @@ class Encoder:
         self._written = re.compile(
             f"{before}(?P<quoted>{names}){after}|{before}|{after}|(?P<added>{_any_of(t.content for t in added)})"
         )
+
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> Encoder:
+        """The same with other tools."""
+        found = copy.copy(self)
+        found._tools = list(tools) or None
+        return found
 
     @property
     def is_templated(self) -> bool:

@@ -5,61 +5,35 @@ An episode waits for its environment without holding up the rest: the engine goe
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from jinja2 import TemplateError
 
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.config.rollout import RolloutConfig
+from ebbtide.errors import UserError
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import sample_seed
-from ebbtide.rollout.chat_turns import ChatTurns, Conversation
+from ebbtide.rollout.chat_turns import ChatTurns
 from ebbtide.rollout.engine import Completion, Engine, SamplingParams
+from ebbtide.rollout.episode_play import Play
 from ebbtide.rollout.episodes import Branch, Episode, Turn
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.rollout.turn_sessions import Sequenced, TurnSession, open_turns
-from ebbtide.tasks.driving import Asked
 from ebbtide.tasks.environment import Opening, Outcome, Reply
 from ebbtide.tasks.environment_message import Answer, Failed
 from ebbtide.tasks.environment_pool import LONGEST_WAIT, EnvironmentPool, EnvironmentProcess
+from ebbtide.tasks.policy_handle import Asked
 from ebbtide.tasks.score_message import ScoreResult, check_score, failed_score
 from ebbtide.tasks.task import Problem
 
 MAX_REFUSALS = 3  # An environment that drives its episode ends it when it gets no more turns, or is given up.
+MAX_TOOL_LISTS = 64  # That are remembered.
 NO_REPLY = Reply([])
-
-
-@dataclass(eq=False)
-class _Play:
-    """An episode under way."""
-
-    place: tuple[int, int]
-    """Its group, and its place in the group."""
-    problem: Problem
-    seed: int
-    process: EnvironmentProcess
-    prompt: Prompt
-    is_reset: bool = False
-    """Whether its environment has been reset."""
-    limit: int = 0
-    """The most tokens of its sequence."""
-    conversation: Conversation | None = None
-    sequence: Sequenced | None = None
-    branches: list[Branch] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    turn: Completion | None = None
-    """The turn that its environment has not answered yet."""
-    asked: Asked | None = None
-    """What its environment has asked for last, if that drives the episode."""
-    refusals: int = 0
-    """How often such an environment was told that it gets no more turns."""
-    finish: Literal["stop", "length"] = "stop"
-    is_over: bool = False
-    """Whether only its outcome is missing."""
 
 
 class EpisodeRunner:
@@ -81,9 +55,19 @@ class EpisodeRunner:
         and may begin a turn with any tokens. `lockstep`: all environments are waited for before
         the next turn of any, so that the batches of the engine, and with them its float noise, never depend on time."""
         self.environment, self.rollout, self.pool, self.turns = environment, rollout, pool, turns
+        self._turns_with: dict[str, ChatTurns] = {}
         self.tool_format, self.rows, self.lockstep, self.drives = tool_format, rows, lockstep, drives
         self.figures: dict[str, float] = {}
         """Metrics of the last call of `run`."""
+
+    def turns_with(self, tools: list[dict[str, Any]]) -> ChatTurns:
+        """Conversations with these tools."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._turns_with:
+            if len(self._turns_with) == MAX_TOOL_LISTS:
+                self._turns_with.clear()
+            self._turns_with[key] = self.turns.with_tools(tools)
+        return self._turns_with[key]
 
     def run(
         self,
@@ -130,9 +114,9 @@ class _Step:
         self._environment, self._pool, self._turns = runner.environment, runner.pool, runner.turns
         self._waiting = deque(enumerate(zip(problems, seeds, strict=True)))
         self._total = sum(map(len, seeds))
-        self._plays: dict[EnvironmentProcess, _Play] = {}
-        self._sequences: dict[Sequenced, _Play] = {}
-        self._opening: dict[int, list[_Play]] = {}  # groups whose environments are being reset, with those that are
+        self._plays: dict[EnvironmentProcess, Play] = {}
+        self._sequences: dict[Sequenced, Play] = {}
+        self._opening: dict[int, list[Play]] = {}  # groups whose environments are being reset, with those that are
         self._left: dict[int, int] = {}  # groups -> resets that have not been answered
         self.ended: dict[tuple[int, int], Episode] = {}
         self.idle = 0.0
@@ -181,7 +165,7 @@ class _Step:
             for place, own in enumerate(seeds):
                 process = self._pool.open()
                 prompt = Prompt(problem, problem.question, [])
-                self._plays[process] = _Play((group, place), problem, own, process, prompt)
+                self._plays[process] = Play((group, place), problem, own, process, prompt)
                 self._pool.ask(process, "reset", problem.messages, row, seed, self._runner.tool_format)
 
     def _sample(self) -> None:
@@ -190,19 +174,19 @@ class _Step:
             play.turn = turn = self._turns.whole_text(completion)
             play.branches[-1].add(turn, len(play.turns))
             if play.asked is not None:
-                self._pool.ask(play.process, "sampled", turn.tokens, turn.logprobs, turn.finish)
+                self._pool.ask(play.process, "sampled", turn.tokens, turn.logprobs, turn.finish, turn.text)
             else:
                 self._pool.ask(play.process, "step", turn.text)
 
-    def _take(self, play: _Play, answer: Answer) -> None:
+    def _take(self, play: Play, answer: Answer) -> None:
         """Takes what an environment has answered."""
         failed = None
         match answer:
-            case Opening() if play.conversation is None and play.asked is None:
+            case Opening() if not play.is_reset:
                 failed = self._open(play, answer)
-            case Asked() if play.conversation is None:
+            case Asked() if play.asked is not None or not play.is_reset:
                 failed = self._serve(play, answer)
-            case Reply(done=True) if play.conversation is None:
+            case Reply(done=True) if play.asked is not None or not play.is_reset:
                 self._note(play, "", 0)
                 self._finish(play)
             case Reply() if play.turn is not None:
@@ -221,7 +205,7 @@ class _Step:
             if not self._left[group]:
                 self._begin_group(group)
 
-    def _open(self, play: _Play, opening: Opening) -> Failed | None:
+    def _open(self, play: Play, opening: Opening) -> Failed | None:
         """Encodes the prompt of an episode; returns why it cannot be played."""
         try:
             play.conversation, encoded = self._turns.open(opening.messages)
@@ -230,7 +214,7 @@ class _Step:
         play.prompt = Prompt(play.problem, encoded.text, encoded.tokens, encoded.has_control_text)
         return self._enter(play)
 
-    def _enter(self, play: _Play) -> Failed | None:
+    def _enter(self, play: Play) -> Failed | None:
         """Adds an episode to those of its group that can begin; returns why its prompt is refused."""
         tokens, limit = play.prompt.tokens, self._runner.rollout.max_prompt_tokens
         if len(tokens) > limit:
@@ -244,27 +228,42 @@ class _Step:
         self._opening[play.place[0]].append(play)
         return None
 
-    def _serve(self, play: _Play, asked: Asked) -> Failed | None:
+    def _serve(self, play: Play, asked: Asked) -> Failed | None:
         """Begins the turn that an environment asks for; returns why the episode cannot go on."""
-        if problem := self._token_problem(asked.tokens):
+        try:
+            tokens, forks = self._asked_tokens(play, asked)
+        except (TemplateError, UserError) as error:
+            return Failed("error", f"the chat template refuses the environment's messages: {error}")
+        if problem := self._token_problem(tokens):
             return problem
         is_first, play.asked = play.asked is None, asked
+        said = self._turns.text(tokens)
         if is_first:
-            play.prompt = Prompt(play.problem, self._turns.text(asked.tokens), asked.tokens)
+            play.prompt = Prompt(play.problem, said, tokens)
             return self._enter(play)
-        branch = play.branches[-1]
-        length, known = len(asked.tokens), len(branch.tokens)
-        appends = length > known and asked.tokens[:known] == branch.tokens
-        said = asked.tokens[known:] if appends else asked.tokens
-        self._note(play, self._turns.text(said), length - known)
+        known = len(play.branches[-1].tokens)
+        length = len(tokens) + (0 if forks else known)
+        self._note(play, said, length - known)
         if length >= play.limit or len(play.turns) == self._environment.max_turns:
             return self._refuse(play)
         seed = sample_seed(play.seed, "turn", len(play.turns))
-        limit = self._turn_limit(play.limit - length, asked)
-        self._go_on(play, said, seed, limit, forks=not appends)
+        self._go_on(play, tokens, seed, self._turn_limit(play.limit - length, asked), forks=forks)
         return None
 
-    def _refuse(self, play: _Play) -> Failed | None:
+    def _asked_tokens(self, play: Play, asked: Asked) -> tuple[list[int], bool]:
+        """(the tokens before the turn that is asked for, whether they are the prompt of a new sequence)."""
+        if asked.messages:
+            turns = self._runner.turns_with(asked.tools)
+            if asked.continues and play.conversation is not None and play.turn is not None:
+                continued = turns.answer(play.conversation, play.turn, asked.messages)
+                return continued.tokens, continued.forks
+            play.conversation, encoded = turns.open(asked.messages)
+            return encoded.tokens, True
+        known = play.branches[-1].tokens if play.branches else []
+        appends = bool(known) and len(asked.tokens) > len(known) and asked.tokens[: len(known)] == known
+        return (asked.tokens[len(known) :], False) if appends else (asked.tokens, True)
+
+    def _refuse(self, play: Play) -> Failed | None:
         """Tells an environment that drives its episode that it has had all of its turns or tokens."""
         play.finish, play.refusals = "length", play.refusals + 1
         if play.refusals > MAX_REFUSALS:
@@ -273,7 +272,7 @@ class _Step:
         self._pool.ask(play.process, "refused", f"the episode has reached a limit: {limits}")
         return None
 
-    def _note(self, play: _Play, said: str, tokens: int, reply: Reply = NO_REPLY) -> None:
+    def _note(self, play: Play, said: str, tokens: int, reply: Reply = NO_REPLY) -> None:
         """Notes what came after a turn."""
         if play.turn is not None:
             play.turns.append(Turn(play.turn, said, tokens, reply.reward, reply.calls, reply.failed_calls))
@@ -289,7 +288,7 @@ class _Step:
     def _begin_group(self, group: int) -> None:
         """Begins the first turns of a group, whose prompts are the same unless its environments differ."""
         del self._left[group]
-        shared: dict[tuple[tuple[int, ...], int], list[_Play]] = {}
+        shared: dict[tuple[tuple[int, ...], int], list[Play]] = {}
         for play in sorted(self._opening.pop(group), key=lambda one: one.place):
             tokens = tuple(play.prompt.tokens)
             shared.setdefault((tokens, self._turn_limit(play.limit - len(tokens), play.asked)), []).append(play)
@@ -305,7 +304,7 @@ class _Step:
         asks = asked.max_tokens if asked is not None else None
         return min(room, self._environment.max_turn_tokens or room, asks or room)
 
-    def _continue(self, play: _Play, turn: Completion, reply: Reply) -> Failed | None:
+    def _continue(self, play: Play, turn: Completion, reply: Reply) -> Failed | None:
         """Begins the next turn of an episode, or asks for its outcome; returns why it cannot go on."""
         assert play.conversation is not None
         assert play.sequence is not None
@@ -335,7 +334,7 @@ class _Step:
         self._go_on(play, continued.tokens, seed, limit, forks=continued.forks)
         return None
 
-    def _go_on(self, play: _Play, tokens: list[int], seed: int, limit: int, *, forks: bool) -> None:
+    def _go_on(self, play: Play, tokens: list[int], seed: int, limit: int, *, forks: bool) -> None:
         """Begins the next turn of an episode: after these tokens, which follow its sequence or, if it `forks`, are the
         prompt of a new one."""
         if forks:
@@ -348,24 +347,24 @@ class _Step:
             play.branches[-1].tokens += tokens
             self._session.append(play.sequence, tokens, seed, limit)
 
-    def _finish(self, play: _Play) -> None:
+    def _finish(self, play: Play) -> None:
         """Asks for the outcome of an episode that is over."""
         self._release(play)
         play.is_over = True
         self._pool.ask(play.process, "finish")
 
-    def _release(self, play: _Play) -> None:
+    def _release(self, play: Play) -> None:
         if play.sequence is not None:
             self._session.end(play.sequence)
             del self._sequences[play.sequence]
             play.sequence = None
 
-    def _score(self, play: _Play, outcome: Outcome) -> ScoreResult | None:
+    def _score(self, play: Play, outcome: Outcome) -> ScoreResult | None:
         if outcome.reward is None:
             return None
         return check_score(sum(turn.reward for turn in play.turns) + outcome.reward, outcome.parts)
 
-    def _end(self, play: _Play, scored: ScoreResult | None) -> None:
+    def _end(self, play: Play, scored: ScoreResult | None) -> None:
         """Ends an episode. What was sampled before a failure stays part of it."""
         failed = scored is not None and scored.failure is not None
         self._note(play, "", 0)

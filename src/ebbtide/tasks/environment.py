@@ -13,10 +13,11 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ebbtide.tasks.driving import NOTHING_KNOWN, Asked, DrivenEpisode, PolicyError, PolicyFacts, Sampled
+from ebbtide.tasks.driving import DrivenEpisode
+from ebbtide.tasks.policy_handle import NOTHING_KNOWN, Asked, PolicyError, PolicyFacts, Sampled
 from ebbtide.tasks.task import Message, find_message_problem
 from ebbtide.tasks.tool_calls import parse
 from ebbtide.tasks.tool_schema import tool_schema
@@ -96,7 +97,7 @@ class Environment:
         if self._drives:
             run = self._made.run
             named = _accepted(run, {"prompt": messages, **row, "seed": seed})
-            self._episode = DrivenEpisode(run, self._facts, named)
+            self._episode = DrivenEpisode(run, replace(self._facts, tool_format=tool_format), named)
             return self._next()
         if callable(begin := getattr(self._made, "reset", None)):
             found = self._call(begin, **_accepted(begin, {"prompt": messages, **row, "seed": seed}))
@@ -120,9 +121,9 @@ class Environment:
         done = not said or getattr(self._made, "done", False) is True
         return Reply(said, 0.0, done, [call.name for call in parsed.calls], failed)
 
-    def sampled(self, tokens: list[int], logprobs: list[float], finish: str) -> Asked | Reply:
+    def sampled(self, tokens: list[int], logprobs: list[float], finish: str, text: str) -> Asked | Reply:
         """Gives an environment that drives its episodes the turn that it asked for."""
-        return self._answered(Sampled(tokens, logprobs, finish))
+        return self._answered(Sampled(tokens, logprobs, finish, text))
 
     def refused(self, why: str) -> Asked | Reply:
         """Tells such an environment why it gets no turn."""

@@ -22,9 +22,9 @@ from ebbtide.config.environment import BUILTIN_ENVIRONMENTS, EnvironmentConfig
 from ebbtide.errors import UserError
 from ebbtide.system.printable import cut_middle
 from ebbtide.tasks.channel import read_request
-from ebbtide.tasks.driving import PolicyFacts
 from ebbtide.tasks.environment import Environment
 from ebbtide.tasks.environment_message import Answer, Failed, encode_answer
+from ebbtide.tasks.policy_handle import PolicyFacts
 from ebbtide.tasks.process_guard import PR_SET_PDEATHSIG, kill_descendants, prctl
 from ebbtide.tasks.score_message import MAX_MESSAGE, encode_message
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ebbtide.system.printable import cut_middle
-from ebbtide.tasks.driving import Asked
 from ebbtide.tasks.environment import Description, Opening, Outcome, Reply
+from ebbtide.tasks.policy_handle import Asked
 from ebbtide.tasks.score_message import MAX_MESSAGE, MAX_REWARD, Failure, check_score
 from ebbtide.tasks.task import Message, find_message_problem
 
@@ -42,8 +42,9 @@ def encode_answer(ticket: int, answer: Answer) -> bytes:
             parts: list[Any] = ["described", 0, tools, gives_reward, drives]
         case Opening(messages):
             parts = ["opened", _characters(messages), messages]
-        case Asked(tokens, max_tokens):
-            parts = ["asked", len(tokens), tokens, max_tokens]
+        case Asked(tokens, max_tokens, messages, continues, tools):
+            size = len(tokens) + _characters(messages) + len(json.dumps(tools))
+            parts = ["asked", size, tokens, max_tokens, messages, continues, tools]
         case Reply(messages, reward, done, calls, failed):
             parts = ["replied", _characters(messages), messages, reward, done, calls[:MAX_CALLS], failed]
         case Outcome(reward, figures):
@@ -71,10 +72,13 @@ def decode_answer(line: bytes | bytearray, ticket: int) -> Answer:
             return Description([tool for tool in tools if isinstance(tool, dict)], gives_reward, drives)
         case [number, "opened", list(messages)] if number == ticket and messages:
             return Opening(_checked(messages))
-        case [number, "asked", list(tokens), None | int() as most] if number == ticket and tokens:
-            if not all(type(token) is int and token >= 0 for token in tokens) or (most is not None and most < 1):
+        case [number, "asked", list(tokens), None | int() as most, list(messages), bool(continues), list(tools)] if (
+            number == ticket
+        ):
+            whole = all(type(token) is int and token >= 0 for token in tokens) and (most is None or most > 0)
+            if not whole or bool(tokens) == bool(messages) or not all(isinstance(tool, dict) for tool in tools):
                 raise ValueError("what it asks for is no turn")
-            return Asked(tokens, most)
+            return Asked(tokens, most, _checked(messages), continues, tools)
         case [number, "replied", list(messages), float() | int() as reward, bool(done), list(calls), int(failed)] if (
             number == ticket
         ):

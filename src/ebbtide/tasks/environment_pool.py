@@ -17,10 +17,10 @@ from typing import Any
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.channel import BrokenProcess, Channel, encode_request
-from ebbtide.tasks.driving import NOTHING_KNOWN, PolicyFacts
 from ebbtide.tasks.environment import Description
 from ebbtide.tasks.environment_message import MAX_LINE, Answer, Failed, decode_answer
 from ebbtide.tasks.guarded_process import GuardedProcess
+from ebbtide.tasks.policy_handle import NOTHING_KNOWN, PolicyFacts
 from ebbtide.tasks.score_message import decode_message
 
 START_SECONDS = 120.0  # The host imports the environment's packages: seconds, but far more on a loaded machine.

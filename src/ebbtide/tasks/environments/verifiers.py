@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.errors import UserError
-from ebbtide.tasks.driving import Policy
+from ebbtide.tasks.policy_endpoint import ServedPolicy
 
 try:  # Here, so that it is imported once, and not in the process of each episode.
     import verifiers.v1 as vf  # type: ignore[import-not-found]
@@ -44,7 +44,7 @@ class Taskset:
         if not self._tasks:
             raise UserError(f"the taskset `{taskset}` of verifiers has no tasks")
 
-    async def run(self, policy: Policy, seed: int) -> tuple[float, dict[str, float]]:
+    async def run(self, policy: ServedPolicy, seed: int) -> tuple[float, dict[str, float]]:
         client = vf.TrainClientConfig(
             base_url=f"{policy.url}/v1", renderer_model_name=policy.facts.tokenizer, api_key_var="EBBTIDE_API_KEY"
         )
