@@ -1,4 +1,4 @@
-"""What an environment that drives its episodes asks for when it chats: a conversation that is only added to continues."""
+"""What an environment asks for when it chats with the policy: a conversation that is only added to continues."""
 
 import json
 
