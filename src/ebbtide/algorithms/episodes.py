@@ -50,7 +50,7 @@ class PlayedEpisodes:
             templated, day = config.model.chat_template, config.model.chat_date
             turns = ChatTurns(Encoder(policy.tokenizer, templated=templated, day=day, tools=described.tools))
             template = policy.tokenizer.chat_template if templated else None
-            self._runner = EpisodeRunner(
+            self.runner = EpisodeRunner(
                 environment,
                 config.rollout,
                 pool,
@@ -80,7 +80,7 @@ class PlayedEpisodes:
 
         def play_share(engine: Engine, share: Sequence[tuple[Problem, Sequence[int]]]) -> list[list[Episode]]:
             problems, own = [problem for problem, _ in share], [seeds for _, seeds in share]
-            return self._runner.run(engine, problems, own, sampling, progress)
+            return self.runner.run(engine, problems, own, sampling, progress)
 
         engine = self._worker.engine
         if isinstance(engine, PartitionedEngine):
@@ -92,4 +92,4 @@ class PlayedEpisodes:
     @property
     def figures(self) -> dict[str, float]:
         """Metrics of the last episodes; of several ranks, those of this one."""
-        return self._runner.figures
+        return self.runner.figures
