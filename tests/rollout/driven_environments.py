@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import urllib.error
 import urllib.request
 
@@ -116,3 +117,12 @@ class Wrong:
             (card,) = json.load(answer)["data"]
         assert card["max_model_len"] == policy.facts.max_model_len
         return float(len(found))
+
+
+class Threads:
+    """Counts the threads of its process."""
+
+    def run(self, policy: ServedPolicy):
+        policy.sample([3], max_tokens=1)
+        assert policy.url
+        return float(threading.active_count())

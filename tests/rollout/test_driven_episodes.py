@@ -95,3 +95,15 @@ def test_a_run_trains_on_them(tiny, tmp_path, monkeypatch) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["turns"] for line in lines] == [2.0, 2.0]
     assert all(line["mismatch_max"] < 1e-4 for line in lines)
+
+
+def test_an_endpoint_ends_with_its_episode(tiny, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    with (
+        Worker(config_of(tiny, "Threads")) as worker,
+        worker.phase("generate"),
+        PlayedEpisodes(worker) as episodes,
+    ):
+        prompts = [Prompt(Problem([], metadata={"seed": 5}), "", [])]
+        counts = [episodes.play(prompts, [[1]], SamplingParams(12), no_progress)[0].scored.value for _ in range(4)]
+    assert counts == [counts[0]] * 4

@@ -39,6 +39,10 @@ class DrivenEpisode:
             raise RuntimeError(f"{type(found).__name__}: {found}") from found
         return found
 
+    def close(self) -> None:
+        """Ends what served the policy."""
+        self._policy.close()
+
     def give(self, answer: Sampled | PolicyError) -> None:
         """Answers what it asked."""
         self._policy.answers.put(answer)

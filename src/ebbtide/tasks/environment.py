@@ -163,6 +163,8 @@ class Environment:
         return Outcome(None if reward is None else float(reward), parts)
 
     def close(self) -> None:
+        if self._episode is not None:
+            self._episode.close()
         if callable(closed := getattr(self._made, "close", None)):
             self._call(closed)
 

@@ -13,15 +13,18 @@ from typing import Any
 from ebbtide.tasks.policy_handle import MODEL, Policy, PolicyError, PolicyFacts, Sampled
 
 MAX_BODY = 1 << 26  # Bytes of a request.
+POLL_SECONDS = 0.02  # The end of an endpoint is noticed after so long.
 
 
 class ServedPolicy(Policy):
     """The policy, with an endpoint."""
 
+    _server: ThreadingHTTPServer | None = None
+
     @cached_property
     def url(self) -> str:
         """The address of the endpoint, which answers `POST /inference/v1/generate`, `POST /v1/chat/completions` and
-        `GET /v1/models` from threads of this process, as long as it lives."""
+        `GET /v1/models` from threads of this process until the episode is over."""
         policy = self
 
         class Endpoint(_Endpoint):
@@ -29,8 +32,15 @@ class ServedPolicy(Policy):
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
+        self._server = server
         return f"http://127.0.0.1:{server.server_port}"
+
+    def close(self) -> None:
+        """Ends the endpoint."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
 
 class _Endpoint(BaseHTTPRequestHandler):
