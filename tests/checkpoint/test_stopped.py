@@ -17,6 +17,7 @@ from ebbtide.checkpoint.store import Checkpoint, list_checkpoints
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.launch.job import Job
 from ebbtide.launch.run_rank import run_rank
+from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 
 LAST = 3
 CHANGES = {
@@ -38,17 +39,6 @@ def straight(tmp_path_factory):
     return folder, run(config(folder))
 
 
-class Stopping:
-    """Raises a signal in an evaluation: as it begins, or when its completions are scored."""
-
-    def __init__(self, scoring=None) -> None:
-        self._scoring = scoring
-
-    def score(self, *args):
-        signal.raise_signal(signal.SIGTERM)
-        return self._scoring.score(*args)
-
-
 def stop(monkeypatch, when: str, at: int) -> list[int]:
     """Has a run asked to stop at some moment of a step; gives the steps of evaluations that ended."""
     ended: list[int] = []
@@ -62,14 +52,21 @@ def stop(monkeypatch, when: str, at: int) -> list[int]:
             signal.raise_signal(signal.SIGINT)
         return assemble(*args)
 
-    def evaluated(config, engine, scoring, tests, progress, *, last):
+    def evaluated(config, attempt, tests, progress, *, last):
         if (when, step) == ("generating", at):
             signal.raise_signal(signal.SIGTERM)
-        scoring = Stopping(scoring) if (when, step) == ("scoring", at) else scoring
-        found = evaluate(config, engine, scoring, tests, progress, last=last)
+        found = evaluate(config, attempt, tests, progress, last=last)
         ended.append(step)
         return found
 
+    score = PartitionedScoring.score
+
+    def scored(self, *args):
+        if (when, step) == ("scoring", at):
+            signal.raise_signal(signal.SIGTERM)
+        return score(self, *args)
+
+    monkeypatch.setattr(PartitionedScoring, "score", scored)
     monkeypatch.setattr("ebbtide.algorithms.grpo.assemble", assembled)
     monkeypatch.setattr("ebbtide.algorithms.task.evaluate", evaluated)
     return ended

@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from ebbtide.policy.advantages import compute_advantages
+from ebbtide.policy.advantages import compute_advantages, turn_advantages
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.2, 0.4, 0.9, 0.1]], dtype=torch.float64)
 FLAT = torch.full((2, 3), 0.1, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3 in floating point
@@ -42,3 +42,26 @@ def test_a_flat_group_has_no_advantage_at_all(kind) -> None:
 def test_one_sample_a_group_has_a_batch_baseline() -> None:
     found = compute_advantages(torch.tensor([[1.0], [0.0]]), "reinforce_pp")
     torch.testing.assert_close(found, torch.tensor([[1.0], [-1.0]]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_turn_is_worth_what_comes_from_it_on() -> None:
+    """By hand: the returns of first turns are 1.2, 0.2 and 0, those of second turns 1.0 and 0."""
+    rewards = [[[0.2, 1.0], [0.2, 0.0], [0.0]], [[0.5], [0.5, 0.0], [0.25, 0.25]]]
+    found = turn_advantages(rewards, "group_mean")
+    mean = (1.2 + 0.2) / 3
+    assert found[0] == [pytest.approx([1.2 - mean, 0.5]), pytest.approx([0.2 - mean, -0.5]), pytest.approx([-mean])]
+    # First turns of equal worth have no advantage, whatever their rewards were.
+    assert found[1] == [[0.0], pytest.approx([0.0, -0.125]), pytest.approx([0.0, 0.125])]
+
+
+def test_a_turn_that_no_other_has_is_compared_with_nothing() -> None:
+    for kind in ("group_std", "group_mean", "rloo"):
+        (((first, second), (other,)),) = turn_advantages([[[0.0, 3.0], [1.0]]], kind)
+        assert first > 0 > other
+        assert second == 0.0
+
+
+def test_reinforce_pp_compares_a_turn_in_the_whole_batch() -> None:
+    found = turn_advantages([[[0.0, 1.0]], [[0.0, 0.0]]], "reinforce_pp")
+    assert found[0][0] == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert found[1][0] == pytest.approx([-1.0, -1.0], abs=1e-4)

@@ -2,7 +2,6 @@
 
 import itertools
 from math import isnan
-from types import SimpleNamespace
 
 import pytest
 
@@ -149,9 +148,7 @@ def test_what_could_not_be_scored_has_not_passed(tiny) -> None:
         ScoreResult(0.0, failure="error"),
     ]
     done = Completion([1], [0.0], [0.0], "length", "text")
-    engine = SimpleNamespace(generate=lambda *_: [[done] * 4])
-    scoring = SimpleNamespace(score=lambda *_: scored)
-    figures = evaluate(config, engine, scoring, PROMPTS[:1], lambda *_: None)
+    figures = evaluate(config, lambda *_: ([done] * 4, scored), PROMPTS[:1], lambda *_: None)
     assert figures["evaluate/pass@1"] == 0.25
 
 
@@ -160,19 +157,17 @@ def test_the_final_evaluation_is_greedy_and_sampled_over_more_problems(tiny) -> 
     config = tiny({"evaluate": {"every": 1, "problems": 1, "final": final}})
     asked: list[tuple[int, int, float]] = []
 
-    def generate(wanted, sampling, progress):
-        asked.append((len(wanted), len(wanted[0].seeds), sampling.temperature))
-        texts = [
-            "right" if sampling.temperature == 0 or number == 0 else "wrong" for number in range(len(wanted[0].seeds))
+    def attempt(prompts, samples, sampling, progress):
+        asked.append((len(prompts), samples, sampling.temperature))
+        right = [sampling.temperature == 0 or number == 0 for _ in prompts for number in range(samples)]
+        return [Completion([1, 2], [0.0] * 2, [0.0] * 2, "stop", "") for _ in right], [
+            ScoreResult(float(one)) for one in right
         ]
-        return [[Completion([1, 2], [0.0] * 2, [0.0] * 2, "stop", text) for text in texts] for _ in wanted]
 
-    engine = SimpleNamespace(generate=generate)
-    scoring = SimpleNamespace(score=lambda pairs, _: [ScoreResult(float(text == "right")) for _, text in pairs])
-    usual = evaluate(config, engine, scoring, PROMPTS[:2], lambda *_: None)
+    usual = evaluate(config, attempt, PROMPTS[:2], lambda *_: None)
     assert asked == [(1, 1, 0.0)]
     assert not any("final" in name for name in usual)
-    last = evaluate(config, engine, scoring, PROMPTS[:2], lambda *_: None, last=True)
+    last = evaluate(config, attempt, PROMPTS[:2], lambda *_: None, last=True)
     assert asked[1:] == [(1, 1, 0.0), (2, 1, 0.0), (2, 4, 1.0)]
     assert last["evaluate/final/greedy"] == last["evaluate/final/pass@4"] == last["evaluate/finished"] == 1.0
     assert last["evaluate/final/pass@1"] == 0.25

@@ -181,7 +181,7 @@ def test_a_datum_has_what_was_sampled_and_appended(worker, template, texts, chan
         assert not runner.turns.may_fork
         assert all(len(episode.branches) == 1 for episode in episodes)
 
-    data = [datum for episode in episodes for datum in episode_data(episode.branches, 1.0, 0.5)]
+    data = [datum for episode in episodes for datum in episode_data(episode.branches, [1.0] * 9, 0.5)]
     with worker.phase("logprob"):
         worker.logprobs(data, "trainer")
     for datum in data:
@@ -230,12 +230,15 @@ def test_a_template_that_drops_history_forks(worker) -> None:
 
 
 def test_an_episode_that_forks_weighs_as_much_as_one_that_does_not() -> None:
-    whole = [Branch([1, 2, 3, 4, 5, 6, 7], [2, 3, 5, 6], [-0.1, -0.2, -0.3, -0.4])]
-    forked = [Branch([1, 2, 3, 4], [2, 3], [-0.1, -0.2]), Branch([1, 9, 5, 6, 7], [3, 4], [-0.3, -0.4])]
+    whole = [Branch([1, 2, 3, 4, 5, 6, 7], [2, 3, 5, 6], [-0.1, -0.2, -0.3, -0.4], [0, 0, 1, 1])]
+    forked = [
+        Branch([1, 2, 3, 4], [2, 3], [-0.1, -0.2], [0, 0]),
+        Branch([1, 9, 5, 6, 7], [3, 4], [-0.3, -0.4], [1, 1]),
+    ]
     for branches in (whole, forked):
-        data = episode_data(branches, 2.0, 0.125)
+        data = episode_data(branches, [2.0, -1.0], 0.125)
         assert sum(len(datum.targets) * datum.values["weights"] for datum in data) == 4 * 0.125
-        assert {datum.values["advantages"] for datum in data} == {2.0}
+        assert [value for datum in data for value in datum.values["advantages"]] == [2.0, 2.0, -1.0, -1.0]
         assert [value for datum in data for value in datum.values["rollout_logprobs"]] == [-0.1, -0.2, -0.3, -0.4]
         assert all(isinstance(datum, Datum) for datum in data)
 

@@ -21,6 +21,11 @@ class AdvantageConfig(Section):
     minus the group's mean only (Dr. GRPO); `rloo`: minus the mean of the group's other samples; `reinforce_pp`: minus
     the batch's mean, divided by the batch's standard deviation (REINFORCE++)."""
 
+    turns: Literal["episode", "to_go"] = "episode"
+    """With `task.environment`, what the tokens of a turn are rewarded for. `episode`: all that the episode gained, so
+    that all of its tokens have one advantage. `to_go`: what it gained from this turn on, compared with that of the
+    same turn of the others in its group that have one (in the batch, for `reinforce_pp`)."""
+
     drop_zero_std_groups: bool = True
     """Skip groups in which every advantage is 0. They still count in the normalisation, so the policy gradient is
     the same and cheaper to compute; an entropy bonus and a KL penalty then cover the other groups only."""

@@ -21,6 +21,7 @@ from ebbtide.memory.meter import Meter
 from ebbtide.memory.residency import Residency
 from ebbtide.planner.run_plan import RunPlan
 from ebbtide.progress import Progress
+from ebbtide.report.episode_turns import turn_lines
 from ebbtide.report.folder import RunFolder
 from ebbtide.report.log import LogFile
 from ebbtide.report.page.build import plotly_is_installed, write_page
@@ -229,8 +230,11 @@ class Report:
         for number, sample in enumerate(samples):
             line, completion = _line(step, number // group, number % group, sample), sample.completion
             room -= len(completion.tokens)
-            if room >= 0 and self._token_spans is not None:
-                line["token_chars"] = self._token_spans.lengths(completion.tokens, completion.text)
+            spans = self._token_spans if room >= 0 else None
+            if sample.episode is not None:
+                line["turns"] = turn_lines(sample.episode, sample.scored, spans)
+            elif spans is not None:
+                line["token_chars"] = spans.lengths(completion.tokens, completion.text)
                 line["logprobs"] = [round(value, 4) for value in completion.logprobs]
             lines.append(line)
         return lines

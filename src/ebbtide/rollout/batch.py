@@ -14,7 +14,7 @@ import torch
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.config.root import Config
-from ebbtide.policy.advantages import compute_advantages
+from ebbtide.policy.advantages import compute_advantages, turn_advantages
 from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
@@ -121,40 +121,52 @@ def assemble(
     episodes: Sequence[Episode] = (),  # [prompts * samples], where the task has an environment
 ) -> Batch:
     """Computes the advantages of all samples, and data with their loss weights for those that are trained on."""
-    shape = len(prompts), config.rollout.group_size
-    rewards = torch.tensor([score.value for score in scored], dtype=torch.float64).view(shape)
-    values = compute_advantages(rewards, config.advantage.kind)  # [prompts, samples]
+    size = config.rollout.group_size
+    turns = _advantages(config, scored, episodes)  # [prompts * samples][turns]
     completions = [completion for group in groups for completion in group]
     owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
-    flat = (values == 0).all(1)  # [prompts]
+    flat = [
+        not any(value for turn in turns[first : first + size] for value in turn) for first in range(0, len(turns), size)
+    ]
     # An episode whose environment failed before its first turn has no tokens.
     counted = [
         bool(completion.tokens) and not (config.loss.mask_overlong and completion.finish == "length")
         for completion in completions
     ]
-    dropped = (
-        flat.repeat_interleave(config.rollout.group_size).tolist()
-        if config.advantage.drop_zero_std_groups
-        else [False] * len(completions)
-    )
-    trained = [counts and not drop for counts, drop in zip(counted, dropped, strict=True)]
+    drop = config.advantage.drop_zero_std_groups
+    trained = [counts and not (drop and flat[place // size]) for place, counts in enumerate(counted)]
     played: Sequence[Episode | None] = episodes or [None] * len(completions)
     samples = [
         Sample(*parts)
-        for parts in zip(owners, completions, scored, values.flatten().tolist(), trained, played, strict=True)
+        for parts in zip(owners, completions, scored, [found[0] for found in turns], trained, played, strict=True)
     ]
     lengths = [len(completion.tokens) for completion, counts in zip(completions, counted, strict=True) if counts]
     # Flat groups count in the average even where they are left out: leaving them out must not make the update larger.
     weights = iter(token_weights(lengths, config.loss.normalisation, config.rollout.max_new_tokens))
     data: list[Datum] = []
-    for sample, counts in zip(samples, counted, strict=True):
+    for sample, counts, advantages in zip(samples, counted, turns, strict=True):
         weight = next(weights) * config.train.minibatches if counts else 0.0
         if sample.trained and sample.episode is not None:
-            data += episode_data(sample.episode.branches, sample.advantage, weight)
+            data += episode_data(sample.episode.branches, advantages, weight)
         elif sample.trained:
             done = sample.completion
             data.append(trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
-    return Batch(samples, data, len(prompts), int(flat.sum()))
+    return Batch(samples, data, len(prompts), sum(flat))
+
+
+def _advantages(
+    config: GrpoConfig, scored: Sequence[ScoreResult], episodes: Sequence[Episode]
+) -> list[list[float]]:  # [prompts * samples][turns]
+    """The advantages of each sample's turns: a completion without an episode is one turn."""
+    size, kind = config.rollout.group_size, config.advantage.kind
+    if episodes and config.advantage.turns == "to_go":
+        # An episode that failed before its first turn takes part in the comparison of first turns, with reward 0.
+        rewards = [one.turn_rewards(score) or [score.value] for one, score in zip(episodes, scored, strict=True)]
+        groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
+        return [turns for group in turn_advantages(groups, kind) for turns in group]
+    values = compute_advantages(torch.tensor([one.value for one in scored], dtype=torch.float64).view(-1, size), kind)
+    counts = [max(1, len(one.turns)) for one in episodes] or [1] * len(scored)
+    return [[value] * count for value, count in zip(values.flatten().tolist(), counts, strict=True)]
 
 
 def minibatches(config: Config, data: Sequence[Datum], step: int) -> Iterator[list[Datum]]:

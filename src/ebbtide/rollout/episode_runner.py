@@ -176,7 +176,7 @@ class _Step:
         for sequence, completion in self._session.step():
             play = self._sequences[sequence]
             play.turn = turn = self._turns.whole_text(completion)
-            play.branches[-1].add(turn)
+            play.branches[-1].add(turn, len(play.turns))
             self._pool.ask(play.process, "step", turn.text)
 
     def _take(self, play: _Play, answer: Answer) -> None:

@@ -36,9 +36,12 @@ class Branch:
     """Positions of the sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
     """The sampler's log-probs of these."""
+    turns: list[int] = field(default_factory=list)
+    """The turn of the episode in which each of them was sampled."""
 
-    def add(self, turn: Completion) -> None:
-        """Appends a turn."""
+    def add(self, turn: Completion, number: int) -> None:
+        """Appends a turn of the policy, the one of this number in its episode."""
+        self.turns += [number] * len(turn.tokens)
         self.sampled += range(len(self.tokens), len(self.tokens) + len(turn.tokens))
         self.tokens += turn.tokens
         self.logprobs += turn.logprobs
@@ -62,6 +65,11 @@ class Episode:
     def last_text(self) -> str:
         return self.turns[-1].completion.text if self.turns else ""
 
+    def turn_rewards(self, scored: ScoreResult) -> list[float]:
+        """The rewards of its turns. What it gained at its end, or lost by a failure, is the last turn's."""
+        rewards = [turn.reward for turn in self.turns] if scored.failure is None else [0.0] * len(self.turns)
+        return [*rewards[:-1], scored.value - sum(rewards[:-1])] if rewards else []
+
     def completion(self) -> Completion:
         """All that was sampled, as one completion."""
         turns = [turn.completion for turn in self.turns]
@@ -74,13 +82,20 @@ class Episode:
         )
 
 
-def episode_data(branches: Sequence[Branch], advantage: float, weight: float) -> list[Datum]:
-    """A datum for each branch. Sampled tokens alone carry loss, each of them in one branch: what a later branch repeats
-    of an earlier one is context there. All of them have the episode's advantage and the same weight, so that an episode
-    counts as much with forks as without."""
-    values = {"advantages": advantage, "weights": weight}
+def episode_data(branches: Sequence[Branch], advantages: Sequence[float], weight: float) -> list[Datum]:
+    """A datum for each branch, from the advantages of the episode's turns. Sampled tokens alone carry loss, each of
+    them in one branch: what a later branch repeats of an earlier one is context there. All have the same weight, so
+    that an episode counts as much with forks as without."""
     return [
-        Datum(branch.tokens, branch.sampled, {**values, "rollout_logprobs": branch.logprobs})
+        Datum(
+            branch.tokens,
+            branch.sampled,
+            {
+                "advantages": [advantages[turn] for turn in branch.turns],
+                "weights": weight,
+                "rollout_logprobs": branch.logprobs,
+            },
+        )
         for branch in branches
         if branch.sampled
     ]

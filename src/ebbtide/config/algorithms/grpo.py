@@ -42,6 +42,15 @@ class GrpoConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _turns_need_an_environment(self) -> GrpoConfig:
+        if self.advantage.turns != "episode" and self.task.environment is None:
+            raise ValueError(
+                f"`advantage.turns: {self.advantage.turns}` is for episodes of several turns, and there is no"
+                " `task.environment`: set one, or remove it"
+            )
+        return self
+
     @property
     def cycle(self) -> tuple[str, ...]:
         return ("generate", "score", "logprob", "train", "step")
