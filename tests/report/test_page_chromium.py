@@ -463,3 +463,31 @@ def test_a_served_page_goes_on_with_its_run(chromium, tmp_path) -> None:
         }
     expect(page.locator("#state")).to_contain_text("not live", timeout=PAGE_PATIENCE)
     page.close()
+
+
+def test_an_episode_is_told_turn_by_turn(look, tmp_path) -> None:
+    """What was sampled, coloured by its log-probs; what the environment answered; tool calls and rewards."""
+    run = made_run(tmp_path / "run")
+    asked = {
+        "completion": "né?",
+        "answer": HOSTILE,
+        "reward": 0.2,
+        "tokens": 2,
+        "calls": ["calculator"],
+        "failed_calls": 1,
+        "token_chars": [2, 1],
+        "logprobs": [-0.1, -2.0],
+    }
+    said = {**asked, "completion": "9", "answer": "", "reward": 0.8, "calls": [], "failed_calls": 0}
+    line = sample_line(9, 0, completion="né?9", turns=[asked, said | {"token_chars": None, "logprobs": None}])
+    append(run / "rollouts.jsonl", line | {"token_chars": None, "logprobs": None})
+    looked = look(run)
+    shown = looked.open(0)
+    titles = shown.locator("h4").all_text_contents()
+    assert "turn 1: 2 tokens, reward 0.2, calls calculator, 1 failed" in titles
+    assert "turn 2: 2 tokens, reward 0.8" in titles
+    assert titles.count("environment") == 1
+    assert HOSTILE in shown.locator("pre").all_text_contents()
+    assert shown.locator("pre.completion").all_text_contents() == ["né?", "9"]
+    assert shown.locator("pre.completion .token").all_text_contents() == ["né", "?"]
+    assert looked.page.evaluate("window.hacked") is None

@@ -194,7 +194,7 @@ class Terminal:
             table.add_column(name, overflow="fold", justify="left" if name in ("prompt", "completion") else "right")
         for sample in samples:
             table.add_row(
-                Text(printable(sample.prompt.problem.question, 120)),
+                Text(printable(_question(sample), 120)),
                 (
                     Text(printable(sample.completion.text, 120))
                     if sample.completion.text
@@ -203,6 +203,11 @@ class Terminal:
                 *(_reward_cells(sample.scored, sample.advantage) if sample.scored is not None else ()),
             )
         self._print(table)
+
+
+def _question(sample: Sample) -> str:
+    """What a sample answers: of an episode the whole prompt, which its environment has written."""
+    return sample.prompt.text if sample.episode is not None else sample.prompt.problem.question
 
 
 def _reward_cells(scored: ScoreResult, advantage: float) -> tuple[str, str]:

@@ -34,7 +34,8 @@ function wanted() {
 }
 
 function meanLogprob(sample) {
-  const known = (sample.logprobs || []).filter((value) => value !== null);
+  const all = sample.turns ? sample.turns.flatMap((turn) => turn.logprobs || []) : sample.logprobs || [];
+  const known = all.filter((value) => value !== null);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : Infinity;
 }
 
@@ -98,6 +99,20 @@ const same = (list, of) => list.every((sample) => JSON.stringify(of(sample)) ===
 const text = (value) =>
   make("pre", { className: "text", textContent: typeof value === "string" ? value : JSON.stringify(value) });
 
+/** The turns of an episode: what was sampled, what the environment answered, the tools that were called, the reward. */
+function turnsOf(sample) {
+  return sample.turns.flatMap((turn, place) => {
+    const calls = (turn.calls || []).length ? `, calls ${turn.calls.join(", ")}` : "";
+    const failed = turn.failed_calls ? `, ${turn.failed_calls} failed` : "";
+    const title = `turn ${place + 1}: ${figure(turn.tokens)} tokens, reward ${figure(turn.reward)}${calls}${failed}`;
+    return [
+      make("h4", { textContent: title }),
+      coloured(turn),
+      ...(turn.answer ? [make("h4", { textContent: "environment" }), text(turn.answer)] : []),
+    ];
+  });
+}
+
 /** One completion with its figures; which step and run it is of where that is not the same for the whole group. */
 function one(sample, group) {
   const rows = [
@@ -108,7 +123,8 @@ function one(sample, group) {
     ["advantage", signed(sample.advantage)],
     ["tokens", figure(sample.tokens)],
     ["mean log-prob", Number.isFinite(sample.likely) ? figure(sample.likely) : "not kept"],
-    ["ended", sample.finish === "stop" ? "by itself" : "at the limit of tokens"],
+    ...(sample.turns ? [["turns", figure(sample.turns.length)]] : []),
+    ["ended", sample.finish === "stop" ? "by itself" : `at the limit of ${sample.turns ? "turns or " : ""}tokens`],
   ];
   return make(
     "div",
@@ -122,8 +138,7 @@ function one(sample, group) {
           }),
         ]
       : []),
-    make("h4", { textContent: "completion" }),
-    coloured(sample),
+    ...(sample.turns ? turnsOf(sample) : [make("h4", { textContent: "completion" }), coloured(sample)]),
     ...(same(group, (other) => other.answer) ? [] : answerOf(sample)),
   );
 }

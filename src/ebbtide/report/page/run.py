@@ -21,6 +21,7 @@ VERSIONS = ("ebbtide", "commit", "torch", "transformers", "python", "cuda", "dev
 KEPT = ("step", "group", "sample", "prompt", "answer", "completion", "reward", "parts", "advantage", "finish", "tokens")
 PER_TOKEN = ("token_chars", "logprobs")
 KEPT_IF_ANY = ("failure", "failure_message", *PER_TOKEN)
+KEPT_OF_TURNS = ("completion", "answer", "reward", "tokens", "failed_calls")
 MOST_TEXT = 200_000
 """The most characters of a text on a page; rollouts.jsonl has all of it."""
 
@@ -94,9 +95,21 @@ def effective_starts(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sample(line: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a sample. Log-probs belong to the characters of the text: a sample whose text is cut has
+    """What the page shows of a sample, and of the turns of an episode."""
+    found = _shown(line, KEPT)
+    if isinstance(turns := line.get("turns"), list):
+        found["turns"] = [
+            _shown(turn, KEPT_OF_TURNS) | {"calls": [str(call) for call in turn.get("calls") or []]}
+            for turn in turns
+            if isinstance(turn, dict) and isinstance(turn.get("calls") or [], list)
+        ]
+    return found
+
+
+def _shown(line: dict[str, Any], kept: Sequence[str]) -> dict[str, Any]:
+    """What the page shows of a line. Log-probs belong to the characters of the text: where the text is cut, there are
     none."""
-    found: dict[str, Any] = {key: line.get(key) for key in KEPT} | {
+    found: dict[str, Any] = {key: line.get(key) for key in kept} | {
         key: line[key] for key in KEPT_IF_ANY if line.get(key)
     }
     long = [key for key, value in found.items() if isinstance(value, str) and len(value) > MOST_TEXT]
