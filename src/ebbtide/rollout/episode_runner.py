@@ -177,7 +177,7 @@ class _Step:
             play = self._sequences[sequence]
             play.turn = turn = self._turns.whole_text(completion)
             play.branches[-1].add(turn, len(play.turns))
-            self._pool.ask(play.process, "step", turn.text)
+            self._pool.ask(play.process, "step", turn.text, self._turns.special_text(turn))
 
     def _take(self, play: _Play, answer: Answer) -> None:
         """Takes what an environment has answered."""

@@ -92,11 +92,12 @@ class Environment:
             found = None
         return Opening(_prompt(messages, _first(found)))
 
-    def step(self, text: str) -> Reply:
-        """Answers what the policy wrote in its turn."""
+    def step(self, text: str, special_text: str) -> Reply:
+        """Answers what the policy wrote in its turn: a text without special tokens, and with them, which in some
+        formats mark tool calls."""
         if self._steps:
             return _reply(self._call(self._made.step, text))
-        parsed = parse(text, self._format)
+        parsed = parse(special_text, self._format)
         answers, failed = [], len(parsed.errors)
         for call in parsed.calls:
             answer, ok = self._use(call.name, call.arguments)
