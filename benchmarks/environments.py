@@ -1,82 +1,112 @@
-"""Episodes of several turns with tools that take 0.2 s: 512 of 8 turns of 64 tokens, 128 decoding at once, in the
-Qwen3-1.7B shape.
+"""Episodes with slow tools: 512 episodes of 8 turns of 64 tokens, tools that take 0.2 s, 128 sequences decoding at
+once.
 
-    python benchmarks/environments.py [--episodes 512] [--turns 8] [KEY=VALUE ...]
+    python benchmarks/environments.py [small]
 
-as they come: an episode goes on as soon as its tool has answered, while others are sampled. in lockstep: the same work
-turn by turn, each turn of all episodes before the next. Random weights; a turn ends after 64 tokens. KEY=VALUE are
-settings of the config.
+episodes: as a run plays them. Every sequence goes on as soon as its tool has answered, from the KV cache that it kept.
+lockstep: all 512 tools of a turn are waited for before the next turn. turn by turn: 128 episodes at a time in lockstep,
+and every turn is a new generation of the whole conversation, as trainers do that call an engine's `generate`. End
+tokens are ignored, so that the work is the same for all. small: a tiny model and 16 episodes, to try the script on a
+CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import sys
 import time
+from pathlib import Path
 
-import torch
 from common import Row, save
-from plan import CONFIG
 
-from ebbtide.algorithms.episodes import PlayedEpisodes
 from ebbtide.config import load
+from ebbtide.config.environment import EnvironmentConfig
+from ebbtide.config.rollout import RolloutConfig
+from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.progress import no_progress
-from ebbtide.rollout.engine import SamplingParams
-from ebbtide.rollout.prompts import Prompt
+from ebbtide.rollout.chat_turns import ChatTurns
+from ebbtide.rollout.encoder import Encoder
+from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
+from ebbtide.rollout.episode_runner import EpisodeRunner
+from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.tasks.environment_pool import EnvironmentPool
 from ebbtide.tasks.task import Problem
-from ebbtide.worker import Worker
 
-GROUP, TOKENS, DECODING, SECONDS, TIMES = 8, 64, 128, 0.2, 2
+HERE = Path(__file__).parent
+TURNS, TURN_TOKENS, SECONDS = 8, 64, 0.2
+
+
+class GenerateOnly:
+    """An engine without sessions."""
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self._engine = engine
+
+    def generate(self, requests: list[Request], sampling: SamplingParams, progress: object) -> list[list[Completion]]:
+        return self._engine.generate(requests, sampling, no_progress)
+
+
+def played(
+    label: str, loaded: LoadedModel, engine: Engine, *, episodes: int, at_once: int, lockstep: bool
+) -> list[Row]:
+    environment = EnvironmentConfig(
+        object="slow_tool:SlowTool",
+        options={"seconds": SECONDS},
+        max_turns=TURNS,
+        max_turn_tokens=TURN_TOKENS,
+        max_concurrent=at_once,
+    )
+    rollout = RolloutConfig(max_prompt_tokens=256, max_new_tokens=TURNS * (TURN_TOKENS + 64))
+    problems = [Problem([], metadata={"seed": number}) for number in range(episodes)]
+    with EnvironmentPool(environment) as pool:
+        turns = ChatTurns(Encoder(loaded.tokenizer, templated=False))
+        rows = loaded.vocabulary_rows
+        runner = EpisodeRunner(environment, rollout, pool, turns, tool_format="json", rows=rows, lockstep=lockstep)
+
+        def play() -> tuple[float, int]:
+            started = time.perf_counter()
+            groups = runner.run(
+                engine,
+                problems,
+                [[number] for number in range(episodes)],
+                SamplingParams(TURN_TOKENS, ignore_eos=True),
+                no_progress,
+            )
+            sampled = sum(len(turn.completion.tokens) for (episode,) in groups for turn in episode.turns)
+            assert sampled == episodes * TURNS * TURN_TOKENS, [episode.scored for (episode,) in groups][:3]
+            return time.perf_counter() - started, sampled
+
+        play()  # captures graphs and starts processes
+        taken, sampled = play()
+    idle = runner.figures["environment_idle_seconds"]
+    return [
+        Row(label, "seconds", taken, "s"),
+        Row(label, "sampled tokens a second", sampled / taken, "tok/s"),
+        Row(label, "time in which a sequence could run", 100 * (1 - idle / taken), "%"),
+        Row(label, "tokens prefilled twice", runner.figures["tokens_recomputed"], "tokens"),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--episodes", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("settings", nargs="*")
-    given = parser.parse_intermixed_args()
-    # The prompt has 100 tokens, and each answer of the tool 5.
-    new = given.turns * (TOKENS + 5)
-    environment = {"object": "slow_tool:SlowTool", "options": {"turns": given.turns, "seconds": SECONDS}}
-    environment |= {"max_turns": given.turns, "max_turn_tokens": TOKENS, "max_concurrent": given.episodes}
-    config = load(
-        CONFIG,
-        [
-            *("task.builtin=null", f"task.environment={environment}", "checkpoint=null"),
-            *(f"rollout.max_num_seqs={DECODING}", "rollout.max_prompt_tokens=128", f"rollout.max_new_tokens={new}"),
-            *given.settings,
-        ],
+    sys.path.insert(0, str(HERE))
+    small = "small" in sys.argv[1:]
+    episodes, decoding = (16, 4) if small else (512, 128)
+    config = (
+        load("quickstart", ["model.scratch.alphabet=null", "model.scratch.context=2048"])
+        if small
+        else load(str(HERE / "configs" / "qwen3-1.7b.yaml"))
     )
-    rows: list[Row] = []
-    seeds = [[GROUP * number + place for place in range(GROUP)] for number in range(given.episodes // GROUP)]
-    prompts = [Prompt(Problem([], metadata={"seed": number}), "", []) for number in range(len(seeds))]
-    with Worker(config) as worker, worker.phase("generate"), PlayedEpisodes(worker) as played:
-        taken: dict[bool, list[float]] = {False: [], True: []}
-        figures: dict[bool, dict[str, float]] = {}
-        for turn in range(TIMES + 1):
-            for lockstep in (False, True):
-                played.runner.lockstep = lockstep
-                began = time.perf_counter()
-                episodes = played.play(prompts, seeds, SamplingParams(new, ignore_eos=True), no_progress)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                if turn or not TIMES:  # The first compiles and captures, and starts the processes.
-                    taken[lockstep].append(time.perf_counter() - began)
-                    figures[lockstep] = played.figures
-                assert all(len(episode.turns) == given.turns for episode in episodes)
-                assert all(episode.scored is not None and episode.scored.failure is None for episode in episodes)
-    sampled = given.episodes * given.turns * TOKENS
-    for lockstep, label in ((False, "as they come"), (True, "in lockstep")):
-        seconds, found = statistics.median(taken[lockstep]), figures[lockstep]
-        rows += [
-            Row(label, "seconds", seconds, "s"),
-            Row(label, "tokens a second", sampled / seconds, "tok/s"),
-            Row(label, "no sequence could run", 100 * found["environment_idle_seconds"] / seconds, "% of the time"),
-            Row(label, "tokens prefilled twice", found["tokens_recomputed"], "tokens"),
-        ]
-    times = statistics.median(taken[True]) / statistics.median(taken[False])
-    rows.append(Row("as they come", "times as fast as in lockstep", times, "x"))
-    save("environments", rows)
+    loaded = load_model(config)
+    longest = 256, TURNS * (TURN_TOKENS + 64)
+    engine = PagedEngine(loaded, decoding, longest=longest)
+    rows = played("episodes", loaded, engine, episodes=episodes, at_once=episodes, lockstep=False)
+    rows += played("lockstep", loaded, engine, episodes=episodes, at_once=episodes, lockstep=True)
+    plain = GenerateOnly(engine)
+    rows += played("turn by turn", loaded, plain, episodes=episodes, at_once=decoding, lockstep=True)
+    if small:
+        for row in rows:
+            print(f"{row.case:14} {row.metric:36} {row.value:12,.1f} {row.unit}")
+    else:
+        save("environments", rows)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ def test_the_tools_of_an_mcp_server() -> None:
     assert described.tools[0]["function"]["parameters"]["required"] == ["number"]
     assert not described.gives_reward
     environment.reset([], {}, 0, "json")
-    reply = environment.step('{"name": "double", "arguments": {"number": 4}}')
+    reply = environment.step("", '{"name": "double", "arguments": {"number": 4}}')
     assert (reply.messages[0]["content"], reply.failed_calls) == ("8", 0)
-    assert environment.step('{"name": "fail", "arguments": {}}').failed_calls == 1
+    assert environment.step("", '{"name": "fail", "arguments": {}}').failed_calls == 1
     environment.close()
 
 

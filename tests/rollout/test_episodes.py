@@ -207,6 +207,16 @@ def test_the_text_of_an_episode_is_the_templates(worker) -> None:
     assert tokens.count(end) == 7
 
 
+def test_special_tokens_that_mark_tool_calls_reach_the_parser(worker) -> None:
+    tokenizer = worker.policy.tokenizer
+    turns = ChatTurns(Encoder(tokenizer, templated=False))
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    tokens = [end, *tokenizer("call")["input_ids"], end]
+    turn = Completion(tokens, [0.0] * 6, [0.0] * 6, "stop", "")
+    assert turns.special_text(turn) == "<end>call"
+    assert turns.whole_text(turn).text == "call"
+
+
 def test_a_template_that_drops_history_forks(worker) -> None:
     chance = random.Random(3)
     runner = runner_of(worker, DROPS, chance, ["go on"])

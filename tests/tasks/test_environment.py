@@ -42,7 +42,7 @@ def test_every_spelling_of_step(spelling) -> None:
     made = SimpleNamespace(step=lambda text: SPELLINGS[spelling])
     environment = Environment(made)
     assert environment.describe() == Description([], True)
-    assert environment.step("x") == Reply(SAID, 0.5, False)
+    assert environment.step("x", "x") == Reply(SAID, 0.5, False)
     assert environment.finish() == Outcome(0.0)
 
 
@@ -55,13 +55,13 @@ def test_every_spelling_of_step(spelling) -> None:
     ],
 )
 def test_the_end_of_an_episode(returned, done) -> None:
-    reply = Environment(SimpleNamespace(step=lambda text: returned)).step("x")
+    reply = Environment(SimpleNamespace(step=lambda text: returned)).step("x", "x")
     assert (reply.messages, reply.done) == ([], done)
 
 
 def test_what_is_no_step_says_what_to_return() -> None:
     with pytest.raises(TypeError, match="`step` returned NoneType: return"):
-        Environment(SimpleNamespace(step=lambda text: None)).step("x")
+        Environment(SimpleNamespace(step=lambda text: None)).step("x", "x")
     with pytest.raises(TypeError, match="is no environment: give it a method `step"):
         Environment(SimpleNamespace())
 
@@ -149,7 +149,7 @@ def test_tools_in_the_style_of_trl() -> None:
     assert environment.reset(ask("Shop!"), {"budget": 3}, 0, "qwen").messages == ask("Shop! The budget is 3.")
 
     def call(text: str) -> Reply:
-        return environment.step(f"<tool_call>{text}</tool_call>")
+        return environment.step("", f"<tool_call>{text}</tool_call>")
 
     bought = call('{"name": "buy", "arguments": {"item": "tea", "count": 2}}')
     assert bought == Reply([{"role": "tool", "content": "2 tea"}], 0.0, False, ["buy"], 0)
@@ -159,7 +159,7 @@ def test_tools_in_the_style_of_trl() -> None:
         assert (reply.failed_calls, reply.done) == (1, False)
         assert reply.messages[0]["role"] == "tool"
         assert "error" in reply.messages[0]["content"]
-    assert environment.step("That is all.") == Reply([], 0.0, True)
+    assert environment.step("", "That is all.") == Reply([], 0.0, True)
     assert environment.finish() == Outcome(2.0)
 
 
@@ -218,7 +218,7 @@ def test_rewards_that_cannot_be_trained_on_are_failures() -> None:
 def play(pool: EnvironmentPool, seed: int):
     """The last answer of an episode of two turns."""
     process = pool.open()
-    for request in (("reset", [], {}, seed, "json"), ("step", "x"), ("step", "y"), ("finish",)):
+    for request in (("reset", [], {}, seed, "json"), ("step", "x", ""), ("step", "y", ""), ("finish",)):
         pool.ask(process, *request)
         while not (found := pool.answers(60.0)):
             pass

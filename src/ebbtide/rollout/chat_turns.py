@@ -70,6 +70,10 @@ class ChatTurns:
         """A turn with all of its text: a stop text that ended it is for the environment to see."""
         return replace(turn, text=self._encoder.decode(turn.tokens))
 
+    def special_text(self, turn: Completion) -> str:
+        """The text of a turn with its special tokens, but for the end: in some formats they mark tool calls."""
+        return self._encoder.decode(turn.tokens, special=True)
+
     def open(self, messages: Sequence[Message]) -> tuple[Conversation, Encoded]:
         """Begins a conversation: its prompt, with the generation prompt."""
         encoded = self._encoder.chat(messages)

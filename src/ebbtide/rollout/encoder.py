@@ -110,9 +110,11 @@ class Encoder:
         (tokens,) = self.tokenize([prepared])
         return Encoded(prepared.text, tokens, has_control_text=prepared.renamed is not None)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens, with or without special ones. One that ends them is never part of it."""
+        if special and tokens and tokens[-1] in self._tokenizer.all_special_ids:
+            tokens = tokens[:-1]
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
     def tokenize(self, texts: Sequence[Prepared]) -> list[list[int]]:
         """The tokens of each text. The tokenizer gets all of them at once, and so uses all cores."""

@@ -173,10 +173,11 @@ class _Step:
             play = self._sequences[sequence]
             play.turn = turn = self._turns.whole_text(completion)
             play.branches[-1].add(turn, len(play.turns))
+            texts = turn.text, self._turns.special_text(turn)
             if play.asked is not None:
-                self._pool.ask(play.process, "sampled", turn.tokens, turn.logprobs, turn.finish, turn.text)
+                self._pool.ask(play.process, "sampled", turn.tokens, turn.logprobs, turn.finish, *texts)
             else:
-                self._pool.ask(play.process, "step", turn.text)
+                self._pool.ask(play.process, "step", *texts)
 
     def _take(self, play: Play, answer: Answer) -> None:
         """Takes what an environment has answered."""

@@ -107,11 +107,12 @@ class Environment:
             found = None
         return Opening(_prompt(messages, _first(found)))
 
-    def step(self, text: str) -> Reply:
-        """Answers what the policy wrote in its turn."""
+    def step(self, text: str, special_text: str) -> Reply:
+        """Answers what the policy wrote in its turn: a text without special tokens, and with them, which in some
+        formats mark tool calls."""
         if self._steps:
             return _reply(self._call(self._made.step, text))
-        parsed = parse(text, self._format)
+        parsed = parse(special_text, self._format)
         answers, failed = [], len(parsed.errors)
         for call in parsed.calls:
             answer, ok = self._use(call.name, call.arguments)
@@ -121,9 +122,11 @@ class Environment:
         done = not said or getattr(self._made, "done", False) is True
         return Reply(said, 0.0, done, [call.name for call in parsed.calls], failed)
 
-    def sampled(self, tokens: list[int], logprobs: list[float], finish: str, text: str) -> Asked | Reply:
+    def sampled(
+        self, tokens: list[int], logprobs: list[float], finish: str, text: str, special_text: str
+    ) -> Asked | Reply:
         """Gives an environment that drives its episodes the turn that it asked for."""
-        return self._answered(Sampled(tokens, logprobs, finish, text))
+        return self._answered(Sampled(tokens, logprobs, finish, text, special_text))
 
     def refused(self, why: str) -> Asked | Reply:
         """Tells such an environment why it gets no turn."""

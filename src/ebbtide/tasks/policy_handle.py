@@ -57,6 +57,8 @@ class Sampled:
     finish: str
     """`stop`, or `length` if a limit has ended it."""
     text: str = ""
+    special_text: str = ""
+    """The text with the special tokens that mark tool calls."""
 
 
 class PolicyError(Exception):
@@ -106,7 +108,7 @@ class Policy:
     def _message(self, sampled: Sampled, *, has_tools: bool) -> dict[str, Any]:
         """A turn as OpenAI's message, with its tool calls if there are tools."""
         self._calls += 1
-        parsed = parse(sampled.text, self.facts.tool_format) if has_tools else None
+        parsed = parse(sampled.special_text or sampled.text, self.facts.tool_format) if has_tools else None
         if parsed is None or not parsed.calls:
             return {"role": "assistant", "content": sampled.text}
         calls = [
