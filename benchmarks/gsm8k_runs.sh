@@ -10,7 +10,7 @@ mkdir -p "$folder"
 export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
 nvidia-cuda-mps-control -d 2> /dev/null
 for name in "$@"; do
-  lora="model.lora.rank=32 optimizer.lr=6e-5 memory.budget_gib=21"
+  lora="model.lora.rank=32 optimizer.lr=6e-5 memory.budget_gib=12"
   case $name in
     seed-*) own="seed=${name#seed-} memory.budget_gib=21" ;;
     pressure) own="seed=0 memory.budget_gib=4" ;;

@@ -35,6 +35,7 @@ from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.machine import save_rates
+from ebbtide.system.side_stream import begin_beside
 from ebbtide.system.torch_internals import without_split_k
 from ebbtide.system.units import GIB
 from rollout import grpo_work, timed
@@ -85,7 +86,10 @@ class Group:
     @torch.no_grad()
     def ours(self, x: torch.Tensor) -> None:
         for weight, first, seconds_of in zip(self._weights, self._firsts, self._seconds, strict=True):
-            adapter_kernels.add(linear(x, weight), x, first, seconds_of, self._starts, 1.0)
+            low, join = begin_beside(partial(adapter_kernels.lower, x, first), x.device)
+            found = linear(x, weight)
+            join()
+            adapter_kernels.add(found, low, seconds_of, self._starts, 1.0)
 
     @torch.no_grad()
     def in_torch(self, x: torch.Tensor) -> None:
