@@ -52,6 +52,7 @@ MATRICES = {
 }
 BUDGETS = {
     "8B-bfloat16": ("8B", None, 20),
+    "8B-bfloat16-18": ("8B", None, 18),  # Its plan streams the base.
     "8B-float8": ("8B", "float8", 14),
     "8B-int4": ("8B", "int4", 10),
     "14B-int4": ("14B", "int4", 14),
