@@ -207,11 +207,15 @@ def _engine(options: list[str]) -> PagedEngine:
     return PagedEngine(loaded, 128, exact=True)
 
 
+def _label(case: str) -> str:
+    shape, base, budget = BUDGETS[case]
+    return f"budget: {shape}, {base or 'bfloat16'}, {budget} GiB"
+
+
 def budgets(cases: list[str]) -> Iterator[list[Row]]:
     rows: list[Row] = []
     for case in cases:
-        shape, base, budget = BUDGETS[case]
-        label = f"budget: {shape}, {base or 'bfloat16'}, {budget} GiB"
+        (shape, base, budget), label = BUDGETS[case], _label(case)
         options = settings(
             shape, *plan.ALWAYS, *plan.PLAIN, RANK, "rollout.max_prompt_tokens=100",
             "task.python.options={length: 100}", "optimizer.lr=1e-5", "memory.plan=auto", f"memory.budget_gib={budget}",
@@ -265,7 +269,8 @@ def main() -> None:
         if name == "budget":
             total = torch.cuda.get_device_properties(0).total_memory / GIB
             save_rates(torch.cuda.get_device_name(), total, plan.measured_rates()[0])
-        others = kept("lora", beginning(name))
+        measured = {_label(case) for case in cases}
+        others = kept("lora", measured.__contains__ if name == "budget" else beginning(name))
         for rows in stages[name]():
             save("lora", [*others, *rows])
 
