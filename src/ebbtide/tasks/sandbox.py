@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 from ebbtide.errors import UserError
 from ebbtide.tasks.process_guard import kill_descendants
 
-Isolation = Literal["namespaces", "none"]
+Sandbox = Literal["namespaces", "none"]
 """`namespaces`: no network, no files but the system's and Python's own, no other processes. `none`: the limits alone,
 where the kernel or a container forbids namespaces."""
 
@@ -64,13 +64,13 @@ class Ran:
         return "\n".join(part for part in (self.stdout.rstrip(), self.stderr.rstrip(), self.why) if part)
 
 
-def run_python(code: str, isolation: Isolation = "namespaces", limits: Limits = USUAL) -> Ran:
+def run_python(code: str, sandbox: Sandbox = "namespaces", limits: Limits = USUAL) -> Ran:
     """Runs a snippet. Raises only if the kernel cannot isolate it."""
     with (
         tempfile.TemporaryDirectory(prefix="ebbtide-sandbox-", ignore_cleanup_errors=True) as staging,
         tempfile.TemporaryFile() as request,
     ):
-        request.write(json.dumps(_request(code, isolation, limits, staging)).encode())
+        request.write(json.dumps(_request(code, sandbox, limits, staging)).encode())
         request.seek(0)
         status, theirs = os.pipe()
         with open(status, "rb", buffering=0) as reports:
@@ -90,7 +90,7 @@ def run_python(code: str, isolation: Isolation = "namespaces", limits: Limits = 
                 return _watch(process, reports, limits)
 
 
-def python_tool(isolation: Isolation = "namespaces", limits: Limits = USUAL) -> Callable[[str], str]:
+def python_tool(sandbox: Sandbox = "namespaces", limits: Limits = USUAL) -> Callable[[str], str]:
     """A tool that runs snippets, for `schema` and `call` of tool_functions.py."""
 
     def python(code: str) -> str:
@@ -99,14 +99,14 @@ def python_tool(isolation: Isolation = "namespaces", limits: Limits = USUAL) -> 
         Args:
             code: The code to run. Print what you want to see.
         """
-        return str(run_python(code, isolation, limits))
+        return str(run_python(code, sandbox, limits))
 
     return python
 
 
-def _request(code: str, isolation: Isolation, limits: Limits, staging: str) -> dict[str, Any]:
+def _request(code: str, sandbox: Sandbox, limits: Limits, staging: str) -> dict[str, Any]:
     """What sandbox_child.py needs to know."""
-    isolate = isolation == "namespaces"
+    isolate = sandbox == "namespaces"
     work, snippet = ("/sandbox", "/snippet.py") if isolate else (f"{staging}/work", f"{staging}/snippet.py")
     if not isolate:
         os.mkdir(work)
