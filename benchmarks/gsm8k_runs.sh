@@ -18,7 +18,8 @@ for name in "$@"; do
     lora-*) own="$lora model.base=${name#lora-}" ;;
     *) echo "$name: seed-N, pressure, lora, lora-float8 or lora-int4" >&2; exit 2 ;;
   esac
-  # Chunks of the head as small as the budget of 4 GiB needs them, so that all runs of a seed have the same bits.
+  # Chunks of the head as small as the budget of 4 GiB needs them. With SETTINGS="deterministic=true" all runs of a seed
+  # then have the same bits; without, the backward of attention adds in any order.
   (
     # shellcheck disable=SC2086
     python -m ebbtide.cli train gsm8k run.folder="$folder/$name" model.path="$model" task.file.train="$data/train.jsonl" \
