@@ -57,8 +57,11 @@ def beginning(text: str) -> Callable[[str], bool]:
     return lambda case: case.startswith(text)
 
 
-def save(name: str, rows: list[Row], *, prints: bool = True) -> None:
-    """Writes benchmarks/results/NAME.json, and prints the table."""
+def save(
+    name: str, rows: list[Row], *, prints: bool = True, gpu: str | None = None, version: str | None = None
+) -> None:
+    """Writes benchmarks/results/NAME.json, and prints the table. `gpu` and `version` of torch: of another machine, on
+    which the runs were that the rows are of."""
     if prints:
         width = max(len(row.case) for row in rows)
         for row in rows:
@@ -67,8 +70,8 @@ def save(name: str, rows: list[Row], *, prints: bool = True) -> None:
     commit = _commit()
     result = {
         "name": name,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
+        "gpu": gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
+        "torch": version or torch.__version__,
         "commit": commit,
         "date": datetime.date.today().isoformat(),
         "rows": [

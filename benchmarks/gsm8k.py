@@ -1,12 +1,15 @@
 """GSM8K with the recipe `gsm8k`: accuracy by step and by second of finished runs, ours beside TRL's.
 
-    python benchmarks/gsm8k.py --ours RUN [RUN ...] [--trl RUN] [--other NAME=RUN ...] [--picture FILE.svg]
+    python benchmarks/gsm8k.py --ours RUN [RUN ...] [--other NAME=RUN ...] [--trl RUN] [--timed RUN]
+        [--alone NAME=STEP ...] [--gpu NAME --torch VERSION] [--picture FILE.svg]
 
-Each RUN is a folder with a metrics.jsonl: of `ebbtide train gsm8k`, one per seed, or of benchmarks/gsm8k_trl.py. The
-first of `--ours` is the one that is timed: it ran on the machine and on the day of TRL's. `--other` are runs within a
-budget, or with adapters. Without `--trl` the curve of an earlier run of TRL is kept, whose steps are drawn as if each
-had taken the same time. Seconds are those of steps, without evaluations; start-up is what comes before the first step,
-and is added where said. benchmarks/gsm8k_runs.sh makes the runs.
+Each RUN is a folder with a metrics.jsonl: of `ebbtide train gsm8k`, one per seed, or of benchmarks/gsm8k_trl.py.
+`--other` are runs within a budget, or with adapters. Both may have shared a GPU (benchmarks/gsm8k_runs.sh), so their
+seconds are left out, but for the median of the steps after STEP, if `--alone` names one after which a run had the GPU
+for itself. `--trl` and `--timed`, which is one of ours, ran alone on one machine on one day; without them those of
+earlier runs are kept from the results file. Seconds are those of steps, without evaluations; start-up is what comes
+before the first step, and is added where said. `--gpu` and `--torch` say what the runs ran on, where that is not this
+machine.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Row, kept, save
 
-ACCURACY, TRL = "evaluate/pass@1", "TRL 1.16 + vLLM 0.24"
-COLOURS = {"Ebbtide": "#1f77b4", TRL: "#d62728"}
+ACCURACY, TRL, TIMED = "evaluate/pass@1", "TRL 1.16 + vLLM 0.24", "Ebbtide, alone, 160 steps"
+FOLLOWED = {"completion_tokens": "tokens", "finished": "", "entropy": "nats", "groups_with_signal": ""}
+OURS, THEIRS = "#1f77b4", "#d62728"
 OTHERS = ("#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 
 
@@ -41,21 +45,23 @@ class Run:
 
     @staticmethod
     def stored(name: str) -> Run:
-        """A run of which the results file has rows; its steps as if each had taken the same time."""
+        """A run of which the results file has rows; the steps between two of them as if all had taken the same time."""
         rows = json.loads((RESULTS / "gsm8k.json").read_text())["rows"]
         found = {row["metric"]: row["value"] for row in rows if row["case"] == name}
         steps = round(found["steps"])
+        passed = {step: found.get(f"seconds of {step} steps") for step in range(steps)}
+        marks = {0: 0.0, **{step: value for step, value in passed.items() if value is not None}}
+        marks[steps] = found["training"]
+        taken = [0.0]
+        for (before, began), (after, ended) in pairwise(marks.items()):
+            taken += [(ended - began) / (after - before)] * (after - before)
         lines: list[dict[str, Any]] = []
-        for step in range(steps + 1):
+        for step, seconds in enumerate(taken):
             accuracy = found.get(f"test accuracy after {step} steps")
-            line = {"step": step, "seconds": found["training"] / steps, "seconds_startup": found["start-up"]}
+            line = {"step": step, "seconds": seconds, "seconds_startup": found["start-up"]}
             line["peak_gib"] = found["peak of the allocator"]
             lines.append(line if accuracy is None else {**line, ACCURACY: accuracy / 100})
         return Run(name, lines)
-
-    def until(self, step: int) -> Run:
-        """The beginning of this run."""
-        return Run(self.name, self.lines[: step + 1])
 
     @property
     def start(self) -> float:
@@ -89,22 +95,45 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", nargs="+", type=Path, required=True)
-    parser.add_argument("--trl", type=Path)
     parser.add_argument("--other", nargs="*", default=[], metavar="NAME=RUN")
+    parser.add_argument("--trl", type=Path)
+    parser.add_argument("--timed", type=Path)
+    parser.add_argument("--alone", nargs="*", default=[], metavar="NAME=STEP")
+    parser.add_argument("--gpu")
+    parser.add_argument("--torch")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
-    ours = [Run.read("Ebbtide", folder) for folder in given.ours]
-    trl = Run.read(TRL, given.trl) if given.trl else Run.stored(TRL)
+    ours = [Run.read(f"Ebbtide, seed {number}", folder) for number, folder in enumerate(given.ours)]
     others = [Run.read(name, Path(folder)) for name, _, folder in (one.partition("=") for one in given.other)]
-    measured = [ours[0], *([trl] if given.trl else []), *others]
-    rows = [*(row for run in measured for row in of_run(run)), *of_seeds(ours), *compared(ours[0], trl)]
+    alone = {name: int(step) for name, _, step in (one.partition("=") for one in given.alone)}
+    trl = Run.read(TRL, given.trl) if given.trl else Run.stored(TRL)
+    timed = Run.read(TIMED, given.timed) if given.timed else Run.stored(TIMED)
+    rows = [
+        *(row for run in [*ours, *others] for row in of_shared(run, alone.get(run.name))),
+        *(row for run, is_new in ((trl, given.trl), (timed, given.timed)) if is_new for row in of_timed(run)),
+        *of_seeds(ours),
+        *compared(timed, trl),
+    ]
     done = {row.case for row in rows}
-    save("gsm8k", [*kept("gsm8k", done.__contains__), *rows])
+    save("gsm8k", [*kept("gsm8k", done.__contains__), *rows], gpu=given.gpu, version=given.torch)
     if given.picture:
-        draw([*ours, trl, *others], given.picture)
+        draw([*ours, *others], timed, trl, given.picture)
 
 
-def of_run(run: Run) -> Iterator[Row]:
+def of_shared(run: Run, alone: int | None) -> Iterator[Row]:
+    for step, _, accuracy in run.curve():
+        yield Row(run.name, f"test accuracy after {step} steps", 100 * accuracy, "%")
+    yield Row(run.name, "steps", len(run.steps), "")
+    yield Row(run.name, "peak of the allocator", run.peak_gib, "GiB")
+    for name, unit in FOLLOWED.items():
+        for when, lines in (("first", run.lines[1:11]), ("last", run.lines[-10:])):
+            if found := [line[name] for line in lines if name in line]:
+                yield Row(run.name, f"{name}, {when} ten steps", statistics.mean(found), unit)
+    if alone is not None:
+        yield Row(run.name, "step alone on the GPU, median", statistics.median(run.steps[alone:]), "s")
+
+
+def of_timed(run: Run) -> Iterator[Row]:
     for step, passed, accuracy in run.curve():
         yield Row(run.name, f"test accuracy after {step} steps", 100 * accuracy, "%")
         yield Row(run.name, f"seconds of {step} steps", passed, "s")
@@ -120,8 +149,9 @@ def of_seeds(runs: list[Run]) -> Iterator[Row]:
     yield Row(case, "test accuracy, mean", statistics.mean(ends), "%")
     yield Row(case, "test accuracy, lowest", min(ends), "%")
     yield Row(case, "test accuracy, highest", max(ends), "%")
-    last = [max(run.accuracies[-3:]) - min(run.accuracies[-3:]) for run in runs]
-    yield Row(case, "last three evaluations lie within", 100 * max(last), "points")
+    for run in runs:
+        last = run.accuracies[-3:]
+        yield Row(case, f"last three evaluations lie within, {run.name[9:]}", 100 * (max(last) - min(last)), "points")
 
 
 def compared(ours: Run, trl: Run) -> Iterator[Row]:
@@ -137,25 +167,28 @@ def compared(ours: Run, trl: Run) -> Iterator[Row]:
     yield Row(case, "Ebbtide's share, with start-up", 100 * (reached + ours.start) / (theirs + trl.start), "%")
 
 
-def draw(runs: list[Run], file: Path) -> None:
-    """Both curves in one picture: by step and by second."""
+def draw(runs: list[Run], timed: Run, trl: Run, file: Path) -> None:
+    """Two pictures side by side: all runs by step, and those that were alone on the GPU by second."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    named: set[str] = set()
-    more = dict(zip(dict.fromkeys(run.name for run in runs if run.name not in COLOURS), OTHERS, strict=False))
-    colours = {**COLOURS, **more}
-    for run in runs:
-        for axis, place in zip(axes, (0, 1), strict=True):
+    figure, (by_step, by_second) = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    others = dict(zip([run.name for run in runs if not run.name.startswith("Ebbtide, seed")], OTHERS, strict=False))
+    labelled: set[tuple[Any, str]] = set()
+    for axis, place, shown in ((by_step, 0, [*runs, trl]), (by_second, 1, [timed, trl])):
+        for run in shown:
+            colour = others.get(run.name, THEIRS if run is trl else OURS)
+            label = run.name if run.name in others or run is trl else "Ebbtide" if run is timed else "Ebbtide, 3 seeds"
             points = [(point[place], 100 * point[2]) for point in run.curve()]
-            label = None if run.name in named else run.name
-            axis.plot(*zip(*points, strict=True), color=colours[run.name], marker="o", markersize=3, label=label)
-        named.add(run.name)
-    axes[0].set(xlabel="step", ylabel="greedy accuracy on the 1,319 test problems (%)")
-    axes[1].set(xlabel="seconds of training")
-    for axis in axes:
+            if not points:
+                continue
+            told = None if (axis, label) in labelled else label
+            axis.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=told)
+            labelled.add((axis, label))
+    by_step.set(xlabel="step", ylabel="greedy test accuracy (%)")
+    by_second.set(xlabel="seconds of training, alone on the GPU")
+    for axis in (by_step, by_second):
         axis.grid(alpha=0.3)
-    axes[0].legend()
+        axis.legend(fontsize="small")
     figure.savefig(file, metadata={"Date": None})
 
 

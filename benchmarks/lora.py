@@ -35,6 +35,7 @@ from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.machine import save_rates
+from ebbtide.system.side_stream import begin_beside
 from ebbtide.system.torch_internals import without_split_k
 from ebbtide.system.units import GIB
 from rollout import grpo_work, timed
@@ -51,6 +52,7 @@ MATRICES = {
 }
 BUDGETS = {
     "8B-bfloat16": ("8B", None, 20),
+    "8B-bfloat16-18": ("8B", None, 18),  # Its plan streams the base.
     "8B-float8": ("8B", "float8", 14),
     "8B-int4": ("8B", "int4", 10),
     "14B-int4": ("14B", "int4", 14),
@@ -85,7 +87,10 @@ class Group:
     @torch.no_grad()
     def ours(self, x: torch.Tensor) -> None:
         for weight, first, seconds_of in zip(self._weights, self._firsts, self._seconds, strict=True):
-            adapter_kernels.add(linear(x, weight), x, first, seconds_of, self._starts, 1.0)
+            low, join = begin_beside(partial(adapter_kernels.lower, x, first), x.device)
+            found = linear(x, weight)
+            join()
+            adapter_kernels.add(found, low, seconds_of, self._starts, 1.0)
 
     @torch.no_grad()
     def in_torch(self, x: torch.Tensor) -> None:
@@ -202,11 +207,15 @@ def _engine(options: list[str]) -> PagedEngine:
     return PagedEngine(loaded, 128, exact=True)
 
 
+def _label(case: str) -> str:
+    shape, base, budget = BUDGETS[case]
+    return f"budget: {shape}, {base or 'bfloat16'}, {budget} GiB"
+
+
 def budgets(cases: list[str]) -> Iterator[list[Row]]:
     rows: list[Row] = []
     for case in cases:
-        shape, base, budget = BUDGETS[case]
-        label = f"budget: {shape}, {base or 'bfloat16'}, {budget} GiB"
+        (shape, base, budget), label = BUDGETS[case], _label(case)
         options = settings(
             shape, *plan.ALWAYS, *plan.PLAIN, RANK, "rollout.max_prompt_tokens=100",
             "task.python.options={length: 100}", "optimizer.lr=1e-5", "memory.plan=auto", f"memory.budget_gib={budget}",
@@ -260,7 +269,8 @@ def main() -> None:
         if name == "budget":
             total = torch.cuda.get_device_properties(0).total_memory / GIB
             save_rates(torch.cuda.get_device_name(), total, plan.measured_rates()[0])
-        others = kept("lora", beginning(name))
+        measured = {_label(case) for case in cases}
+        others = kept("lora", measured.__contains__ if name == "budget" else beginning(name))
         for rows in stages[name]():
             save("lora", [*others, *rows])
 

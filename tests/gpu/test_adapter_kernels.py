@@ -40,7 +40,8 @@ class Group:
         from ebbtide.model import adapter_kernels
 
         products = self.products[rows].clone()
-        adapter_kernels.add(products, self.x[rows], self.first, self.seconds, self.columns, 0.7)
+        low = adapter_kernels.lower(self.x[rows], self.first)
+        adapter_kernels.add(products, low, self.seconds, self.columns, 0.7)
         return products
 
     def wanted(self, rounded: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ebbtide.algorithms.loop import train
 from ebbtide.cli import app
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config.planner_keys import settings_diff
 from ebbtide.errors import UserError
 from ebbtide.memory.oom import oom_error
 from ebbtide.model.shape import find_shape
@@ -25,7 +26,7 @@ from ebbtide.model.workload import max_workload
 from ebbtide.parallel.comm import Comm
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.run_plan import RunPlan, plan_run
-from ebbtide.planner.search import PlanSearch, settings_diff
+from ebbtide.planner.search import PlanSearch
 from ebbtide.report.report import Report
 from ebbtide.system.machine import machine_for
 from plans import plan_of

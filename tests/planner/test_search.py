@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.planner_keys import GROUPS, free_groups, keep_planned_settings, with_changes
+from ebbtide.config.planner_keys import settings_diff as as_settings
 from ebbtide.model.shape import find_shape
 from ebbtide.model.workload import max_workload
 from ebbtide.planner.holdings import plan_holdings
@@ -24,7 +25,6 @@ from ebbtide.planner.predict import Predictor
 from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.render import explain_misfit, render_plan, to_arguments
 from ebbtide.planner.search import PlanResult, PlanSearch, usable_gib
-from ebbtide.planner.search import settings_diff as as_settings
 from ebbtide.system.machine import machine_for
 from ebbtide.system.units import GIB
 

@@ -96,3 +96,14 @@ def test_ranks_gather_the_base_as_they_do_the_adapters(tiny) -> None:
     for phase in made.phases:
         wanted = "gathered" if phase in ("generate", "evaluate") else made.place(phase, "weights")
         assert made.place(phase, "base") == made.place(phase, "weights") == wanted
+
+
+def test_a_base_is_streamed_where_activations_would_not_fit_beside_it() -> None:
+    eight = {"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 12288, "tied": "false"}
+    sizes = [f"model.scratch.{name}={value}" for name, value in {**eight, "vocabulary": 151936, "context": 512}.items()]
+    work = ["rollout.prompts_per_step=16", "rollout.group_size=8", "rollout.max_prompt_tokens=100"]
+    by_hand = ["rollout.max_new_tokens=256", "train.microbatch_tokens=4096", "memory.activations.preset=keep"]
+    given = ["--gpu", "h200", *sizes, *work, *by_hand, "model.lora.rank=32", "checkpoint=null"]
+    assert "memory.stream_base=True" in planned(*given, "memory.budget_gib=20")["settings"]
+    assert planned(*given, "memory.budget_gib=60")["settings"] == []
+    planned(*given, "memory.budget_gib=20", "memory.stream_base=false", code=1)  # What is set by hand stays.

@@ -1,5 +1,6 @@
 """Environments by duck type, in every spelling; and the processes that they run in."""
 
+import json
 import time
 from types import SimpleNamespace
 from typing import Literal
@@ -11,8 +12,8 @@ from ebbtide.errors import UserError
 from ebbtide.tasks.environment import Description, Environment, Opening, Outcome, Reply
 from ebbtide.tasks.environment_message import Failed, decode_answer, encode_answer
 from ebbtide.tasks.environment_pool import EnvironmentPool
+from ebbtide.tasks.environments.python import make as python_environment
 from ebbtide.tasks.task import ask
-from ebbtide.tasks.tool_schema import tool_schema
 
 SAID = [{"role": "user", "content": "warmer"}]
 
@@ -154,30 +155,18 @@ def test_tools_in_the_style_of_trl() -> None:
     bought = call('{"name": "buy", "arguments": {"item": "tea", "count": 2}}')
     assert bought == Reply([{"role": "tool", "content": "2 tea"}], 0.0, False, ["buy"], 0)
     assert call('{"name": "look", "arguments": {}}').messages[0]["content"] == '{"shelf": ["tea"]}'
-    for wrong in ('{"name": "steal", "arguments": {}}', '{"name": "buy", "arguments": {"cost": 1}}', "{nonsense"):
-        reply = call(wrong)
+    wrong = {
+        '{"name": "steal", "arguments": {}}': "no tool `steal`",
+        '{"name": "buy", "arguments": {"cost": 1}}': "no argument `cost`",
+        "{nonsense": "JSON",
+    }
+    for text, why in wrong.items():
+        reply = call(text)
         assert (reply.failed_calls, reply.done) == (1, False)
         assert reply.messages[0]["role"] == "tool"
-        assert "error" in reply.messages[0]["content"]
+        assert why in reply.messages[0]["content"]
     assert environment.step("", "That is all.") == Reply([], 0.0, True)
     assert environment.finish() == Outcome(2.0)
-
-
-def test_a_schema_of_types() -> None:
-    def tool(many: list[int], maybe: str | None, any_of: int | str, rest: "Unknown") -> None:  # noqa: F821
-        """Does nothing."""
-
-    properties = tool_schema(tool)["function"]["parameters"]["properties"]
-    assert properties["many"] in ({"type": "array", "items": {"type": "integer"}}, {})
-
-    def known(many: list[int], maybe: str | None, any_of: int | str) -> None:
-        """Does nothing."""
-
-    assert tool_schema(known)["function"]["parameters"]["properties"] == {
-        "many": {"type": "array", "items": {"type": "integer"}},
-        "maybe": {"type": "string"},
-        "any_of": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
-    }
 
 
 @pytest.mark.parametrize(
@@ -278,3 +267,17 @@ def test_what_is_no_environment_is_refused_at_the_start(config, why) -> None:
 def test_a_name_that_is_none() -> None:
     with pytest.raises(ValueError, match="write `module:name` of a class or function, or one of calculator, mcp"):
         EnvironmentConfig(object="chess")
+
+
+def test_a_python_tool_runs_code_in_the_sandbox() -> None:
+    try:
+        environment = Environment(python_environment())
+    except UserError as error:
+        pytest.skip(f"the kernel cannot isolate code here: {error}")
+    described = environment.describe()
+    assert [tool["function"]["name"] for tool in described.tools] == ["python"]
+    assert not described.gives_reward
+    environment.reset(ask("6 * 7?"), {}, 0, "qwen")
+    call = json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}})
+    assert environment.step("", f"<tool_call>{call}</tool_call>").messages == [{"role": "tool", "content": "42"}]
+    assert environment.step("", "42") == Reply([], 0.0, True)

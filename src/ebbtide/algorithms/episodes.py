@@ -55,7 +55,7 @@ class PlayedEpisodes:
                 config.rollout,
                 pool,
                 turns,
-                tool_format=environment.tool_format or detect(template if isinstance(template, str) else None),
+                tool_format=environment.tool_format or detect(template if isinstance(template, str) else ""),
                 rows=policy.vocabulary_rows,
                 drives=described.drives,
                 # The bits of a CPU's products, and those of a GPU that is not exact, depend on the batch.

@@ -8,8 +8,13 @@ from pydantic import field_validator
 
 from ebbtide.config.base import Count, Positive, Section
 
-BUILTIN_ENVIRONMENTS = ("calculator", "mcp", "openenv", "skyrl_gym", "textarena", "verifiers")
-"""The environments that ship with Ebbtide: a game to try, and adapters to the packages of these names."""
+ToolFormat = Literal["qwen", "hermes", "llama3", "mistral", "json"]
+"""How a family of models writes tool calls. `qwen` and `hermes` are the same: JSON, or the XML of Qwen3-Coder, in
+`<tool_call>`. `llama3`: JSON after `<|python_tag|>`, or as `json`. `mistral`: what follows `[TOOL_CALLS]`. `json`: an
+object in a code fence, or one that begins a line."""
+
+BUILTIN_ENVIRONMENTS = ("calculator", "mcp", "openenv", "python", "skyrl_gym", "textarena", "verifiers")
+"""The environments that ship with Ebbtide: a game, a Python tool, and adapters to the packages of these names."""
 
 
 class EnvironmentConfig(Section):
@@ -17,9 +22,9 @@ class EnvironmentConfig(Section):
     process of its own; if that hangs or crashes, only the episode is lost and the run continues."""
 
     object: str
-    """`module:name` of a class, or of a function that returns an environment, for each episode anew; or `calculator`, a
-    game that ships with Ebbtide; or an adapter: `mcp`, `openenv`, `skyrl_gym`, `textarena` or
-    `verifiers`."""
+    """`module:name` of a class, or of a function that returns an environment, for each episode anew; or one that ships
+    with Ebbtide: `calculator`, a game, and `python`, a tool; or an adapter: `mcp`, `openenv`, `skyrl_gym`, `textarena`
+    or `verifiers`."""
 
     options: dict[str, Any] = {}
     """Keyword arguments for it."""
@@ -35,7 +40,7 @@ class EnvironmentConfig(Section):
     """Tokens sampled in one turn, at most; `null`: as many as `rollout.max_new_tokens`, which limits the tokens of a
     whole episode after its prompt, sampled and the environment's, leaves."""
 
-    tool_format: Literal["qwen", "hermes", "llama3", "mistral", "json"] | None = None
+    tool_format: ToolFormat | None = None
     """How the policy writes tool calls; `null`: as its chat template does."""
 
     max_concurrent: Count = 256

@@ -135,8 +135,7 @@ class MemoryConfig(Section):
 
     stream_base: bool = False
     """With `model.lora`, on one GPU with fused blocks: while log-probs are computed and adapters are trained, keep the
-    frozen blocks on the host, and copy each to the device ahead of its use. A plan counts it, and does not choose it by
-    itself."""
+    frozen blocks on the host, and copy each to the device ahead of its use."""
 
     host_budget_gib: Positive | None = None
     """Maximum host memory to pin, checked before the model loads; `null` is 80% of what is free."""

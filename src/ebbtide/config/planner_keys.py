@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from ebbtide.config.root import Config
 
 Change = Mapping[str, Any]
@@ -14,6 +16,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer.place", "optimizer.cpu_fraction"),
     "offload": ("memory.preset", "memory.offload"),
     "activations": ("memory.activations",),
+    "base": ("memory.stream_base",),
     "rollout_weights": ("parallel.rollout_weights",),
     "micro-batch": ("train.microbatch_tokens",),
     "head": ("train.head_chunk_tokens",),
@@ -33,7 +36,8 @@ def keys_by_hand(config: Config) -> list[str]:
 def decidable_groups(config: Config) -> tuple[str, ...]:
     """The groups that have something to decide in this config."""
     gathers = config.generates and config.parallel is not None and not config.parallel.rollout_gpus
-    return tuple(group for group in GROUPS if group != "rollout_weights" or gathers)
+    decides = {"rollout_weights": gathers, "base": config.can_stream_base and config.parallel is None}
+    return tuple(group for group in GROUPS if decides.get(group, True))
 
 
 def free_groups(config: Config) -> tuple[str, ...]:
@@ -85,3 +89,28 @@ def with_changes(config: Config, changes: Change) -> Config:
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
     )
+
+
+def settings_diff(before: Config, after: Config) -> list[str]:
+    """The settings that turn one config into the other, as written on the command line."""
+    lines: list[str] = []
+    for dotted in (key for keys in GROUPS.values() for key in keys):
+        section, key = dotted.split(".")
+        lines += _differences(dotted, *(getattr(getattr(one, section), key, None) for one in (before, after)))
+    return lines
+
+
+def _differences(dotted: str, before: Any, after: Any) -> list[str]:
+    if isinstance(after, BaseModel):
+        return [
+            line
+            for name in type(after).model_fields
+            for line in _differences(f"{dotted}.{name}", getattr(before, name), getattr(after, name))
+        ]
+    return [] if before == after else [f"{dotted}={_text(after)}"]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    return "null" if value is None else str(value)

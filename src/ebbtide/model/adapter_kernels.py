@@ -113,34 +113,40 @@ def _add(
 _launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add)
 
 
+def lower(x: Tensor, first: Tensor) -> Tensor:
+    """x [T, K] @ first.T [K, channels] for `add`, of all adapters: float32 sums that are to be added up."""
+    x, first = x.contiguous(), first.contiguous()
+    (rows, depth), channels = x.shape, len(first)
+    chunk = max(CHUNK, _power_of_2(ceil_div(depth, MOST_CHUNKS)))
+    chunks = ceil_div(depth, chunk)
+    parts, wide = chunks if rows <= FEW else 1, min(COLUMNS, _power_of_2(channels))
+    low = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
+    if rows:
+        _launch_lower(
+            ceil_div(rows, ROWS) * ceil_div(channels, wide) * parts,
+            (x, first, low),
+            (rows, chunks // parts),
+            *(depth, channels, chunk, ROWS, wide, DEPTH),
+            warps=4,
+        )
+    return low
+
+
 def add(
     products: Tensor,  # [T, N]: of all layers, side by side
-    x: Tensor,  # [T, K]
-    first: Tensor,  # [adapters x rank, K]: A of all adapters
+    low: Tensor,  # [parts, T, adapters x rank]: of `lower`
     seconds: Sequence[Tensor],  # [width, rank] each: B of all adapters, three at most
     columns: Sequence[int],  # where the product of each adapter's layer begins
     scale: float,
 ) -> None:
-    """Adds scale * (x A.T) B.T to the products of the layers that have an adapter, in place."""
-    (rows, depth), channels, rank = x.shape, len(first), seconds[0].shape[1]
+    """Adds scale * low B.T to the products of the layers that have an adapter, in place."""
+    (parts, rows, channels), rank = low.shape, seconds[0].shape[1]
     if not rows:
         return
-    x, first, seconds = x.contiguous(), first.contiguous(), [second.contiguous() for second in seconds]
-    chunk = max(CHUNK, _power_of_2(ceil_div(depth, MOST_CHUNKS)))
-    chunks = ceil_div(depth, chunk)
-    parts, tiles = chunks if rows <= FEW else 1, ceil_div(rows, ROWS)
-    low = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
-    wide = min(COLUMNS, _power_of_2(channels))
-    _launch_lower(
-        tiles * ceil_div(channels, wide) * parts,
-        (x, first, low),
-        (rows, chunks // parts),
-        *(depth, channels, chunk, ROWS, wide, DEPTH),
-        warps=4,
-    )
+    seconds = [second.contiguous() for second in seconds]
     widths, missing = [len(second) for second in seconds], LAYERS - len(seconds)
     _launch_add(
-        tiles * sum(ceil_div(width, COLUMNS) for width in widths),
+        ceil_div(rows, ROWS) * sum(ceil_div(width, COLUMNS) for width in widths),
         (products, low, *seconds, *[seconds[0]] * missing),
         (rows, scale),
         *(*widths, *[0] * missing, *columns, *[0] * missing, products.stride(0), channels, parts, rank),

@@ -9,12 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ebbtide.checkpoint.costs import describe_synchronous
+from ebbtide.config.planner_keys import settings_diff
 from ebbtide.config.root import Config
 from ebbtide.memory.costs import WORKSPACE, PhaseCost
 from ebbtide.memory.plan import HOST_SHARE, Phase
 from ebbtide.model.shape import Shape
 from ebbtide.planner.prediction import Prediction
-from ebbtide.planner.search import PlanResult, required_host_bytes, settings_diff, usable_gib
+from ebbtide.planner.search import PlanResult, required_host_bytes, usable_gib
 from ebbtide.policy.model_costs import SAMPLING_PHASES
 from ebbtide.system.machine import Machine, Rates
 from ebbtide.system.units import gib

@@ -11,6 +11,7 @@ import torch
 
 from ebbtide.config.model_path import locate
 from ebbtide.config.parallel import ParallelConfig
+from ebbtide.config.planner_keys import settings_diff
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import UserError
@@ -23,7 +24,7 @@ from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import mesh_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.render import as_json, compare, explain_misfit, summarize, to_arguments
-from ebbtide.planner.search import PlanResult, PlanSearch, settings_diff
+from ebbtide.planner.search import PlanResult, PlanSearch
 from ebbtide.policy.model_costs import frozen_shapes
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.machine import Machine, cpu_machine, peak_flops, this_machine

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
 from ebbtide.config.planner_keys import (
     GROUPS,
     Change,
     decidable_groups,
     free_groups,
     keys_by_hand,
+    settings_diff,
     validate_changes,
     with_changes,
 )
@@ -28,6 +27,7 @@ from ebbtide.optim.costs import STATE
 from ebbtide.planner.holdings import phases_without
 from ebbtide.planner.predict import Predictor, host_limit
 from ebbtide.planner.prediction import Prediction
+from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.system.units import GIB, gib
 
 # A plan leaves 3% of the budget, and 0.45 GiB, or a tenth of the budget if that is less, to fragmentation.
@@ -289,6 +289,10 @@ class PlanSearch:
                 *([{"memory.preset": "keep", "memory.offload": state_offload}] if state_offload else []),
                 {"memory.preset": "lean", "memory.offload": {}},
             ]
+        if group == "base":
+            device = "cpu" if self._predictor.on_cpu else "cuda"
+            streams = can_fuse(self._predictor.shape, config.model.itemsize(device), device, 1)
+            return [{}, {"memory.stream_base": True}] if streams and not config.memory.stream_base else [{}]
         if group == "rollout_weights":
             gathers = config.rollout_weights(self._predictor.sharing.shards) == "gathered"
             return [{}, {"parallel.rollout_weights": "layerwise"}] if gathers else [{}]
@@ -371,28 +375,3 @@ def _cost(mine: Prediction, other: Prediction, *, whole: bool) -> float:
 def usable_gib(budget_gib: float) -> float:
     """The part of a budget that a plan may use, in GiB."""
     return (1 - MARGIN) * budget_gib - min(SPARE, SPARE_SHARE * budget_gib)
-
-
-def settings_diff(before: Config, after: Config) -> list[str]:
-    """The settings that turn one config into the other, as written on the command line."""
-    lines: list[str] = []
-    for dotted in (key for keys in GROUPS.values() for key in keys):
-        section, key = dotted.split(".")
-        lines += _differences(dotted, *(getattr(getattr(one, section), key, None) for one in (before, after)))
-    return lines
-
-
-def _differences(dotted: str, before: Any, after: Any) -> list[str]:
-    if isinstance(after, BaseModel):
-        return [
-            line
-            for name in type(after).model_fields
-            for line in _differences(f"{dotted}.{name}", getattr(before, name), getattr(after, name))
-        ]
-    return [] if before == after else [f"{dotted}={_text(after)}"]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(str, value))}]"
-    return "null" if value is None else str(value)

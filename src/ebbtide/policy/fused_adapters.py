@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.lora import LoraLinear
 from ebbtide.model.row_adapters import Columns, RowLoraLinear
+from ebbtide.system.side_stream import begin_beside
+
+AddAdapters = Callable[[Tensor], Tensor]
+"""Adds what adapters make of their input to the layers' products, in place, and returns these."""
 
 
 class _Adapter(NamedTuple):
@@ -54,23 +58,35 @@ class FusedAdapters:
     def names(self) -> Sequence[str]:
         return [*self._firsts.names, *(one.second for one in self._adapters)]
 
-    def add(self, products: Tensor, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        """Adds what the adapters make of x [T, K] to the layers' products [T, N], in place, and returns these."""
+    def begin(self, x: Tensor, weights: dict[str, Tensor]) -> AddAdapters:
+        """Begins what the adapters make of x [T, K], in a CUDA graph beside what follows. Returns a function that adds
+        it to the layers' products [T, N], in place, and returns these."""
         if not self._adapters or not self._layer.is_on:
-            return products
+            return lambda products: products
         scale = self._layer.scale
+        seconds = [weights[one.second] for one in self._adapters]
         if x.is_cuda and x.itemsize == 2 and not isinstance(self._layer, RowLoraLinear):
             from ebbtide.model import adapter_kernels  # It needs triton, which comes with torch on a GPU.
 
-            seconds, starts = zip(*((weights[one.second], one.columns.start) for one in self._adapters), strict=True)
-            adapter_kernels.add(products, x, self._firsts(weights), seconds, starts, scale)
+            first, starts = self._firsts(weights), [one.columns.start for one in self._adapters]
+            low, join = begin_beside(lambda: adapter_kernels.lower(x, first), x.device)
+
+            def add(products: Tensor) -> Tensor:
+                join()
+                adapter_kernels.add(products, low, seconds, starts, scale)
+                return products
+
+            return add
+
+        def add_in_torch(products: Tensor) -> Tensor:
+            low = self._firsts.product(x, weights)
+            if isinstance(self._layer, RowLoraLinear):
+                low.mul_(self._layer.rows.mask(self._columns))
+            for one, second in zip(self._adapters, seconds, strict=True):
+                products[:, one.columns].addmm_(low[:, one.channels], second.t(), alpha=scale)
             return products
-        low = self._firsts.product(x, weights)
-        if isinstance(self._layer, RowLoraLinear):
-            low.mul_(self._layer.rows.mask(self._columns))
-        for one in self._adapters:
-            products[:, one.columns].addmm_(low[:, one.channels], weights[one.second].t(), alpha=scale)
-        return products
+
+        return add_in_torch
 
     def backward(
         self, dx: Tensor, grad: Tensor, weights: dict[str, Tensor], grads: dict[str, Tensor | None]

@@ -48,7 +48,8 @@ class Projection:
 
     def __call__(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """The products of x [T, K]: [T, N]."""
-        return self._adapters.add(self._product(x, weights), x, weights)
+        add_adapters = self._adapters.begin(x, weights)
+        return add_adapters(self._product(x, weights))
 
     def _product(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         if not self._scale.names:

@@ -23,6 +23,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     """Whether to continue past end tokens, up to `max_new_tokens`: for measurements."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, besides the model's end tokens."""
+
+    def end_tokens(self, of_model: Sequence[int]) -> list[int]:
+        """The tokens that end a completion of a model with these end tokens."""
+        return [*(() if self.ignore_eos else of_model), *self.stop_token_ids]
 
 
 @dataclass(frozen=True)

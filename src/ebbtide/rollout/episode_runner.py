@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ebbtide.config.environment import EnvironmentConfig
+from ebbtide.config.environment import EnvironmentConfig, ToolFormat
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
@@ -46,7 +46,7 @@ class EpisodeRunner:
         pool: EnvironmentPool,
         turns: ChatTurns,
         *,
-        tool_format: str,
+        tool_format: ToolFormat,
         rows: int,
         lockstep: bool,
         drives: bool = False,

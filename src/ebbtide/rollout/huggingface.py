@@ -63,7 +63,7 @@ class HuggingFaceEngine:
         sampler = _TokenSampler(uniforms(seeds, sampling.max_new_tokens).to(device), sampling, report)
         stop_condition = StopCondition(sampling, self._tokenizer, self._end_tokens)
         stops = _StopCriteria(stop_condition, longest, len(prompts))
-        ends = [] if sampling.ignore_eos else self._end_tokens
+        ends = sampling.end_tokens(self._end_tokens)
         settings = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=pad
         )

@@ -14,7 +14,7 @@ class StopCondition:
 
     def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Sequence[int]) -> None:
         self._stop, self._tokenizer = sampling.stop, tokenizer
-        self._end_tokens = frozenset(() if sampling.ignore_eos else end_tokens)
+        self._end_tokens = frozenset(sampling.end_tokens(end_tokens))
         # How many tokens back a stop string is looked for. A token is at least one byte; 8 more, as the first tokens of
         # a window may decode differently than after their predecessors.
         self.window = max((len(text.encode()) for text in self._stop), default=0) + 8

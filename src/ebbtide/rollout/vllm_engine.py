@@ -119,7 +119,7 @@ class VllmEngine:
             seed=seed,
             stop=list(sampling.stop),
             ignore_eos=True,  # the end tokens are named below instead: vLLM's own may differ
-            stop_token_ids=[] if sampling.ignore_eos else self._end_tokens,
+            stop_token_ids=sampling.end_tokens(self._end_tokens),
             logprobs=0,  # for the sampled token only
             flat_logprobs=True,
             detokenize=bool(sampling.stop),

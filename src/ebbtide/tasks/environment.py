@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ebbtide.config.environment import ToolFormat
 from ebbtide.tasks.driving import DrivenEpisode
 from ebbtide.tasks.policy_handle import NOTHING_KNOWN, Asked, PolicyError, PolicyFacts, Sampled
 from ebbtide.tasks.task import Message, find_message_problem
 from ebbtide.tasks.tool_calls import parse
-from ebbtide.tasks.tool_schema import tool_schema
+from ebbtide.tasks.tool_functions import ToolError, checked_call, schema
 
 RESERVED = frozenset({"reset", "init", "step", "close", "get_reward", "get_metrics", "state", "done"})
 """Names that are never tools."""
@@ -72,7 +73,8 @@ class Environment:
     """The environment of one episode, around an object of whatever style."""
 
     def __init__(self, made: Any, facts: PolicyFacts = NOTHING_KNOWN) -> None:
-        self._made, self._facts, self._format = made, facts, "json"
+        self._made, self._facts = made, facts
+        self._format: ToolFormat = "json"
         self._loop = asyncio.new_event_loop()
         self._steps, self._drives = callable(getattr(made, "step", None)), _drives(made)
         self._episode: DrivenEpisode | None = None
@@ -85,12 +87,12 @@ class Environment:
 
     def describe(self) -> Description:
         """Describes the environment, before any episode."""
-        tools = [tool_schema(tool) for tool in self._tools.values()]
+        tools = [schema(tool) for tool in self._tools.values()]
         rewards = self._steps or self._drives or callable(getattr(self._made, "get_reward", None))
         return Description(tools, rewards, self._drives)
 
     def reset(
-        self, messages: list[Message], row: Mapping[str, Any], seed: int, tool_format: str
+        self, messages: list[Message], row: Mapping[str, Any], seed: int, tool_format: ToolFormat
     ) -> Opening | Asked | Reply:
         """Begins the episode of a problem, with what the problem's own prompt is."""
         self._format = tool_format
@@ -115,9 +117,11 @@ class Environment:
         parsed = parse(special_text, self._format)
         answers, failed = [], len(parsed.errors)
         for call in parsed.calls:
-            answer, ok = self._use(call.name, call.arguments)
-            failed += not ok
-            answers.append(answer)
+            try:
+                answers.append(checked_call(self._tools, call, self._loop.run_until_complete))
+            except ToolError as error:
+                failed += 1
+                answers.append(str(error))
         said: list[Message] = [{"role": "tool", "content": text} for text in (*answers, *parsed.errors)]
         done = not said or getattr(self._made, "done", False) is True
         return Reply(said, 0.0, done, [call.name for call in parsed.calls], failed)
@@ -140,15 +144,6 @@ class Environment:
     def _next(self) -> Asked | Reply:
         assert self._episode is not None
         return self._episode.asks() or Reply([], done=True)
-
-    def _use(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """(what a tool returned, or what was wrong with the call; whether it was right)."""
-        if name not in self._tools:
-            return f"error: there is no tool `{name}`; the tools are: {', '.join(self._tools)}", False
-        try:
-            return as_text(self._call(self._tools[name], **arguments)), True
-        except Exception as error:  # noqa: BLE001 (foreign code: what a tool raises is an observation)
-            return f"error: {type(error).__name__}: {error}", False
 
     def finish(self) -> Outcome:
         """Ends the episode, whether the environment or a limit has ended it."""

@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from ebbtide.config.environment import ToolFormat
 from ebbtide.tasks.task import Message
 from ebbtide.tasks.tool_calls import parse
 
@@ -27,7 +28,7 @@ class PolicyFacts:
     """The most tokens of a sequence."""
     end_tokens: list[int] = field(default_factory=list)
     """Tokens that end a turn."""
-    tool_format: str = "json"
+    tool_format: ToolFormat = "json"
     """How the policy writes tool calls."""
 
 

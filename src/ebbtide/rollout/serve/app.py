@@ -18,9 +18,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ebbtide.rollout.serve.error import ApiError
+from ebbtide.rollout.serve.generate_response import GenerateResponseBuilder
 from ebbtide.rollout.serve.queue import QueuedRequest, RequestQueue, TokenEvent
 from ebbtide.rollout.serve.response import ResponseBuilder, SampleDelta
-from ebbtide.rollout.serve.schema import ChatBody, CompletionBody, check_name, parse_body
+from ebbtide.rollout.serve.schema import AnyBody, B, ChatBody, CompletionBody, GenerateBody, check_name, parse_body
 from ebbtide.rollout.serve.to_request import ServedModel, build_queued_request, encode_prompt, parse_prompts
 from ebbtide.system.hosts import LOOPBACK, is_loopback
 
@@ -44,6 +45,7 @@ class Api:
                 Route("/v1/models/{name:path}", self.model),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/inference/v1/generate", self.generate, methods=["POST"]),
             ],
             exception_handlers={ApiError: _refused, HTTPException: _http_error, ClientDisconnect: _gone, 500: _failed},
         )
@@ -82,7 +84,10 @@ class Api:
     async def chat(self, request: Request) -> Reply:
         return await self._reply(request, ChatBody)
 
-    async def _reply(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Reply:
+    async def generate(self, request: Request) -> Reply:
+        return await self._reply(request, GenerateBody)
+
+    async def _reply(self, request: Request, kind: type[B]) -> Reply:
         self._admit(request)
         body = parse_body(kind, await self._read(request), [*self._models])
         served = self._models[self._base if body.model is None else body.model]
@@ -120,9 +125,7 @@ class Api:
 class Reply:
     """The response to a request, streamed or whole. When the client disconnects, all work for it ends."""
 
-    def __init__(
-        self, queue: RequestQueue, served: ServedModel, body: CompletionBody | ChatBody, encoder: Executor
-    ) -> None:
+    def __init__(self, queue: RequestQueue, served: ServedModel, body: AnyBody, encoder: Executor) -> None:
         self._queue, self._served, self._body, self._encoder = queue, served, body, encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,12 +141,16 @@ class Reply:
 
     async def _respond(self, scope: Scope, send: Send) -> None:
         self._request = await self._encoded(scope["state"]["cut"])
-        self._answer = ResponseBuilder(self._body, self._request, self._served)
+        self._answer = (
+            GenerateResponseBuilder(self._body, self._request)
+            if isinstance(self._body, GenerateBody)
+            else ResponseBuilder(self._body, self._request, self._served)
+        )
         self._queue.submit(self._request)
         try:
             first = await self._next()  # before the status is sent, as the request may still fail
-            if self._body.stream:
-                await self._send_stream(first, send)
+            if isinstance(self._answer, ResponseBuilder) and self._answer.is_streamed:
+                await self._send_stream(self._answer, first, send)
             else:
                 await self._send_whole(first, send)
         finally:
@@ -181,7 +188,7 @@ class Reply:
         # This waits until the client has received all of it, which stays in memory until then.
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_stream(self, delta: SampleDelta, send: Send) -> None:
+    async def _send_stream(self, answer: ResponseBuilder, delta: SampleDelta, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -190,16 +197,16 @@ class Reply:
 
         try:
             while True:
-                if (chunk := self._answer.build_chunk(delta)) is not None:
+                if (chunk := answer.build_chunk(delta)) is not None:
                     await event(json.dumps(chunk))
-                if self._answer.done:
+                if answer.done:
                     break
                 delta = await self._next()
         except ApiError as refused:
             await event(json.dumps(refused.body()), more=False)
             return
-        if self._answer.includes_usage:
-            await event(json.dumps(self._answer.build_usage_chunk()))
+        if answer.includes_usage:
+            await event(json.dumps(answer.build_usage_chunk()))
         await event("[DONE]", more=False)
 
 

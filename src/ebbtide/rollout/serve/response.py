@@ -59,6 +59,10 @@ class ResponseBuilder:
         return self._left == 0
 
     @property
+    def is_streamed(self) -> bool:
+        return bool(self._body.stream)
+
+    @property
     def samples(self) -> int:
         return len(self._texts)
 
@@ -106,12 +110,7 @@ class ResponseBuilder:
         }
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._prompts))
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._new_tokens,
-            "total_tokens": prompt + self._new_tokens,
-        }
+        return count_usage(sum(map(len, self._prompts)), self._new_tokens)
 
     def _prompt_ids(self) -> dict[str, Any]:
         """The prompt token ids of a chat. vLLM puts these beside the choices, and those of a completion into each."""
@@ -160,6 +159,10 @@ class ResponseBuilder:
             return f"token_id:{token}"
         name: str = self._served.tokenizer.decode([token])
         return name
+
+
+def count_usage(prompt: int, new: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _bytes(name: str) -> list[int] | None:

@@ -4,7 +4,7 @@ ignores it would be wrong."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +25,14 @@ HARMLESS = {
     "spaces_between_special_tokens",
     "store",
     "user",
+}
+# More of them, where the response has token ids and no text.
+HARMLESS_FOR_TOKENS = {
+    "detokenize",
+    "include_stop_str_in_output",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "skip_special_tokens",
 }
 # Fields of OpenAI and vLLM that would change the response, with the values that ask for what is done anyway.
 NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
@@ -52,7 +60,8 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
+    "stop_token_ids": ([],),  # of a completion or a chat; GenerateSampling has the field
+    "stream": (False,),  # of GenerateBody; the others have the field
     "suffix": ("",),
     "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
@@ -64,6 +73,8 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
 # Descriptions that replace pydantic's, which has one for each type that it tried.
 WANTED = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "token_ids": "a list of at least one token id",
+    "stop_token_ids": "a list of at most 256 token ids",
     "stop": "a text or a list of at most 16 texts, each of 1 to 256 characters",
     "messages": (
         'a list of {"role": ..., "content": ...}, the content a text or a list of {"type": "text", "text": ...}'
@@ -82,11 +93,12 @@ class CheckedFields(BaseModel):
     """A part of a body whose unknown fields are checked."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    harmless: ClassVar[set[str]] = HARMLESS
 
     def check_extra(self, where: str = "", param: str | None = None) -> None:
         """Raises if an unknown field would change the response. `param`: the field of the body that holds this part."""
         for name, value in (self.model_extra or {}).items():
-            if value is not None and name not in HARMLESS and value not in NO_EFFECT_VALUES.get(name, ()):
+            if value is not None and name not in self.harmless and value not in NO_EFFECT_VALUES.get(name, ()):
                 what = f"`{where}{name[:64]}` is not supported: leave it out"
                 raise ApiError(400, what, param or name[:64], "unsupported_parameter")
 
@@ -109,8 +121,9 @@ class StreamOptions(CheckedFields):
     include_usage: bool | None = None
 
 
-class Body(CheckedFields):
-    model: str | None = None
+class SamplingFields(CheckedFields):
+    """How to sample."""
+
     n: Limit | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
@@ -119,15 +132,28 @@ class Body(CheckedFields):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     max_tokens: Limit | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
     ignore_eos: bool | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a completion besides the model's own."""
+        return ()
+
+
+class Body(SamplingFields):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def sampling(self) -> SamplingFields:
+        return self
 
     def check(self) -> None:
         """Raises if the body asks for something unsupported."""
@@ -160,7 +186,43 @@ class ChatBody(Body):
                 part.check_extra(f"messages[{place}].content.", "messages")
 
 
-B = TypeVar("B", bound=Body)
+class GenerateSampling(SamplingFields):
+    harmless = HARMLESS | HARMLESS_FOR_TOKENS
+    stop_token_ids: Annotated[list[Token], Field(max_length=256)] | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+
+class GenerateBody(CheckedFields):
+    """Token ids in, token ids out: the request of an environment that keeps an episode's tokens itself."""
+
+    harmless = HARMLESS | HARMLESS_FOR_TOKENS
+    model: str | None = None
+    token_ids: Annotated[Many[Token], Field(min_length=1)]
+    sampling_params: GenerateSampling | None = None
+
+    @property
+    def sampling(self) -> GenerateSampling:
+        return self.sampling_params or GenerateSampling()
+
+    def check(self) -> None:
+        self.check_extra()
+        self.sampling.check_extra("sampling_params.", "sampling_params")
+        if (self.sampling.logprobs or 0) > 1:
+            # vLLM's 1 is the sampled token and the likeliest one: clients ask for it to get the sampled one.
+            raise ApiError(
+                400,
+                f"`sampling_params.logprobs` is {self.sampling.logprobs}: write 1, for the log-probs of the sampled"
+                " tokens",
+                "sampling_params",
+            )
+
+
+AnyBody = CompletionBody | ChatBody | GenerateBody
+B = TypeVar("B", CompletionBody, ChatBody, GenerateBody)
 
 
 def parse_body(kind: type[B], text: bytes, models: Sequence[str]) -> B:
@@ -195,8 +257,10 @@ def _explain(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {problem['ctx']['error']}")
     if not problem["loc"]:
         return ApiError(400, "the body must be a JSON object")
-    name = str(problem["loc"][0])
+    param = str(problem["loc"][0])
     if problem["type"] == "missing" and len(problem["loc"]) == 1:
-        return ApiError(400, f"`{name}` is missing", name)
+        return ApiError(400, f"`{param}` is missing", param)
+    is_nested = param == "sampling_params" and len(problem["loc"]) > 1
+    name = str(problem["loc"][1]) if is_nested else param
     wanted = WANTED.get(name) or problem["msg"].removeprefix("Input should be ")
-    return ApiError(400, f"`{name}` should be {wanted}", name)
+    return ApiError(400, f"`{'sampling_params.' if is_nested else ''}{name}` should be {wanted}", param)

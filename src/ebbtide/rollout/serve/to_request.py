@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ebbtide.rollout.encoder import Encoder
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.serve.error import ApiError
 from ebbtide.rollout.serve.queue import QueuedRequest
-from ebbtide.rollout.serve.schema import Body, ChatBody, CompletionBody
+from ebbtide.rollout.serve.schema import AnyBody, ChatBody, CompletionBody, GenerateBody, SamplingFields
 from ebbtide.tasks.task import Message
 
 PromptInput = str | list[int] | tuple[Message, ...]
@@ -25,7 +25,7 @@ PromptInput = str | list[int] | tuple[Message, ...]
 
 GREEDY = 1e-4  # below this temperature sampling is greedy: logits divided by less would overflow float32
 TOO_LONG = "context_length_exceeded"
-USUAL = 16  # default `max_tokens` of a completion, as at OpenAI; a chat gets all the room there is
+USUAL = 16  # default `max_tokens` of a completion, as at OpenAI; others get all the room there is
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ def describe_served_model(name: str, loaded: LoadedModel, limits: RequestLimits,
     )
 
 
-def parse_prompts(body: CompletionBody | ChatBody, served: ServedModel) -> list[PromptInput]:
+def parse_prompts(body: AnyBody, served: ServedModel) -> list[PromptInput]:
     """The prompts of a body. Raises if there are too many or one is too long: that is known before any is encoded."""
-    prompts = [_chat(body)] if isinstance(body, ChatBody) else _prompts(body)
-    if (samples := (body.n or 1) * len(prompts)) > served.limits.samples:
+    prompts = _prompts(body)
+    if (samples := (body.sampling.n or 1) * len(prompts)) > served.limits.samples:
         raise ApiError(
             400, f"the request is for {samples} samples, more than the limit of {served.limits.samples}", "n"
         )
     for prompt in prompts:
-        _check_size(prompt, served)
+        _check_size(prompt, served, "token_ids" if isinstance(body, GenerateBody) else _param(prompt))
     return prompts
 
 
@@ -102,11 +102,14 @@ def encode_prompt(given: PromptInput, served: ServedModel) -> list[int]:
 
 
 def build_queued_request(
-    body: CompletionBody | ChatBody, prompts: list[list[int]], served: ServedModel, cut: Callable[[], None]
+    body: AnyBody, prompts: list[list[int]], served: ServedModel, cut: Callable[[], None]
 ) -> QueuedRequest:
     """The request for the engine. `cut` closes the client's connection."""
-    sampling = _sampling(body, _new_tokens(body, max(map(len, prompts)), served))
-    requests = [Request(prompt, _seeds(body.seed, body.n or 1), served.adapter) for prompt in prompts]
+    fields = body.sampling
+    if fields.stop_tokens:
+        _check_tokens(fields.stop_tokens, served, "sampling_params")
+    sampling = _sampling(fields, _new_tokens(body, max(map(len, prompts)), served))
+    requests = [Request(prompt, _seeds(fields.seed, fields.n or 1), served.adapter) for prompt in prompts]
     return QueuedRequest(requests, sampling, cut)
 
 
@@ -117,11 +120,11 @@ def _seeds(first: int | None, samples: int) -> list[int]:
     return [(first + i) % 2**64 for i in range(samples)]
 
 
-def _chat(body: ChatBody) -> PromptInput:
-    return tuple({"role": one.role, "content": one.text} for one in body.messages)
-
-
-def _prompts(body: CompletionBody) -> list[PromptInput]:
+def _prompts(body: AnyBody) -> list[PromptInput]:
+    if isinstance(body, GenerateBody):
+        return [body.token_ids]
+    if isinstance(body, ChatBody):
+        return [tuple({"role": one.role, "content": one.text} for one in body.messages)]
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if given and isinstance(given[0], int):
         given = [given]
@@ -130,11 +133,11 @@ def _prompts(body: CompletionBody) -> list[PromptInput]:
     return given
 
 
-def _check_size(given: PromptInput, served: ServedModel) -> None:
+def _check_size(given: PromptInput, served: ServedModel, param: str) -> None:
     """Checks the length before encoding: a token has at most `longest` characters, and a message at least one token."""
     limit = served.limits.prompt
     if isinstance(given, list):
-        return _check(given, served, _param(given))
+        return _check(given, served, param)
     if isinstance(given, tuple) and len(given) > limit:
         raise ApiError(
             400, f"there are {len(given)} messages, more than the limit of {limit} tokens", "messages", TOO_LONG
@@ -144,7 +147,7 @@ def _check_size(given: PromptInput, served: ServedModel) -> None:
         raise ApiError(
             400,
             f"the prompt has {size} characters, more than fit into the limit of {limit} tokens",
-            _param(given),
+            param,
             TOO_LONG,
         )
 
@@ -160,22 +163,26 @@ def _check(prompt: list[int], served: ServedModel, param: str) -> None:
         raise ApiError(
             400, f"the prompt has {len(prompt)} tokens, more than the limit of {served.limits.prompt}", param, TOO_LONG
         )
-    for token in (min(prompt), max(prompt)):
+    _check_tokens(prompt, served, param)
+
+
+def _check_tokens(tokens: Sequence[int], served: ServedModel, param: str) -> None:
+    for token in (min(tokens), max(tokens)):
         if not 0 <= token < served.vocabulary:
             last = served.vocabulary - 1
             raise ApiError(400, f"the token id {token} does not exist: the model has 0 to {last}", param)
 
 
-def _new_tokens(body: CompletionBody | ChatBody, prompt: int, served: ServedModel) -> int:
+def _new_tokens(body: AnyBody, prompt: int, served: ServedModel) -> int:
     """The most new tokens of a completion."""
     room = min(served.limits.new_tokens, served.limits.total - prompt)
     if isinstance(body, ChatBody):
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     else:
-        name, given = "max_tokens", body.max_tokens
+        name, given = "max_tokens", body.sampling.max_tokens
     if given is None:
-        return room if isinstance(body, ChatBody) else min(USUAL, room)
+        return min(USUAL, room) if isinstance(body, CompletionBody) else room
     if given > room:
         raise ApiError(
             400,
@@ -187,17 +194,17 @@ def _new_tokens(body: CompletionBody | ChatBody, prompt: int, served: ServedMode
     return given
 
 
-def _sampling(body: Body, new: int) -> SamplingParams:
-    temperature = 1.0 if body.temperature is None else body.temperature
+def _sampling(fields: SamplingFields, new: int) -> SamplingParams:
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    ends = SamplingParams(
+        new, 0.0, stop=fields.stops, ignore_eos=bool(fields.ignore_eos), stop_token_ids=fields.stop_tokens
+    )
     if temperature < GREEDY:
-        return SamplingParams(new, 0.0, stop=body.stops, ignore_eos=bool(body.ignore_eos))
-    top_k = max(body.top_k or 0, 0)  # some clients send -1 for no limit
-    return SamplingParams(
-        new,
-        temperature,
-        1.0 if body.top_p is None else body.top_p,
-        top_k,
-        body.min_p or 0.0,
-        body.stops,
-        bool(body.ignore_eos),
+        return ends
+    return replace(
+        ends,
+        temperature=temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(fields.top_k or 0, 0),  # some clients send -1 for no limit
+        min_p=fields.min_p or 0.0,
     )
