@@ -3,6 +3,7 @@
 # make check  lint, types and the fast tests, in two minutes: for the inner loop
 # make slow   the tests that take long; CI runs both
 # make smollm2  GRPO on a real 135M model, on the CPU, in a few minutes
+# make environments  tests with environments whose packages need a virtual environment of their own (OpenEnv)
 # make docs   write docs/config.md anew from the config tree
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready
 # Two at a time, with one thread each: most tests are too small for more threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo check test slow lint smollm2 docs chromium clean
+.PHONY: demo check test slow lint smollm2 environments docs chromium clean
 
 demo: $(READY)
 	$(BIN)/ebbtide train quickstart
@@ -43,6 +44,16 @@ lint: $(READY)
 smollm2: $(READY)
 	$(BIN)/ebbtide train smollm2
 
+# OpenEnv brings a hundred packages, some in other versions than constraints.txt has: they are installed beside those of the
+# first virtual environment, which stays as it is.
+ENVIRONMENTS := .venv-environments
+environments: $(READY)
+	test -x $(ENVIRONMENTS)/bin/python || $(BIN)/python -m venv $(ENVIRONMENTS)
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> $$($(ENVIRONMENTS)/bin/python -c "import site; print(site.getsitepackages()[0])")/beside.pth
+	$(ENVIRONMENTS)/bin/python -m pip install -q openenv==0.10.0
+	OMP_NUM_THREADS=1 $(ENVIRONMENTS)/bin/python -m pytest -rs tests/algorithms/test_openenv.py
+
 docs: $(READY)
 	$(BIN)/python -c "from ebbtide.config.document import reference; print(reference(), end='')" > docs/config.md
 
@@ -60,4 +71,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENVIRONMENTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 from ebbtide.config.base import Count, Positive, Section
 
-BUILTIN_ENVIRONMENTS = ("calculator", "mcp", "skyrl_gym", "textarena")
+BUILTIN_ENVIRONMENTS = ("calculator", "mcp", "openenv", "skyrl_gym", "textarena")
 """The environments that ship with Ebbtide: a game to try, and adapters to the packages of these names."""
 
 
@@ -18,7 +18,7 @@ class EnvironmentConfig(Section):
 
     object: str
     """`module:name` of a class, or of a function that returns an environment, for each episode anew; or `calculator`, a
-    game that ships with Ebbtide; or an adapter: `mcp`, `skyrl_gym` or `textarena`."""
+    game that ships with Ebbtide; or an adapter: `mcp`, `openenv`, `skyrl_gym` or `textarena`."""
 
     options: dict[str, Any] = {}
     """Keyword arguments for it."""
