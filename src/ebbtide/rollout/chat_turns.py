@@ -82,7 +82,9 @@ class ChatTurns:
                 conversation.text = whole.text
                 return Continuation(whole.tokens, forks=True)
         (tokens,) = self._encoder.tokenize([suffix])
-        if tokens and turn.tokens and tokens[0] == turn.tokens[-1]:  # the policy has ended its turn itself
+        if tokens[:1] == turn.tokens[-1:] and self._encoder.is_control(
+            tokens[0]
+        ):  # the policy has ended its turn itself
             tokens = tokens[1:]
         return Continuation(tokens)
 
