@@ -316,6 +316,25 @@ def test_limits_end_an_episode(worker, limits, turns, finish) -> None:
     assert all(len(turn.completion.tokens) <= limit for turn in episode.turns)
 
 
+def test_a_role_that_the_template_refuses_costs_the_episode(worker) -> None:
+    refuses = KEEPS.replace("[{{ m.role }}]", "[{{ m.role if m.role != 'judge' else raise_exception('who?') }}]")
+
+    class Judged(Talks):
+        def step(self, text: str):
+            return {"observations": [{"role": "judge", "content": "hm"}], "reward": 1.0, "done": False}
+
+    chance = random.Random(1)
+    runner = runner_of(worker, refuses, chance, ["x"])
+    runner.pool = Here(lambda: Judged(chance, []), chance)
+    with worker.phase("generate"):
+        ((episode,),) = runner.run(
+            worker.engine, [Problem(ask("x"), metadata={"seed": 3})], [[1]], SamplingParams(4), lambda done, of: None
+        )
+    assert episode.scored is not None
+    assert (episode.scored.failure, len(episode.turns)) == ("error", 1)
+    assert "who?" in episode.scored.message
+
+
 def test_a_prompt_that_is_too_long_costs_the_episode(worker) -> None:
     runner = runner_of(worker, None, random.Random(1), ["x"])
     problems = [Problem(ask("y" * 65), metadata={"seed": 0}), Problem(ask("y"), metadata={"seed": 0})]
