@@ -117,6 +117,11 @@ def test_turns_without_an_environment() -> None:
         GrpoConfig.model_validate(merged(TINY, {"advantage.turns": "to_go"}))
 
 
+def test_an_environment_that_rewards_needs_no_extraction(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"gives the reward itself: remove `task.extract`"):
+        run(tmp_path, {"task.extract": "(.*)"})
+
+
 def test_an_environment_without_rewards_needs_a_scorer(tmp_path) -> None:
     with pytest.raises(UserError, match=r"gives no reward, and the task has no answers to score by"):
         run(tmp_path / "a", {"task.environment": {"object": "rewardless_environment:Tools"}})

@@ -2,6 +2,7 @@
 what carries loss is what was sampled; and the trainer's log-probs of it are the sampler's."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -207,6 +208,50 @@ def test_the_text_of_an_episode_is_the_templates(worker) -> None:
     assert tokens.count(end) == 7
 
 
+# As Qwen3's: thinking is kept only after the last question of the user.
+THINKS = (
+    "{% set last = namespace(at=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and loop.index0 < last.at else m.content }}"
+    "<end>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "text", "forks"),
+    [("user", "<think>so</think>yes", True), ("user", "yes", False), ("tool", "<think>so</think>yes", False)],
+)
+def test_dropped_thinking_forks_only_where_it_is_dropped(worker, role, text, forks) -> None:
+    tokenizer = worker.policy.tokenizer
+    tokenizer.chat_template = THINKS
+    encoder = Encoder(tokenizer, templated=True)
+    turns = ChatTurns(encoder)
+    conversation, _ = turns.open(ask("hi"))
+    sampled = tokenizer(text)["input_ids"]
+    turn = Completion(sampled, [0.0] * len(sampled), [0.0] * len(sampled), "length", text)
+    continued = turns.answer(conversation, turn, [{"role": role, "content": "next"}])
+    assert continued.forks == forks
+    if forks:
+        assert continued.tokens == encoder.chat(conversation.messages).tokens
+        assert "so" not in tokenizer.decode(continued.tokens)
+    else:
+        assert tokenizer.decode(continued.tokens) == f"<end>\n[{role}]next<end>\n[assistant]"
+    # Once history is what the template has, nothing is dropped a second time.
+    again = turns.answer(conversation, replace(turn, text="plain"), [{"role": role, "content": "more"}])
+    assert not again.forks
+
+
+def test_what_an_environment_says_is_whole_though_it_repeats_the_last_token(worker) -> None:
+    tokenizer = worker.policy.tokenizer
+    turns = ChatTurns(Encoder(tokenizer, templated=False))
+    conversation, _ = turns.open(ask("hi"))
+    sampled = tokenizer("a2")["input_ids"]
+    turn = Completion(sampled, [0.0] * 2, [0.0] * 2, "stop", "a2")
+    continued = turns.answer(conversation, turn, [{"role": "user", "content": "2b"}])
+    assert tokenizer.decode(continued.tokens) == "2b"
+
+
 def test_special_tokens_that_mark_tool_calls_reach_the_parser(worker) -> None:
     tokenizer = worker.policy.tokenizer
     turns = ChatTurns(Encoder(tokenizer, templated=False))
@@ -269,6 +314,25 @@ def test_limits_end_an_episode(worker, limits, turns, finish) -> None:
     assert len(episode.branches[0].tokens) <= len(episode.prompt.tokens) + LIMIT
     limit = limits.get("max_turn_tokens", 8)
     assert all(len(turn.completion.tokens) <= limit for turn in episode.turns)
+
+
+def test_a_role_that_the_template_refuses_costs_the_episode(worker) -> None:
+    refuses = KEEPS.replace("[{{ m.role }}]", "[{{ m.role if m.role != 'judge' else raise_exception('who?') }}]")
+
+    class Judged(Talks):
+        def step(self, text: str):
+            return {"observations": [{"role": "judge", "content": "hm"}], "reward": 1.0, "done": False}
+
+    chance = random.Random(1)
+    runner = runner_of(worker, refuses, chance, ["x"])
+    runner.pool = Here(lambda: Judged(chance, []), chance)
+    with worker.phase("generate"):
+        ((episode,),) = runner.run(
+            worker.engine, [Problem(ask("x"), metadata={"seed": 3})], [[1]], SamplingParams(4), lambda done, of: None
+        )
+    assert episode.scored is not None
+    assert (episode.scored.failure, len(episode.turns)) == ("error", 1)
+    assert "who?" in episode.scored.message
 
 
 def test_a_prompt_that_is_too_long_costs_the_episode(worker) -> None:

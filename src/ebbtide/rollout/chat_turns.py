@@ -15,7 +15,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ebbtide.errors import UserError
 from ebbtide.rollout.encoder import Encoded, Encoder, Prepared
 from ebbtide.rollout.engine import Completion
 from ebbtide.tasks.task import Message
@@ -80,7 +79,8 @@ class ChatTurns:
         return Conversation(list(messages), encoded.text), encoded
 
     def answer(self, conversation: Conversation, turn: Completion, said: Sequence[Message]) -> Continuation:
-        """Adds a turn of the policy and what the environment said to a conversation."""
+        """Adds a turn of the policy and what the environment said to a conversation. It raises TemplateError if the
+        template refuses that."""
         said = [{"role": self._roles.get(one["role"], one["role"]), "content": one["content"]} for one in said]
         conversation.messages += [{"role": "assistant", "content": turn.text}, *said]
         suffix = self._suffix(said)
@@ -91,7 +91,9 @@ class ChatTurns:
                 conversation.text = whole.text
                 return Continuation(whole.tokens, forks=True)
         (tokens,) = self._encoder.tokenize([suffix])
-        if tokens and turn.tokens and tokens[0] == turn.tokens[-1]:  # the policy has ended its turn itself
+        if tokens[:1] == turn.tokens[-1:] and self._encoder.is_control(
+            tokens[0]
+        ):  # the policy has ended its turn itself
             tokens = tokens[1:]
         return Continuation(tokens)
 
@@ -100,14 +102,7 @@ class ChatTurns:
         if not self._encoder.is_templated:
             return self._encoder.prepare_text("".join(one["content"] for one in said), continues=True)
         before: list[Message] = [{"role": "user", "content": "0"}, {"role": "assistant", "content": self._mark}]
-        try:
-            prepared = self._encoder.prepare_chat([*before, *said])
-        except TemplateError as error:
-            roles = ", ".join(one["role"] for one in said)
-            raise UserError(
-                f"the model's chat template refuses messages of an environment after an assistant's (roles: {roles}):"
-                f" {error}. Set `model.chat_template: false`, or change the roles in the environment"
-            ) from None
+        prepared = self._encoder.prepare_chat([*before, *said])
         text, renamed = (
             None if one is None else one.rpartition(self._mark)[2] for one in (prepared.text, prepared.renamed)
         )
@@ -118,7 +113,7 @@ class ChatTurns:
         """Whether the template writes messages of this role."""
         try:
             return "0.5" in self._suffix([{"role": role, "content": "0.5"}]).text
-        except UserError:
+        except TemplateError:
             return False
 
     def _is_rewritten(self, role: str) -> bool:
@@ -130,8 +125,8 @@ class ChatTurns:
             for content in ("1", "2"):
                 said: Message = {"role": role, "content": content}
                 messages += [{"role": "assistant", "content": probe}, said]
-                text += probe + self._suffix([said]).text
                 try:
+                    text += probe + self._suffix([said]).text
                     whole = self._encoder.prepare_chat(messages).text
                 except TemplateError:
                     return True

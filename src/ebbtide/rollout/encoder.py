@@ -110,9 +110,17 @@ class Encoder:
         (tokens,) = self.tokenize([prepared])
         return Encoded(prepared.text, tokens, has_control_text=prepared.renamed is not None)
 
+    def is_control(self, token: int) -> bool:
+        """Whether a token is special, or one with which the chat template marks turns."""
+        return token in self._control_ids
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.convert_tokens_to_ids(list(self._secret_names)))
+
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens, with or without special ones. One that ends them is never part of it."""
-        if special and tokens and tokens[-1] in self._tokenizer.all_special_ids:
+        """The text of tokens, with or without special ones. A control token that ends them is never part of it."""
+        if special and tokens and self.is_control(tokens[-1]):
             tokens = tokens[:-1]
         return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 

@@ -81,12 +81,12 @@ class EpisodeRunner:
         total = sum(map(len, seeds))
         if not total:
             return [[] for _ in problems]
-        prompt, new = self.rollout.max_prompt_tokens, self.rollout.max_new_tokens
+        prompt, new, samples = self.rollout.max_prompt_tokens, self.rollout.max_new_tokens, max(map(len, seeds))
         with open_turns(
             engine,
             sampling,
-            sequences=min(total, self.environment.max_concurrent),
-            samples=max(map(len, seeds)),
+            sequences=min(total, max(self.environment.max_concurrent, samples)),
+            samples=samples,
             prompt=prompt + new if self.turns.may_fork or self.drives else prompt,
             new=new,
         ) as session:
@@ -132,7 +132,7 @@ class _Step:
                 answers = []
                 while self._pool.is_awaiting:
                     answers += self._answers(LONGEST_WAIT)
-                answers.sort(key=lambda one: one[0].number)
+                answers.sort(key=lambda one: self._plays[one[0]].place)
             else:
                 answers = self._answers(LONGEST_WAIT if self._session.finished else 0.0)
             for process, answer in answers:
@@ -161,7 +161,8 @@ class _Step:
             self._opening[group], self._left[group] = [], len(seeds)
             row = {"answer": problem.answer, **problem.metadata}
             # All episodes of a group meet the same environment, so that their rewards can be compared.
-            seed = problem.metadata.get("seed", sample_seed(seeds[0], "environment") % 2**31)
+            seed = problem.metadata.get("seed")
+            seed = seed if isinstance(seed, int) else sample_seed(seeds[0], "environment") % 2**31
             for place, own in enumerate(seeds):
                 process = self._pool.open()
                 prompt = Prompt(problem, problem.question, [])
@@ -320,7 +321,11 @@ class _Step:
             note(0)
             self._finish(play)
             return None
-        continued = self._turns.answer(play.conversation, turn, reply.messages)
+        try:
+            continued = self._turns.answer(play.conversation, turn, reply.messages)
+        except TemplateError as error:
+            note(0)
+            return Failed("error", f"the chat template refuses the environment's messages: {error}")
         length = len(continued.tokens) + (0 if continued.forks else len(branch.tokens))
         if length >= play.limit:
             play.finish = "length"
@@ -330,7 +335,7 @@ class _Step:
         if continued.tokens and (problem := self._token_problem(continued.tokens)) is not None:
             note(0)
             return problem
-        note(len(continued.tokens) - (len(branch.tokens) if continued.forks else 0))
+        note(max(0, len(continued.tokens) - len(branch.tokens)) if continued.forks else len(continued.tokens))
         seed, limit = sample_seed(play.seed, "turn", len(play.turns)), self._turn_limit(play.limit - length)
         self._go_on(play, continued.tokens, seed, limit, forks=continued.forks)
         return None

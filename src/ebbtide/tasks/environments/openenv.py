@@ -16,8 +16,8 @@ from urllib.request import urlopen
 from ebbtide.errors import UserError
 
 try:
-    from openenv.core.env_server.types import Action  # type: ignore[import-not-found]
-    from openenv.core.generic_client import GenericEnvClient  # type: ignore[import-not-found]
+    from openenv.core.env_server.types import Action
+    from openenv.core.generic_client import GenericEnvClient
 except ImportError as error:
     raise UserError(
         f"`task.environment.object: openenv` needs the package `openenv` ({error}): install it into a virtual"

@@ -14,8 +14,8 @@ from ebbtide.errors import UserError
 from ebbtide.tasks.policy_endpoint import ServedPolicy
 
 try:  # Here, so that it is imported once, and not in the process of each episode.
-    import verifiers.v1 as vf  # type: ignore[import-not-found]
-    from verifiers.v1.utils.loaders import env_config_type, load_environment  # type: ignore[import-not-found]
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import env_config_type, load_environment
 except ImportError as error:
     raise UserError(
         f"`task.environment.object: verifiers` needs the package `verifiers` 0.4 ({error}): install it into a virtual"

@@ -1,0 +1,37 @@
+"""Episodes in exact mode on a GPU: what a sequence kept while it waited, and what followed, give training's bits."""
+
+import json
+
+import pytest
+import torch
+
+from ebbtide.algorithms.loop import train
+from ebbtide.config.load import load
+from ebbtide.model.linear import HOPPER
+from ebbtide.report.report import Report
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+EXACT = [
+    "device=cuda",
+    "model.dtype=bfloat16",
+    "model.scratch.hidden=256",
+    "model.scratch.head_dim=64",
+    "rollout.exact=true",
+    "train.steps=4",
+    "evaluate=null",
+    "checkpoint=null",
+]
+
+
+@pytest.mark.parametrize("concurrent", [16, 256])
+def test_recorded_logprobs_of_episodes_are_the_trainers(tmp_path, concurrent) -> None:
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        pytest.skip("exact mode is for GPUs of the Hopper generation")
+    overrides = [*EXACT, f"task.environment.max_concurrent={concurrent}", f"run.folder={tmp_path / 'run'}"]
+    config = load("calculator", overrides)
+    with Report(config, "test") as report:
+        train(config, report)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["mismatch_max"] for line in lines] == [0.0] * 4
+    assert lines[-1]["turns"] > 1
