@@ -68,7 +68,7 @@ class Environment:
 
     def __init__(self, made: Any) -> None:
         self._made, self._format = made, "json"
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._steps = callable(getattr(made, "step", None))
         self._tools = {} if self._steps else _tools_of(made)
         if not self._steps and not self._tools:
@@ -127,12 +127,19 @@ class Environment:
         return Outcome(reward, {str(name): float(value) for name, value in (found or {}).items()})
 
     def close(self) -> None:
-        if callable(closed := getattr(self._made, "close", None)):
-            self._call(closed)
+        try:
+            if callable(closed := getattr(self._made, "close", None)):
+                self._call(closed)
+        finally:
+            if self._loop is not None:
+                self._loop.close()
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         found = function(*arguments, **named)
-        return self._loop.run_until_complete(found) if inspect.isawaitable(found) else found
+        if not inspect.isawaitable(found):
+            return found
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(found)
 
 
 def _tools_of(made: Any) -> dict[str, Callable[..., Any]]:
