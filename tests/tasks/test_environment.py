@@ -167,6 +167,7 @@ def test_tools_in_the_style_of_trl() -> None:
         assert why in reply.messages[0]["content"]
     assert environment.step("", "That is all.") == Reply([], 0.0, True)
     assert environment.finish() == Outcome(2.0)
+    environment.close()
 
 
 @pytest.mark.parametrize(

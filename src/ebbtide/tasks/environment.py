@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ class Environment:
     def __init__(self, made: Any, facts: PolicyFacts = NOTHING_KNOWN) -> None:
         self._made, self._facts = made, facts
         self._format: ToolFormat = "json"
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._steps, self._drives = callable(getattr(made, "step", None)), _drives(made)
         self._episode: DrivenEpisode | None = None
         self._tools = {} if self._steps or self._drives else _tools_of(made)
@@ -118,7 +118,7 @@ class Environment:
         answers, failed = [], len(parsed.errors)
         for call in parsed.calls:
             try:
-                answers.append(checked_call(self._tools, call, self._loop.run_until_complete))
+                answers.append(checked_call(self._tools, call, self._wait))
             except ToolError as error:
                 failed += 1
                 answers.append(str(error))
@@ -161,14 +161,23 @@ class Environment:
         return Outcome(None if reward is None else float(reward), parts)
 
     def close(self) -> None:
-        if self._episode is not None:
-            self._episode.close()
-        if callable(closed := getattr(self._made, "close", None)):
-            self._call(closed)
+        try:
+            if self._episode is not None:
+                self._episode.close()
+            if callable(closed := getattr(self._made, "close", None)):
+                self._call(closed)
+        finally:
+            if self._loop is not None:
+                self._loop.close()
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         found = function(*arguments, **named)
-        return self._loop.run_until_complete(found) if inspect.isawaitable(found) else found
+        return self._wait(found) if inspect.isawaitable(found) else found
+
+    def _wait(self, found: Awaitable[Any]) -> Any:
+        """The result of something asynchronous, in one event loop for all that the environment does."""
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(found)
 
 
 def _drives(made: Any) -> bool:
