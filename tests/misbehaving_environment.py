@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import time
 
 NUMBER = 3
@@ -64,3 +65,30 @@ class Unruly:
 
     def get_metrics(self):
         return {"episodes": self._episodes}
+
+
+class Leaves:
+    """Starts a process with a session of its own, notes its number in a file, and dies."""
+
+    def __init__(self, note: str) -> None:
+        self._note = note
+
+    def reset(self) -> str:
+        return "go"
+
+    def step(self, text: str):
+        left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        with open(self._note, "w") as file:
+            file.write(str(left.pid))
+        os._exit(1)
+
+
+class Unclosable:
+    def reset(self) -> str:
+        return "go"
+
+    def step(self, text: str):
+        return "on", 0.5, text == "y"
+
+    def close(self) -> None:
+        raise ValueError("it does not close")

@@ -81,6 +81,7 @@ def based(tmp_path_factory):
     return place / "base", {"model": model, "checkpoint": {"every": 2, "keep": 9}, "train.steps": 4}
 
 
+@pytest.mark.slow
 def test_ranks_go_on_to_the_bit_and_others_take_it_up(based, tmp_path) -> None:
     """A checkpoint has the adapters alone, and a digest of the base that each number of ranks finds."""
     straight = config_of(tmp_path / "a", {"gpus": 2}, based[1])

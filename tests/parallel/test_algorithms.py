@@ -76,6 +76,7 @@ def ranks_agree(tmp_path, cases, parallel) -> None:
 PLAIN = ("sft", "dpo", "distill, a file", "dpo, adapters, one pair")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(tmp_path) -> None:
     ranks_agree(tmp_path, PLAIN, {"gpus": 2})
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from ranks import runs, together
 from test_training import BASE, agree
 
@@ -32,6 +33,7 @@ def fused_runs(rank: int, configs: list[Any]) -> list[dict[str, Any]]:
     return runs(rank, configs)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(tmp_path) -> None:
     def trained(count: int) -> list[list[dict[str, Any]]]:
         configs = [

@@ -47,6 +47,7 @@ def stopped(rank, config, asked) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "asked", "ended"),
     [

@@ -126,3 +126,16 @@ class Threads:
         policy.sample([3], max_tokens=1)
         assert policy.url
         return float(threading.active_count())
+
+
+class Insists:
+    """Says too much, is refused, and goes on with the whole conversation and fewer words."""
+
+    def run(self, policy: ServedPolicy):
+        messages = [{"role": "user", "content": "12"}]
+        said, _ = policy.chat(messages, max_tokens=2)
+        try:
+            policy.chat([*messages, said, {"role": "user", "content": "3" * 40}], max_tokens=2)
+        except PolicyError:
+            policy.chat([*messages, said, {"role": "user", "content": "3"}], max_tokens=2)
+        return 1.0

@@ -57,6 +57,15 @@ def test_chat_completions_keep_the_tokens_that_were_sampled(played) -> None:
         assert branch.sampled[: len(first.tokens)] == list(range(prompt, prompt + len(first.tokens)))
 
 
+def test_a_conversation_goes_on_whole_after_a_refusal(played) -> None:
+    for episode in played("Insists"):
+        assert episode.scored.failure is None
+        first, second = episode.branches
+        assert len(second.sampled) <= 2
+        assert second.tokens[:2] == first.tokens[:2]  # the question, and not only what was said last
+        assert len(second.tokens) < 20
+
+
 def test_an_edited_conversation_begins_another_branch(played) -> None:
     for episode in played("Edits"):
         assert len(episode.branches) == 2
@@ -66,6 +75,7 @@ def test_an_edited_conversation_begins_another_branch(played) -> None:
 def test_other_tokens_begin_another_branch(played) -> None:
     for episode in played("Forks"):
         assert [branch.tokens[: -len(branch.sampled)] for branch in episode.branches] == [[3, 4], [7, 7, 7]]
+        assert all(turn.answer_tokens >= 0 for turn in episode.turns)
 
 
 def test_a_limit_is_told_to_the_environment(played) -> None:

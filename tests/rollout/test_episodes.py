@@ -316,7 +316,7 @@ def test_limits_end_an_episode(worker, limits, turns, finish) -> None:
     assert all(len(turn.completion.tokens) <= limit for turn in episode.turns)
 
 
-def test_a_role_that_the_template_refuses_costs_the_episode(worker) -> None:
+def test_a_role_of_an_answer_that_is_none_costs_the_episode(worker) -> None:
     refuses = KEEPS.replace("[{{ m.role }}]", "[{{ m.role if m.role != 'judge' else raise_exception('who?') }}]")
 
     class Judged(Talks):
@@ -332,7 +332,7 @@ def test_a_role_that_the_template_refuses_costs_the_episode(worker) -> None:
         )
     assert episode.scored is not None
     assert (episode.scored.failure, len(episode.turns)) == ("error", 1)
-    assert "who?" in episode.scored.message
+    assert "only `user` and `tool`" in episode.scored.message
 
 
 def test_a_prompt_that_is_too_long_costs_the_episode(worker) -> None:

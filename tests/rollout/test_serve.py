@@ -633,6 +633,7 @@ def test_a_client_that_leaves_the_queue(loaded) -> None:
     assert server.steps < 10
 
 
+@pytest.mark.slow
 def test_a_thousand_queued_requests_and_no_more(loaded) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))

@@ -1,7 +1,9 @@
 """Environments by duck type, in every spelling; and the processes that they run in."""
 
 import json
+import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
@@ -9,11 +11,13 @@ import pytest
 
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.errors import UserError
+from ebbtide.tasks.channel import Channel
 from ebbtide.tasks.environment import Description, Environment, Opening, Outcome, Reply
 from ebbtide.tasks.environment_message import Failed, decode_answer, encode_answer
 from ebbtide.tasks.environment_pool import EnvironmentPool
 from ebbtide.tasks.environments.python import make as python_environment
 from ebbtide.tasks.task import ask
+from patience import PATIENCE
 
 SAID = [{"role": "user", "content": "warmer"}]
 
@@ -187,10 +191,24 @@ def test_answers_arrive_as_they_were_sent(answer) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"[]", b'[1, "replied", [], "x", true, [], 0]', b'[1, "opened", []]', b"[" * 100_000, b"\xff"]
+    "line",
+    [
+        b"",
+        b"[]",
+        b'[1, "replied", [], "x", true, [], 0]',
+        b'[1, "opened", []]',
+        b"[" * 100_000,
+        b"\xff",
+        b'[1, "ended", 0, {"a": null}]',
+        b'[1, "ended", 1' + b"0" * 400 + b", {}]",
+        b'[1, "asked", [], null, [], false, []]',
+        b'[1, "asked", [-1], null, [], false, []]',
+        b'[1, "asked", [1], 0, [], false, []]',
+        rb'[1, "asked", [], null, [{"role": "user", "content": "x"}], false, [{"name": "\ud800"}]]',
+    ],
 )
 def test_garbage_is_no_answer(line) -> None:
-    with pytest.raises(ValueError, match=r"not an answer|Expecting|codec"):
+    with pytest.raises(ValueError, match=r"not an answer|Expecting|codec|no turn"):
         decode_answer(line, 1)
 
 
@@ -244,6 +262,55 @@ def test_a_process_that_fails_is_replaced_and_others_are_reused() -> None:
             "nan": "not_finite",
         }
         assert kinds["fork"] == Outcome(0.0, {"episodes": 1.0})
+
+
+def test_what_a_crashed_environment_leaves_behind_ends_with_it(tmp_path) -> None:
+    note = tmp_path / "number"
+    with EnvironmentPool(
+        EnvironmentConfig(object="misbehaving_environment:Leaves", options={"note": str(note)})
+    ) as pool:
+        answer = play(pool, 0)
+        assert isinstance(answer, Failed)
+        assert answer.failure == "crash"
+        until = time.monotonic() + PATIENCE
+        while _is_alive(int(note.read_text())):
+            assert time.monotonic() < until
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_an_environment_that_cannot_be_closed_keeps_its_reward() -> None:
+    with EnvironmentPool(EnvironmentConfig(object="misbehaving_environment:Unclosable")) as pool:
+        assert play(pool, 0) == Outcome(0.0)
+
+
+def test_a_process_that_died_while_it_was_idle_is_not_used() -> None:
+    with EnvironmentPool(EnvironmentConfig(object="misbehaving_environment:Unclosable")) as pool:
+        first = pool.open()
+        pool.close(first, hard=False)
+        first.channel._socket.shutdown(socket.SHUT_RDWR)
+        assert pool.open() is not first
+        assert play(pool, 0) == Outcome(0.0)
+
+
+def test_a_long_line_that_is_there_is_read_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.setblocking(False)
+        sent = theirs.send(b"x" * 150_000 + b"\n")
+        channel = Channel(ours, "the process", 1 << 22, lambda: "")
+        if sent < 150_001:
+            assert channel.receive() is None
+            theirs.sendall(b"x" * (150_000 - sent) + b"\n")
+        line = channel.receive()
+        assert line is not None
+        assert len(line) == 150_000
+    channel.close()
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class ChatTurns:
     def answer(self, conversation: Conversation, turn: Completion, said: Sequence[Message]) -> Continuation:
         """Adds a turn of the policy and what the environment said to a conversation. It raises TemplateError if the
         template refuses that."""
-        said = [{"role": self._roles.get(one["role"], one["role"]), "content": one["content"]} for one in said]
+        said = self._renamed(said)
         conversation.messages += [{"role": "assistant", "content": turn.text}, *said]
         suffix = self._suffix(said)
         conversation.text += turn.text + suffix.text
@@ -96,6 +96,18 @@ class ChatTurns:
         ):  # the policy has ended its turn itself
             tokens = tokens[1:]
         return Continuation(tokens)
+
+    def _renamed(self, said: Sequence[Message]) -> list[Message]:
+        """What an environment said, in roles that the template has. Messages of tools that become a user's are one:
+        templates without a role for tools tend to want users and assistants in turns."""
+        found: list[Message] = []
+        for one in said:
+            role = self._roles.get(one["role"], one["role"])
+            if role != one["role"] and found and found[-1]["role"] == role:
+                found[-1] = {"role": role, "content": f"{found[-1]['content']}\n{one['content']}"}
+            else:
+                found.append({"role": role, "content": one["content"]})
+        return found
 
     def _suffix(self, said: Sequence[Message]) -> Prepared:
         """What the template writes after an assistant's text, up to the policy's next turn."""

@@ -34,6 +34,7 @@ from ebbtide.tasks.task import Problem
 MAX_REFUSALS = 3  # An environment that drives its episode ends it when it gets no more turns, or is given up.
 MAX_TOOL_LISTS = 64  # That are remembered.
 NO_REPLY = Reply([])
+REFUSED = (TemplateError, UserError)  # What encoding an environment's messages may raise.
 
 
 class EpisodeRunner:
@@ -191,7 +192,7 @@ class _Step:
             case Reply(done=True) if play.asked is not None or not play.is_reset:
                 self._note(play, "", 0)
                 self._finish(play)
-            case Reply() if play.turn is not None:
+            case Reply() if play.turn is not None and play.asked is None:
                 failed = self._continue(play, play.turn, answer)
             case Outcome() if play.is_over:
                 self._end(play, self._score(play, answer))
@@ -211,8 +212,8 @@ class _Step:
         """Encodes the prompt of an episode; returns why it cannot be played."""
         try:
             play.conversation, encoded = self._turns.open(opening.messages)
-        except TemplateError as error:
-            return Failed("error", f"the chat template refuses the environment's messages: {error}")
+        except REFUSED as error:
+            return _unencoded(error)
         play.prompt = Prompt(play.problem, encoded.text, encoded.tokens, encoded.has_control_text)
         return self._enter(play)
 
@@ -234,8 +235,8 @@ class _Step:
         """Begins the turn that an environment asks for; returns why the episode cannot go on."""
         try:
             tokens, forks = self._asked_tokens(play, asked)
-        except (TemplateError, UserError) as error:
-            return Failed("error", f"the chat template refuses the environment's messages: {error}")
+        except REFUSED as error:
+            return _unencoded(error)
         if problem := self._token_problem(tokens):
             return problem
         is_first, play.asked = play.asked is None, asked
@@ -245,18 +246,24 @@ class _Step:
             return self._enter(play)
         known = len(play.branches[-1].tokens)
         length = len(tokens) + (0 if forks else known)
-        self._note(play, said, length - known)
-        if length >= play.limit or len(play.turns) == self._environment.max_turns:
+        self._note(play, said, max(0, length - known))
+        # Its sequences may begin with any tokens: each has its limit, and all that is sampled has one.
+        sampled = sum(len(branch.sampled) for branch in play.branches)
+        rollout = self._runner.rollout
+        room = min(rollout.max_prompt_tokens + rollout.max_new_tokens - length, rollout.max_new_tokens - sampled)
+        if room <= 0 or len(play.turns) == self._environment.max_turns:
             return self._refuse(play)
         seed = sample_seed(play.seed, "turn", len(play.turns))
-        self._go_on(play, tokens, seed, self._turn_limit(play.limit - length, asked), forks=forks)
+        self._go_on(play, tokens, seed, self._turn_limit(room, asked), forks=forks)
         return None
 
     def _asked_tokens(self, play: Play, asked: Asked) -> tuple[list[int], bool]:
         """(the tokens before the turn that is asked for, whether they are the prompt of a new sequence)."""
         if asked.messages:
             turns = self._runner.turns_with(asked.tools)
-            if asked.continues and play.conversation is not None and play.turn is not None:
+            if asked.continues:
+                if play.conversation is None or play.turn is None:
+                    raise UserError("there is no conversation that could be continued")
                 continued = turns.answer(play.conversation, play.turn, asked.messages)
                 return continued.tokens, continued.forks
             play.conversation, encoded = turns.open(asked.messages)
@@ -267,7 +274,7 @@ class _Step:
 
     def _refuse(self, play: Play) -> Failed | None:
         """Tells an environment that drives its episode that it has had all of its turns or tokens."""
-        play.finish, play.refusals = "length", play.refusals + 1
+        play.finish, play.refusals, play.conversation = "length", play.refusals + 1, None
         if play.refusals > MAX_REFUSALS:
             return Failed("error", "the environment asks for more turns although it was told that it gets none")
         limits = "`task.environment.max_turns` or `rollout.max_new_tokens`"
@@ -321,11 +328,14 @@ class _Step:
             note(0)
             self._finish(play)
             return None
+        if odd := {message["role"] for message in reply.messages} - {"user", "tool"}:
+            note(0)
+            return Failed("error", f"the environment answers as {', '.join(sorted(odd))}: only `user` and `tool` can")
         try:
             continued = self._turns.answer(play.conversation, turn, reply.messages)
-        except TemplateError as error:
+        except REFUSED as error:
             note(0)
-            return Failed("error", f"the chat template refuses the environment's messages: {error}")
+            return _unencoded(error)
         length = len(continued.tokens) + (0 if continued.forks else len(branch.tokens))
         if length >= play.limit:
             play.finish = "length"
@@ -380,3 +390,7 @@ class _Step:
         self.ended[play.place] = Episode(
             play.prompt, play.turns, play.branches, play.finish, scored, play.process.seconds
         )
+
+
+def _unencoded(error: Exception) -> Failed:
+    return Failed("error", f"the environment's messages cannot be encoded: {error}")

@@ -61,7 +61,7 @@ class Channel:
         """The next line once it is complete. Sends and receives what is possible now; raises `BrokenProcess` when no
         more can come."""
         self._send()
-        if b"\n" not in self._received:
+        while b"\n" not in self._received and len(self._received) <= self._max_bytes:
             try:
                 data = self._socket.recv(RECEIVE_BYTES)
             except BlockingIOError:

@@ -25,7 +25,7 @@ from ebbtide.tasks.channel import read_request
 from ebbtide.tasks.environment import Environment
 from ebbtide.tasks.environment_message import Answer, Failed, encode_answer
 from ebbtide.tasks.policy_handle import PolicyFacts
-from ebbtide.tasks.process_guard import PR_SET_PDEATHSIG, kill_descendants, prctl
+from ebbtide.tasks.process_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, kill_children, prctl
 from ebbtide.tasks.score_message import MAX_MESSAGE, encode_message
 
 CLOSE_SECONDS = 10  # For an environment to close itself.
@@ -43,6 +43,7 @@ def host_environments(channel: int) -> None:
             run.sendall(encode_message("unbuilt", cut_middle(why, MAX_MESSAGE)))
             return
         run.sendall(encode_message("ready"))
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # What an episode's process leaves behind becomes a child of the host.
         processes: dict[int, int] = {}  # the number of an episode -> its process
         while True:
             order, ends, _, _ = socket.recv_fds(run, 64, 1)
@@ -54,10 +55,9 @@ def host_environments(channel: int) -> None:
             verb, number = order.split()
             if verb == b"start":
                 processes[int(number)] = _start(run, ends[0], config, facts, make)
-            elif (process := processes.pop(int(number), None)) is not None:
-                kill_descendants(process)
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            else:
+                processes.pop(int(number), None)
+                kill_children(keep=set(processes.values()))
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[..., Any]:
@@ -119,7 +119,8 @@ def _play(end: int, config: EnvironmentConfig, facts: PolicyFacts, make: Callabl
                     environment = Environment(make(**config.options), facts)
                 answer = getattr(environment, verb)(*arguments)
                 if verb in ("describe", "finish"):
-                    environment.close()
+                    with suppress(Exception):  # What it gave is valid, whether or not it can be closed.
+                        environment.close()
                     environment = None
             except Exception as error:  # noqa: BLE001 (foreign code: what it raises costs this episode)
                 answer = Failed("error", f"{type(error).__name__}: {error}")

@@ -64,9 +64,12 @@ def _characters(messages: list[Message]) -> int:
 def decode_answer(line: bytes | bytearray, ticket: int) -> Answer:
     """Parses the answer to a request; raises ValueError if it is none."""
     try:
-        found = json.loads(line.decode())
-    except RecursionError:
-        found = None
+        return _decode(json.loads(line.decode()), ticket)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not an answer to the request: {error}") from None
+
+
+def _decode(found: Any, ticket: int) -> Answer:
     match found:
         case [number, "described", list(tools), bool(gives_reward), bool(drives)] if number == ticket:
             return Description([tool for tool in tools if isinstance(tool, dict)], gives_reward, drives)
@@ -78,6 +81,7 @@ def decode_answer(line: bytes | bytearray, ticket: int) -> Answer:
             whole = all(type(token) is int and token >= 0 for token in tokens) and (most is None or most > 0)
             if not whole or bool(tokens) == bool(messages) or not all(isinstance(tool, dict) for tool in tools):
                 raise ValueError("what it asks for is no turn")
+            json.dumps(tools, ensure_ascii=False).encode()  # Raises for text that no tokenizer accepts.
             return Asked(tokens, most, _checked(messages), continues, tools)
         case [number, "replied", list(messages), float() | int() as reward, bool(done), list(calls), int(failed)] if (
             number == ticket

@@ -33,11 +33,18 @@ class EnvironmentProcess:
     def __init__(self, number: int, channel: Channel) -> None:
         self.number, self.channel = number, channel
         self.ticket = 0
-        self.sent = self.deadline = 0.0
+        self.sent = self.deadline = self.limit = 0.0
         self.seconds = 0.0
         """The time that its answers took, added up."""
 
-    def answer(self, timeout: float) -> Answer | None:
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has come from it since its last answer, not even its end."""
+        poll = select.poll()
+        poll.register(self.channel.fileno(), select.POLLIN)
+        return not poll.poll(0) and not self.channel.has_extra_output
+
+    def answer(self) -> Answer | None:
         """The answer to the request, once there is one."""
         try:
             line = self.channel.receive()
@@ -48,7 +55,7 @@ class EnvironmentProcess:
         except ValueError as error:
             return Failed("error", f"the environment's process sent something that is not an answer: {error}")
         if time.monotonic() >= self.deadline:
-            return Failed("timeout", f"no answer within {timeout:g} s (`task.environment.timeout_s`)")
+            return Failed("timeout", f"no answer within {self.limit:g} s (`task.environment.timeout_s`)")
         return None
 
 
@@ -93,7 +100,8 @@ class EnvironmentPool:
         """Makes one environment, to see what it is."""
         process = self.open()
         self.ask(process, "describe")
-        process.deadline = time.monotonic() + START_SECONDS
+        process.limit = START_SECONDS
+        process.deadline = process.sent + process.limit
         while not (answers := self.answers(LONGEST_WAIT)):
             pass
         ((_, answer),) = answers
@@ -108,16 +116,18 @@ class EnvironmentPool:
 
     def open(self) -> EnvironmentProcess:
         """A process for an episode: one whose last episode has ended, or a new one."""
-        if self._idle:
+        while self._idle:
             process = self._idle.pop()
-            process.seconds = 0.0
-            return process
+            if process.is_quiet:
+                process.seconds = 0.0
+                return process
+            self.close(process, hard=True)  # It has died, or said something that nobody asked for.
         ours, theirs = socket.socketpair()
         self._number += 1
         with theirs:
             try:
                 socket.send_fds(self._orders, [b"start %d" % self._number], [theirs.fileno()])
-            except (BrokenPipeError, ConnectionResetError):  # foreign code has killed the host
+            except OSError:  # foreign code has killed or stopped the host
                 self._stop_host()
                 self._start_host()
                 socket.send_fds(self._orders, [b"start %d" % self._number], [theirs.fileno()])
@@ -128,7 +138,8 @@ class EnvironmentPool:
         """Sends a request, which `answers` will return the answer of."""
         process.ticket += 1
         process.sent = time.monotonic()
-        process.deadline = process.sent + self._config.timeout_s
+        process.limit = self._config.timeout_s
+        process.deadline = process.sent + process.limit
         process.channel.send((process.ticket, verb, *arguments))
         self._asked[process.channel.fileno()] = process
 
@@ -142,7 +153,7 @@ class EnvironmentPool:
         found: list[tuple[EnvironmentProcess, Answer]] = []
         due = self._ready(self._asked.values(), wait)
         for process in sorted(due, key=lambda one: one.number):
-            answer = process.answer(self._config.timeout_s)
+            answer = process.answer()
             if answer is not None:
                 del self._asked[process.channel.fileno()]
                 process.seconds += time.monotonic() - process.sent
@@ -169,5 +180,5 @@ class EnvironmentPool:
             return
         self._asked.pop(process.channel.fileno(), None)
         process.channel.close()
-        with suppress(BrokenPipeError, ConnectionResetError):  # the host has died, and all below it with it
+        with suppress(OSError):  # the host has died, and all below it with it; or it is stopped, and starts anew
             self._orders.send(b"kill %d" % process.number)

@@ -59,7 +59,7 @@ class _Endpoint(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         try:
             size = int(self.headers.get("Content-Length", "0"))
-            if size > MAX_BODY:
+            if not 0 <= size <= MAX_BODY:
                 self.close_connection = True
                 raise PolicyError(f"a request may have {MAX_BODY:,} bytes")
             body = json.loads(self.rfile.read(size))
@@ -105,14 +105,12 @@ def _chat(policy: Policy, body: dict[str, Any]) -> dict[str, Any]:
     choice["finish_reason"] = "tool_calls" if said.get("tool_calls") else sampled.finish
     if body.get("return_token_ids"):
         choice["token_ids"] = sampled.tokens
-    new = len(sampled.tokens)
     return {
         "id": uuid.uuid4().hex,
         "object": "chat.completion",
         "created": 0,
         "model": MODEL,
         "choices": [choice],
-        "usage": {"prompt_tokens": 0, "completion_tokens": new, "total_tokens": new},
     }
 
 

@@ -101,6 +101,7 @@ class Policy:
             texts = [_text_message(message, is_new=continues) for message in new]
             if not texts:
                 raise PolicyError("`messages` must end with something that the policy has not answered")
+            self._known = None  # Unless there is an answer, the whole conversation has to be sent again.
             sampled = self._ask(Asked([], max_tokens, texts, continues, tools))
             said = self._message(sampled, has_tools=bool(tools))
             self._known = [*messages, said], tools

@@ -68,8 +68,27 @@ def kill_descendants(root: int) -> None:
         known |= found
 
 
+def kill_children(keep: set[int]) -> None:
+    """Kills the children of this process, but for some, and all of their descendants."""
+    children, dead = _processes()
+    for child in set(children.get(os.getpid(), ())) - keep - dead:
+        kill_descendants(child)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
 def _below(root: int) -> set[int]:
     """The living descendants of a process."""
+    children, dead = _processes()
+    found, last = set[int](), [root]
+    while last:
+        last = [child for one in last for child in children.get(one, ()) if child not in found]
+        found |= set(last)
+    return found - dead
+
+
+def _processes() -> tuple[dict[int, list[int]], set[int]]:
+    """(a process -> its children, processes that have ended)."""
     children: dict[int, list[int]] = {}
     dead = set()
     for entry in os.listdir("/proc"):
@@ -79,11 +98,7 @@ def _below(root: int) -> set[int]:
             state, parent = file.read().rpartition(b")")[2].split()[:2]  # The name before it may contain anything.
             children.setdefault(int(parent), []).append(int(entry))
             dead |= {int(entry)} if state in (b"Z", b"X") else set()
-    found, last = set[int](), [root]
-    while last:
-        last = [child for one in last for child in children.get(one, ()) if child not in found]
-        found |= set(last)
-    return found - dead
+    return children, dead
 
 
 def prctl(option: int, value: int) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from ebbtide.errors import UserError
@@ -49,7 +50,8 @@ class McpTools:
         return text
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._closing.set)
+        with suppress(RuntimeError):  # The server has died, and the loop has ended with it.
+            self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
 
