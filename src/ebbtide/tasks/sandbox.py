@@ -166,8 +166,10 @@ def _watch(process: subprocess.Popen[bytes], reports: IO[bytes], limits: Limits)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     for file, kept in written.items():
-        while data := file.read1(READ_BYTES):  # type: ignore[attr-defined]
-            kept.add(data)
+        os.set_blocking(file.fileno(), False)  # Without namespaces, something may have escaped that keeps it open.
+        with suppress(BlockingIOError):
+            while data := os.read(file.fileno(), READ_BYTES):
+                kept.add(data)
     found = json.loads(report.partition(b"\n")[0] or b"{}")
     if "refused" in found:
         raise UserError(
