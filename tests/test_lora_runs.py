@@ -292,6 +292,7 @@ def test_gradients_are_the_same_whatever_is_kept(tmp_path, preset: str) -> None:
     assert all(float(grad.abs().max()) > 0 for grad in found[0].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True], ids=["new", "from an adapter"])
 def test_the_reference_is_where_the_run_began(whole, tmp_path, adapter: bool) -> None:
     """Of a run that starts from an adapter it is a copy of that, of a few bytes."""

@@ -44,6 +44,7 @@ def alone(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("alone"), 1, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "parallel", "cases"),
     [
@@ -149,6 +150,7 @@ ODD = {"model.scratch.hidden": 100, "model.scratch.mlp": 102, "model.scratch.hea
 WORLDS = {"gpus": 2}, {"data": 2, "replicate": 2}, {"gpus": 2, "tensor": 2}
 
 
+@pytest.mark.slow
 def test_ranks_find_the_digest_of_the_whole_base(tmp_path) -> None:
     configs = [config_of(tmp_path, parallel, ODD) for parallel in WORLDS]
     mine, theirs = together(2, digests, configs)

@@ -105,6 +105,7 @@ def test_samples_are_those_of_whole_weights_to_the_bit(count, parallel, changes)
         assert rank["gathered"][3] == rank["layerwise"][3] == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_either_way(tmp_path) -> None:
     """Also with evaluation, and with one prompt for three ranks."""
 

@@ -119,6 +119,7 @@ def sent_sizes(rank, configs):
     return found
 
 
+@pytest.mark.slow
 def test_an_update_sends_adapters_alone(tmp_path) -> None:
     """A base that is in files is never sent; one that is random, on which ranks may differ, is sent once."""
     from ebbtide.model.load import load_model
