@@ -14,23 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+from peers import use_colocated_vllm
+
 START = time.perf_counter()
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29517",
-}
+use_colocated_vllm(29517)
 
 import torch  # noqa: E402
 from datasets import Dataset  # type: ignore[import-not-found]  # noqa: E402

@@ -9,7 +9,6 @@ linear layers, no KL. `--sleep` turns vLLM's sleep mode on. Rows are added to re
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import subprocess
 import sys
@@ -18,18 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from peers import use_colocated_vllm
+
 START = time.perf_counter()
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29518",
-}
+use_colocated_vllm(29518)
 
 from common import Row, beginning, kept, save  # noqa: E402
 
