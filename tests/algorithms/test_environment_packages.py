@@ -1,11 +1,8 @@
 """Environments of other packages, each with the real package: a few steps of training."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-
-import pytest
 
 from conftest import TINY, merged
 from ebbtide.algorithms.loop import train
@@ -42,13 +39,7 @@ def trained(folder, task):
     return metrics, rollouts
 
 
-def needs(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"the package {package} is not installed")
-
-
 def test_textarena(tmp_path) -> None:
-    needs("textarena")
     environment = {"object": "textarena", "options": {"env": "GuessTheNumber-v0"}, **LIMITS}
     metrics, rollouts = trained(tmp_path / "run", {"environment": environment, "size": 8, "held_out": 0})
     assert "Guess The Number" in rollouts[0]["prompt"]
@@ -57,7 +48,6 @@ def test_textarena(tmp_path) -> None:
 
 
 def test_skyrl_gym(tmp_path) -> None:
-    needs("skyrl_gym")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(6)))
     environment = {
@@ -74,7 +64,6 @@ def test_skyrl_gym(tmp_path) -> None:
 
 
 def test_an_mcp_server(tmp_path) -> None:
-    needs("mcp")
     environment = {"object": "mcp", "options": {"command": [sys.executable, str(HERE / "mcp_server.py")]}, **LIMITS}
     source = {"builtin": {"name": "copy", "options": {"digits": 3}}, "size": 8, "held_out": 0}
     metrics, _ = trained(tmp_path / "run", {**source, "environment": environment, "scoring": {"workers": 1}})
@@ -82,7 +71,6 @@ def test_an_mcp_server(tmp_path) -> None:
 
 
 def test_the_tools_of_an_mcp_server() -> None:
-    needs("mcp")
     from ebbtide.tasks.environment import Environment
     from ebbtide.tasks.environments.mcp import make
 

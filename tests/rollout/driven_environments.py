@@ -139,3 +139,16 @@ class Insists:
         except PolicyError:
             policy.chat([*messages, said, {"role": "user", "content": "3"}], max_tokens=2)
         return 1.0
+
+
+class Unrelated:
+    """Asks for turns after prompts that have nothing to do with each other, until it gets none."""
+
+    def run(self, policy: ServedPolicy):
+        sampled, number = 0, 0
+        try:
+            while True:
+                number += 1
+                sampled += len(policy.sample([3 + number % 2] * 8, max_tokens=5).tokens)
+        except PolicyError:
+            return float(sampled)

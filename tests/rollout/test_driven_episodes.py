@@ -14,8 +14,8 @@ from ebbtide.tasks.task import Problem
 from ebbtide.worker import Worker
 
 
-def config_of(tiny, name: str, **more):
-    environment = {"object": f"driven_environments:{name}", "max_turns": 3}
+def config_of(tiny, name: str, max_turns: int = 3, **more):
+    environment = {"object": f"driven_environments:{name}", "max_turns": max_turns}
     sizes = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 12, "model.scratch.context": 64}
     task = {"task": {"environment": environment, "size": 8, "held_out": 0}, "evaluate": None}
     return tiny({**task, **sizes, **more})
@@ -25,8 +25,12 @@ def config_of(tiny, name: str, **more):
 def played(tiny, monkeypatch):
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
 
-    def play(name: str):
-        with Worker(config_of(tiny, name)) as worker, worker.phase("generate"), PlayedEpisodes(worker) as episodes:
+    def play(name: str, max_turns: int = 3):
+        with (
+            Worker(config_of(tiny, name, max_turns)) as worker,
+            worker.phase("generate"),
+            PlayedEpisodes(worker) as episodes,
+        ):
             prompts = [Prompt(Problem([], metadata={"seed": 5}), "", [])]
             return episodes.play(prompts, [[1, 2, 3]], SamplingParams(12), no_progress)
 
@@ -83,6 +87,12 @@ def test_a_limit_is_told_to_the_environment(played) -> None:
         assert (episode.finish, len(episode.turns)) == ("length", 3)
         assert episode.scored.value == 3.0
         assert episode.scored.parts["told"] == 1.0
+
+
+def test_all_that_is_sampled_has_one_limit(played) -> None:
+    for episode in played("Unrelated", max_turns=50):
+        assert episode.finish == "length"
+        assert episode.scored.value == sum(len(branch.sampled) for branch in episode.branches) <= 12
 
 
 def test_an_episode_without_a_turn_and_a_refusing_endpoint(played) -> None:

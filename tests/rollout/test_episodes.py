@@ -345,3 +345,17 @@ def test_a_prompt_that_is_too_long_costs_the_episode(worker) -> None:
     assert "rollout.max_prompt_tokens" in long.scored.message
     assert short.scored is not None
     assert short.scored.failure is None
+
+
+def test_two_answers_of_tools_are_one_where_users_and_assistants_take_turns(worker) -> None:
+    alternates = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
+        "{% endif %}{% endfor %}" + KEEPS
+    )
+    tokenizer = worker.policy.tokenizer
+    tokenizer.chat_template = alternates
+    turns = ChatTurns(Encoder(tokenizer, templated=True))
+    conversation, _ = turns.open(ask("1"))
+    ends = Completion([5], [0.0], [0.0], "stop", "2")
+    turns.answer(conversation, ends, [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}])
+    assert conversation.messages[-1] == {"role": "user", "content": "3\n4"}
