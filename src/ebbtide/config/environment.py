@@ -18,8 +18,8 @@ BUILTIN_ENVIRONMENTS = ("calculator", "mcp", "openenv", "python", "skyrl_gym", "
 
 
 class EnvironmentConfig(Section):
-    """Episodes: the policy and an environment take turns, and the environment gives the reward. Each episode has a
-    process of its own; if that hangs or crashes, only the episode is lost and the run continues."""
+    """Episodes: the policy and an environment take turns, and the environment gives the reward. An episode
+    that is under way has a process to itself; if that hangs or crashes, only the episode is lost."""
 
     object: str
     """`module:name` of a class, or of a function that returns an environment, for each episode anew; or one that ships
