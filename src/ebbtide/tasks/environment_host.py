@@ -25,7 +25,7 @@ from ebbtide.tasks.channel import read_request
 from ebbtide.tasks.environment import Environment
 from ebbtide.tasks.environment_message import Answer, Failed, encode_answer
 from ebbtide.tasks.policy_handle import PolicyFacts
-from ebbtide.tasks.process_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, kill_children, prctl
+from ebbtide.tasks.process_guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, kill_descendants, prctl
 from ebbtide.tasks.score_message import MAX_MESSAGE, encode_message
 
 CLOSE_SECONDS = 10  # For an environment to close itself.
@@ -57,7 +57,7 @@ def host_environments(channel: int) -> None:
                 processes[int(number)] = _start(run, ends[0], config, facts, make)
             else:
                 processes.pop(int(number), None)
-                kill_children(keep=set(processes.values()))
+                kill_descendants(os.getpid(), keep=set(processes.values()))
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[..., Any]:

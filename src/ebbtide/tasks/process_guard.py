@@ -13,6 +13,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
@@ -55,10 +56,11 @@ def _end_with_run(channel: int) -> None:
     kill_descendants(os.getpid())
 
 
-def kill_descendants(root: int) -> None:
-    """Kills all descendants of a process. They are stopped first, so that none starts others meanwhile."""
+def kill_descendants(root: int, keep: Collection[int] = ()) -> None:
+    """Kills all descendants of a process, but for some of them and what these have started. They are stopped first, so
+    that none starts others meanwhile."""
     until, known = time.monotonic() + KILL_SECONDS, set[int]()
-    while (found := _below(root)) and time.monotonic() < until:
+    while (found := _below(root, keep)) and time.monotonic() < until:
         number = signal.SIGKILL if found <= known else signal.SIGSTOP
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
@@ -68,21 +70,13 @@ def kill_descendants(root: int) -> None:
         known |= found
 
 
-def kill_children(keep: set[int]) -> None:
-    """Kills the children of this process, but for some, and all of their descendants."""
-    children, dead = _processes()
-    for child in set(children.get(os.getpid(), ())) - keep - dead:
-        kill_descendants(child)
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-
-
-def _below(root: int) -> set[int]:
-    """The living descendants of a process."""
+def _below(root: int, keep: Collection[int]) -> set[int]:
+    """The living descendants of a process, without those to keep and what is below them. The dead ones are passed
+    through: one that is about to end may be seen with its children, or its children with the parent they get then."""
     children, dead = _processes()
     found, last = set[int](), [root]
     while last:
-        last = [child for one in last for child in children.get(one, ()) if child not in found]
+        last = [child for one in last for child in children.get(one, ()) if child not in found and child not in keep]
         found |= set(last)
     return found - dead
 
