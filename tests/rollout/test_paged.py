@@ -12,8 +12,10 @@ from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.huggingface import HuggingFaceEngine
+from ebbtide.rollout.paged.cache_costs import CacheSize
 from ebbtide.rollout.paged.engine import PagedEngine
-from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, PromptGroup, ScheduledSample, Scheduler
+from ebbtide.rollout.paged.scheduler import PrefillChunk, PromptGroup, ScheduledSample, Scheduler
+from simulated_states import SimulatedStates
 
 SIZE = 3
 
@@ -47,13 +49,15 @@ def check(schedule: Scheduler, groups: list[PromptGroup]) -> None:
     st.integers(1, 12),
     st.integers(1, 7),
     st.booleans(),
+    st.none() | st.integers(2, 9),
     st.randoms(use_true_random=False),
 )
-def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ahead, chance) -> None:
+def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ahead, slots, chance) -> None:
     """Prompts come in over time, are cancelled at any moment, and tokens are known at once or a step later."""
     most = 8
     count = needed(max(length for length, *_ in prompts)) + needed(most) + spare
-    schedule = Scheduler(BlockAllocator(count), SIZE, batch=batch, chunk=chunk)
+    schedule = Scheduler(CacheSize(count, slots), SIZE, batch=batch, chunk=chunk)
+    states = SimulatedStates(slots)
     groups: list[PromptGroup] = []
     lengths: dict[ScheduledSample, int] = {}
     cancelled: set[ScheduledSample] = set()
@@ -73,6 +77,7 @@ def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ah
         assert work or under_way or schedule.finished
         assert schedule.num_running <= batch
         assert sum(item.last - item.first for item in work if isinstance(item, PrefillChunk)) <= chunk
+        states.run(work)
         asked: list[ScheduledSample] = []
         for item in work:
             if isinstance(item, ScheduledSample):
@@ -98,11 +103,13 @@ def test_every_sample_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ah
         if not under_way and chance.random() < 0.1:  # the phase ends: the cache goes, or what is used of it moves
             if chance.random() < 0.5:
                 schedule.preempt_all()
-            used = schedule.move_to(BlockAllocator(count))
-            assert len(set(used)) == len(used) == count - schedule.allocator.num_free
+            used = schedule.move_to(CacheSize(count, slots))
+            assert len(set(used.blocks)) == len(used.blocks) == schedule.used_size.blocks
+            assert len(set(used.states)) == len(used.states) == (schedule.used_size.states or 0)
+            states.move(used.states)
         check(schedule, groups)
     assert schedule.finished
-    assert schedule.allocator.num_free == count
+    assert schedule.used_size == CacheSize(0, None if slots is None else 0)
     for sample, length in lengths.items():
         assert sample.done
         assert sample.tokens == list(range(length)) or sample in cancelled

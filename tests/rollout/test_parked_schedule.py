@@ -4,7 +4,9 @@ nothing stands still while a sequence could run; and nothing is prefilled twice 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, PromptGroup, ScheduledSample, Scheduler
+from ebbtide.rollout.paged.cache_costs import CacheSize
+from ebbtide.rollout.paged.scheduler import PrefillChunk, PromptGroup, ScheduledSample, Scheduler
+from simulated_states import SimulatedStates
 
 SIZE, TURNS, TURN, SAID = 3, 3, 4, 5
 LONGEST = TURNS * (TURN + SAID)
@@ -32,11 +34,13 @@ def check(schedule: Scheduler, groups: list[PromptGroup]) -> None:
     st.integers(1, 9),
     st.integers(1, 7),
     st.booleans(),
+    st.none() | st.integers(2, 12),
     st.randoms(use_true_random=False),
 )
-def test_every_sequence_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ahead, chance) -> None:
+def test_every_sequence_ends_and_no_block_is_lost(prompts, spare, batch, chunk, ahead, slots, chance) -> None:
     count = -(-max(length for length, _ in prompts) // SIZE) + -(-LONGEST // SIZE) + spare
-    schedule = Scheduler(BlockAllocator(count), SIZE, batch=batch, chunk=chunk)
+    schedule = Scheduler(CacheSize(count, slots), SIZE, batch=batch, chunk=chunk)
+    states = SimulatedStates(slots)
     groups = [schedule.add(range(length), [TURN] * samples)[0].group for length, samples in prompts]
     everyone = [sample for group in groups for sample in group.samples]
     turns = dict.fromkeys(everyone, 0)
@@ -51,6 +55,7 @@ def test_every_sequence_ends_and_no_block_is_lost(prompts, spare, batch, chunk, 
         work = schedule.schedule()
         check(schedule, groups)
         assert work or in_flight or parked  # else everything would stand still
+        states.run(work)
         asked: list[ScheduledSample] = []
         for item in work:
             if isinstance(item, PrefillChunk):
@@ -82,7 +87,7 @@ def test_every_sequence_ends_and_no_block_is_lost(prompts, spare, batch, chunk, 
             schedule.unpark(sample, said, start + TURN)
             ends[sample] = start + chance.randint(1, TURN)
     assert all(sample.done for sample in everyone)
-    assert schedule.allocator.num_free == count
+    assert schedule.used_size == CacheSize(0, None if slots is None else 0)
     assert not schedule.groups
     if not schedule.recomputed and not schedule.preempted:
         assert prefilled <= sum(length for length, _ in prompts) + expected

@@ -203,9 +203,9 @@ def test_the_engine_is_compared_with_the_models_own_forward_of_an_adapter(base, 
 
 def test_the_cache_leaves_room_for_the_adapters_of_a_pass(base, folders, monkeypatch) -> None:
     monkeypatch.setattr(cache_memory, "_free_bytes", lambda device: 10_000_000)
-    needs = cache_memory.CacheNeeds(10**9, 1, 1, 1)
+    needs = cache_memory.CacheNeeds(10**9, 1, 1, 1, 1)
     plain, loaded = load_model(settings(base), CPU), with_all(base, folders)
-    counts = [PagedEngine(one, 4, block=4, chunk=1000)._memory.count_blocks(needs) for one in (plain, loaded)]
+    counts = [PagedEngine(one, 4, block=4, chunk=1000)._memory.find_size(needs).blocks for one in (plain, loaded)]
     columns = 7 * 4 + 3 * 3 + 5 * 11  # layers of a block that each has, times its rank
     assert row_adapter_bytes(loaded.model, 1000) == 1000 * columns * (4 + 4)
     block = 4 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, channels, bytes

@@ -131,7 +131,8 @@ class PartialRollouts:
         residency.register("kv_cache", lambda: self._persistent.kept_cache)
         if keep and residency.plan.is_ever_offloaded("kv_cache"):
             blocks = kept_blocks(rollout, engine.block_size)
-            residency.arena.reserve(engine.cache_tensor_bytes(blocks))
+            sequences = rollout.partial.extra_prompts * (1 + rollout.group_size)
+            residency.arena.reserve(engine.cache_tensor_bytes(blocks, sequences))
 
     def next(self, step: int, progress: Progress) -> Groups:
         config = self._config

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from ebbtide.errors import UserError
 from ebbtide.model.quantize import quantized_of
+from ebbtide.model.state_layers import StatePass, States
 from ebbtide.policy.attention import FUNCTIONS, requested_window, unsupported_layer
 from ebbtide.rollout.paged.cache_costs import CacheCosts
 
@@ -24,9 +25,11 @@ class KVCache:
     """The KV cache: for each layer a tensor of keys and one of values, with a slot for each token. They are separate
     tensors so that they fit into fragmented memory. The GPU kernels use another layout within each block."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], states: Sequence[States] = ()) -> None:
         # (keys, values) of each layer: both [slots, kv heads, channels]
         self.layers = list(zip(tensors[::2], tensors[1::2], strict=True))
+        self.states = states
+        """The states of sequences [state slots, ...], of each layer that has some."""
 
 
 def cache_costs(model: PreTrainedModel) -> CacheCosts:
@@ -69,7 +72,12 @@ def paged_cannot_run(config: PretrainedConfig, why: str) -> UserError:
 
 
 class AttentionPass(Protocol):
-    """One pass through the model: it knows the KV cache and what each token attends to."""
+    """One pass through the model: it knows the KV cache, what each token attends to, and the states of sequences."""
+
+    @property
+    def states(self) -> StatePass | None:
+        """Where the layers with states find those of the sequences; None if there are no such layers."""
+        ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Writes the keys and values [T, kv heads, channels] of the new tokens to the cache, and returns the attention

@@ -4,12 +4,13 @@ what they attend to (block tables and lengths), all of it in device memory."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ebbtide.model.attention_kernels import attend_to_cache
 from ebbtide.model.block_reference import Rotary
+from ebbtide.model.state_layers import StatePass
 from ebbtide.rollout.paged.cache_kernels import rope_and_write_cache, write_cache
 from ebbtide.rollout.paged.decode_kernels import decode
 
@@ -23,6 +24,7 @@ class PassMetadata(ABC):
     block: int
     slots: Tensor  # [T] int32: where new keys and values are written; -1 for padding
     adapters: Tensor  # [T] int32: the adapter of each token, where the model has several by name; 0 is none
+    states: StatePass | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:

@@ -27,6 +27,19 @@ SORTED_ROWS_AT_ONCE = 64  # rows of logits that are sorted at once for top-k and
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
+@dataclass(frozen=True)
+class CacheSize:
+    """How much a KV cache holds."""
+
+    blocks: int
+    states: int | None = None
+    """The sequences whose states it holds; None for a model whose layers have none."""
+
+    def fits(self, other: CacheSize) -> bool:
+        """Tells whether what this holds fits into another one."""
+        return self.blocks <= other.blocks and (self.states or 0) <= (other.states or 0)
+
+
 def graph_batch_size(rows: int) -> int:
     """Returns the batch size of the CUDA graph that decodes `rows` samples."""
     return next((size for size in GRAPH_BATCH_SIZES if size >= rows), ceil_div(rows, 128) * 128)

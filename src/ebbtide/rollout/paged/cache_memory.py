@@ -15,8 +15,10 @@ from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.model.row_adapters import row_adapter_bytes
 from ebbtide.rollout.paged.attention import KVCache, cache_costs
-from ebbtide.rollout.paged.cache_costs import blocks_for
+from ebbtide.rollout.paged.block_table import UsedCache
+from ebbtide.rollout.paged.cache_costs import CacheSize, blocks_for
 from ebbtide.rollout.paged.runner import Runner
+from ebbtide.rollout.paged.state_memory import StateMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +34,9 @@ class CacheNeeds:
     longest_completion: int
     longest_sample: int
     """A prompt and its completion."""
+    sequences: int
+    """How many prompts and samples have blocks at once, at most: where the model's layers have states, each of them
+    has one."""
 
 
 class CacheMemory:
@@ -57,18 +62,25 @@ class CacheMemory:
         """The tokens that are prefilled in one pass, beside the KV cache that was counted last."""
         self._costs = cache_costs(model)
         self._longest = tuple(map(self.blocks_for, longest))
+        self._states = StateMemory(model)
+
+    @property
+    def empty_size(self) -> CacheSize:
+        """The size of a KV cache that holds nothing."""
+        return CacheSize(0, 0 if self._states.exist else None)
 
     def blocks_for(self, tokens: int) -> int:
         """Returns the blocks that `tokens` tokens need."""
         return blocks_for(tokens, self._block)
 
-    def count_blocks(self, needs: CacheNeeds, *, reusable: int = 0) -> int:
-        """Returns the size of a KV cache in blocks: all useful ones, or as many as fit into free memory. It raises if
-        they do not hold the longest sample. `reusable` bytes are in use and will be freed for the cache."""
-        count = self._blocks
+    def find_size(self, needs: CacheNeeds, *, reusable: int = 0) -> CacheSize:
+        """Returns the size of a KV cache: all that is useful, or as much as fits into free memory. It raises if
+        that does not hold the longest sample. `reusable` bytes are in use and will be freed for the cache."""
+        count, weight = self._blocks, next(self._model.parameters())
+        free = _free_bytes(weight.device) + reusable - row_adapter_bytes(self._model, self._most)
+        states = self._states.count(needs.sequences, free)
         if count is None:
-            weight = next(self._model.parameters())
-            free = _free_bytes(weight.device) + reusable - row_adapter_bytes(self._model, self._most)
+            free -= sum(self._states.tensor_bytes(states))
             sizes = weight.dtype.itemsize, self._block, self._most, self._batch
             count, self.chunk = self._costs.fit(*sizes, free, useful=needs.useful, least=needs.longest_sample)
         if count < needs.longest_sample:
@@ -79,41 +91,45 @@ class CacheMemory:
                 f" (`rollout.max_num_seqs`, or `batch` of `ebbtide serve`: now {self._batch:,}), or free memory for"
                 " generation (`memory.offload.generate`, `optimizer.place`)"
             )
-        return count
+        return CacheSize(count, states)
 
-    def tensor_bytes(self, blocks: int) -> list[int]:
-        """Returns the bytes of each tensor of a KV cache of `blocks` blocks."""
+    def tensor_bytes(self, size: CacheSize) -> list[int]:
+        """Returns the bytes of each tensor of a KV cache."""
         weight = next(self._model.parameters())
-        each = blocks * self._block * self._costs.bytes_per_token(weight.dtype.itemsize) // (2 * self._costs.layers)
-        return [each] * (2 * self._costs.layers)
+        each = (
+            size.blocks * self._block * self._costs.bytes_per_token(weight.dtype.itemsize) // (2 * self._costs.layers)
+        )
+        return [each] * (2 * self._costs.layers) + self._states.tensor_bytes(size.states)
 
-    def allocate(self, blocks: int) -> list[Tensor]:
-        """Allocates a KV cache: the keys, then the values of each layer."""
-        self._make_room(sum(self.tensor_bytes(blocks)))
+    def allocate(self, size: CacheSize) -> list[Tensor]:
+        """Allocates a KV cache: the keys, then the values of each layer, then the states."""
+        self._make_room(sum(self.tensor_bytes(size)))
         weight = next(self._model.parameters())
-        shape = (blocks * self._block, self._costs.kv_heads, self._costs.channels)
-        return [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._costs.layers)]
+        shape = (size.blocks * self._block, self._costs.kv_heads, self._costs.channels)
+        keys = [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._costs.layers)]
+        return keys + self._states.allocate(size.states)
 
-    def resize(self, tensors: list[Tensor], used: Sequence[int], blocks: int) -> list[Tensor]:
-        """Copies the `used` blocks of a KV cache to the front of a new one of `blocks` blocks. The list of old tensors
-        is emptied one by one, so that two whole caches are never in memory at once."""
-        resized = []
-        self._make_room(max(0, sum(self.tensor_bytes(blocks)) - sum(tensor.nbytes for tensor in tensors)))
+    def resize(self, tensors: list[Tensor], used: UsedCache, size: CacheSize) -> list[Tensor]:
+        """Copies what is `used` of a KV cache to the front of a new one. The list of old tensors is emptied one by one,
+        so that two whole caches are never in memory at once."""
+        resized: list[Tensor] = []
+        self._make_room(max(0, sum(self.tensor_bytes(size)) - sum(tensor.nbytes for tensor in tensors)))
         while tensors:
             old = tensors.pop(0)
-            new = old.new_empty((blocks * self._block, *old.shape[1:]))
-            if used:
-                by_block = new.view(blocks, self._block, *new.shape[1:])
-                source = old.view(-1, *by_block.shape[1:])
-                torch.index_select(source, 0, torch.tensor(used, device=old.device), out=by_block[: len(used)])
+            if len(resized) < 2 * self._costs.layers:
+                by_block = old.view(-1, self._block, *old.shape[1:])
+                new = _copy_front(by_block, used.blocks, size.blocks).flatten(0, 1)
+            else:
+                new = _copy_front(old, used.states, self._states.rows(size.states))
             resized.append(new)
             del old, new
         return resized
 
     def attach(self, tensors: Sequence[Tensor], needs: CacheNeeds) -> None:
         """Makes the runner use this KV cache, until `detach`."""
+        keys = 2 * self._costs.layers
         self._runner.attach_cache(
-            KVCache(tensors),
+            KVCache(tensors[:keys], self._states.by_layer(tensors[keys:])),
             max(needs.longest_prompt, self._longest[0]),
             max(needs.longest_completion, self._longest[1]),
         )
@@ -130,6 +146,14 @@ class CacheMemory:
             yield
         finally:
             self._make_room = make_room
+
+
+def _copy_front(old: Tensor, used: Sequence[int], count: int) -> Tensor:
+    """Copies some rows of a tensor to the front of a new one with `count` rows."""
+    new = old.new_empty((count, *old.shape[1:]))
+    if used:
+        torch.index_select(old, 0, torch.tensor(used, device=old.device), out=new[: len(used)])
+    return new
 
 
 def _free_bytes(device: torch.device) -> int:

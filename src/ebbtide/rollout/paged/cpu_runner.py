@@ -12,10 +12,12 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from ebbtide.model.load import decoder, head_weight, logit_scaling
 from ebbtide.model.row_adapters import row_adapters
+from ebbtide.model.state_layers import StatePass, TensorSlots
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.paged.attention import PAGED, KVCache
 from ebbtide.rollout.paged.runner import PendingTokens, SampleOp
 from ebbtide.rollout.paged.scheduler import PrefillChunk, PromptGroup
+from ebbtide.rollout.paged.state_memory import state_rows
 from ebbtide.rollout.sampling import sample_tokens
 
 if TYPE_CHECKING:
@@ -73,7 +75,8 @@ class CpuRunner:
     def _forward(self, chunks: Sequence[PrefillChunk], tokens: Sequence[int]) -> Tensor:
         """Returns the hidden states [T, H]."""
         assert self._cache is not None
-        metadata = _Pass(chunks, self._cache, self._block, self._model.device)
+        states_pass = self._state_pass(chunks) if self._cache.states else None
+        metadata = _Pass(chunks, self._cache, self._block, self._model.device, states_pass)
         with use_attention(self._model, PAGED), self._adapters.chosen(metadata.adapters):
             hidden = decoder(self._model)(
                 input_ids=torch.tensor([tokens], device=self._model.device),
@@ -83,6 +86,11 @@ class CpuRunner:
             ).last_hidden_state[0]
         assert isinstance(hidden, Tensor)
         return hidden
+
+    def _state_pass(self, chunks: Sequence[PrefillChunk]) -> StatePass:
+        assert self._cache is not None
+        rows, order = state_rows(chunks, lambda values: torch.tensor(values, device=self._model.device))
+        return StatePass(rows, order, TensorSlots(self._cache.states))
 
     def _sample(self, hidden: Tensor, ops: Sequence[SampleOp]) -> PendingTokens:
         weight, bias = head_weight(self._model)
@@ -109,8 +117,15 @@ class CpuRunner:
 class _Pass:
     """The attention metadata of one pass: T new tokens of S sequences, one after the other."""
 
-    def __init__(self, chunks: Sequence[PrefillChunk], cache: KVCache, size: int, device: torch.device) -> None:
-        self._cache = cache
+    def __init__(
+        self,
+        chunks: Sequence[PrefillChunk],
+        cache: KVCache,
+        size: int,
+        device: torch.device,
+        states: StatePass | None,
+    ) -> None:
+        self._cache, self.states = cache, states
         positions: list[int] = []
         slots: list[int] = []
         contexts: list[list[int]] = []

@@ -15,19 +15,22 @@ from ebbtide.model.attention_kernels import TILE
 from ebbtide.model.linear import linear
 from ebbtide.model.load import decoder, head_weight, logit_scaling
 from ebbtide.model.row_adapters import row_adapters
+from ebbtide.model.state_layers import StatePass, state_layers
 from ebbtide.policy import logprob_kernels
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.paged import sample_kernels
 from ebbtide.rollout.paged.attention import PAGED, KVCache, model_cache_costs
 from ebbtide.rollout.paged.attn_metadata import PassMetadata, PrefillMetadata
-from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, graph_batch_size
+from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, CacheSize, graph_batch_size
 from ebbtide.rollout.paged.cuda_graphs import needs_host_sync
 from ebbtide.rollout.paged.decode_graph import DecodeGraph, DecodeInputs
 from ebbtide.rollout.paged.decode_kernels import MANY, reads_together
 from ebbtide.rollout.paged.fused_model import FusedModel, can_fuse
 from ebbtide.rollout.paged.runner import PendingTokens, SampleOp
-from ebbtide.rollout.paged.scheduler import BlockAllocator, PrefillChunk, ScheduledSample, Scheduler
+from ebbtide.rollout.paged.scheduler import PrefillChunk, ScheduledSample, Scheduler
+from ebbtide.rollout.paged.state_kernels import AddressedSlots
+from ebbtide.rollout.paged.state_memory import state_rows
 from ebbtide.system.units import ceil_div
 
 if TYPE_CHECKING:
@@ -56,6 +59,8 @@ class CudaRunner:
         self._cache: KVCache | None = None
         self._open = ExitStack()
         self._adapters = row_adapters(model)
+        self._states = AddressedSlots(layers, self._device) if (layers := state_layers(model).layers) else None
+        self._padding_state = 0
         self._fused = FusedModel(model) if can_fuse(model) else None
         if self._fused is not None and not self._fused_matches_model():
             self._fused = None
@@ -69,6 +74,8 @@ class CudaRunner:
     def attach_cache(self, cache: KVCache, prompt_blocks: int, own_blocks: int) -> None:
         self._cache = cache
         self._addresses.copy_(torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in cache.layers]))
+        if self._states is not None:
+            self._padding_state = self._states.attach(cache.states)
         weights = tuple(parameter.data_ptr() for parameter in self._model.parameters())
         widths = (max(prompt_blocks, self._widths[0]), max(own_blocks, self._widths[1]))
         if weights != self._weights or widths != self._widths:  # the captured graphs read other addresses
@@ -169,8 +176,14 @@ class CudaRunner:
             self._to_device(tiles, torch.int32).view(-1, 2),
             self._to_device(sequences, torch.int32).view(-1, 4),
             *padded,
+            states=self._state_pass(chunks),
         )
         return self._forward(self._to_device(tokens, torch.long), self._to_device(positions, torch.long), metadata)
+
+    def _state_pass(self, chunks: Sequence[PrefillChunk]) -> StatePass | None:
+        if self._states is None:
+            return None
+        return StatePass(*state_rows(chunks, lambda values: self._to_device(values, torch.long)), self._states)
 
     def _to_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Copies values to the device without waiting for it."""
@@ -208,6 +221,8 @@ class CudaRunner:
         slots: list[int] = []
         firsts: list[int] = []
         groups: list[int] = []
+        read_states: list[int | None] = []
+        write_states: list[int] = []
         group = -1
         for place, op in enumerate(ops):
             sample = op.sample
@@ -228,10 +243,14 @@ class CudaRunner:
             own_lengths.append(own)
             own_starts.append(len(sample.group.prompt))
             slots.append(blocks[(own - 1) // size] * size + (own - 1) % size)
+            if self._states is not None:
+                before, after = PrefillChunk(sample, own - 1, own).states
+                read_states.append(before)
+                write_states.append(after)
         where = numpy.array(rows)
         begins = numpy.array(firsts)
         numbers = numpy.array([op.uniform for op in ops])
-        values = inputs.numpy()
+        values = inputs.numpy(self._padding_state)
         values["rows"][:] = self._batch
         values["rows"][:count] = where
         values["tokens"][:count] = tokens
@@ -239,6 +258,8 @@ class CudaRunner:
         values["adapters"][:count] = [op.sample.group.adapter for op in ops]
         values["own_lengths"][:count] = own_lengths
         values["own_starts"][:count] = own_starts
+        values["read_states"][: len(read_states)] = read_states
+        values["write_states"][: len(write_states)] = write_states
         values["firsts"][: len(firsts)] = begins
         values["firsts"][len(firsts) :] = count
         values["prompt_lengths"][: len(firsts)] = values["own_starts"][begins]
@@ -258,9 +279,9 @@ class CudaRunner:
         key = (size, samples, cut)
         if key not in self._graphs:
             padding = DecodeInputs(torch.zeros(len(self._device_inputs), dtype=torch.int32), size, self._widths)
-            padding.numpy()["rows"].fill(self._batch)
+            padding.numpy(self._padding_state)["rows"].fill(self._batch)
             inputs = DecodeInputs(self._device_inputs, size, self._widths)
-            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples)
+            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples, self._states)
             sample = None if cut else self._sample
             graph = DecodeGraph(inputs, metadata, self._last_tokens, self._decode_logits, sample)
             graph.warm_up(padding)
@@ -353,7 +374,7 @@ class CudaRunner:
     @torch.no_grad()
     def _fused_matches_model(self) -> bool:
         """Tells whether the fused blocks compute what the model's own forward does, on a few tokens."""
-        scheduler = Scheduler(BlockAllocator(4 * ceil_div(64, self._block)), self._block, batch=2, chunk=128)
+        scheduler = Scheduler(CacheSize(4 * ceil_div(64, self._block)), self._block, batch=2, chunk=128)
         vocabulary = len(self._model.get_input_embeddings().weight)
         for length, adapter in ((37, self._adapters.count), (5, 0)):
             scheduler.add([7 * index % vocabulary for index in range(length)], [1], adapter)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.model.state_layers import StatePass, StateRows, StateSlots
 from ebbtide.rollout.paged.attn_metadata import DecodeMetadata, PassMetadata
 from ebbtide.rollout.paged.cuda_graphs import garbage_collection_off
 from ebbtide.system.units import ceil_div
@@ -36,8 +37,9 @@ class DecodeInputs:
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def numpy(self) -> dict[str, Any]:
-        """Returns the fields of a host tensor as arrays, filled as padding rows, which read and write no KV cache."""
+    def numpy(self, padding_state: int) -> dict[str, Any]:
+        """Returns the fields of a host tensor as arrays, filled as padding rows, which read and write no KV cache, and
+        the state slot `padding_state`."""
         arrays = {name: tensor.numpy() for name, tensor in self._tensors.items()}
         for name, value in (
             ("tokens", 0),
@@ -46,13 +48,22 @@ class DecodeInputs:
             ("own_lengths", 0),
             ("own_starts", 0),
             ("prompt_lengths", 0),
+            ("read_states", padding_state),
+            ("write_states", padding_state),
             ("temperature", 0),
         ):
             arrays[name].fill(value)
         return arrays
 
-    def metadata(self, addresses: Tensor, kv_heads: int, block: int, samples: int) -> DecodeMetadata:
-        """Returns the attention metadata that reads these fields, for groups of at most `samples` samples."""
+    def metadata(
+        self, addresses: Tensor, kv_heads: int, block: int, samples: int, slots: StateSlots | None
+    ) -> DecodeMetadata:
+        """Returns the attention metadata that reads these fields, for groups of at most `samples` samples. `slots`: of
+        the layers with states, if there are some."""
+        states = None
+        if slots is not None:
+            places = torch.arange(self.rows, device=self.data.device)[:, None]
+            states = StatePass([StateRows(places, self["read_states"], self["write_states"])], None, slots)
         return DecodeMetadata(
             addresses,
             kv_heads,
@@ -67,6 +78,7 @@ class DecodeInputs:
             self["own_lengths"],
             self["own_starts"],
             samples,
+            states=states,
         )
 
 
@@ -124,7 +136,7 @@ def _field_sizes(rows: int, widths: tuple[int, int]) -> dict[str, int]:
     """Returns the fields of `DecodeInputs` and their sizes."""
     once = (
         *("rows", "tokens", "slots", "adapters", "groups", "own_lengths", "own_starts", "prompt_lengths"),
-        *("temperature", "scale"),
+        *("temperature", "scale", "read_states", "write_states"),
     )
     tables = {"prompt_tables": rows * widths[0], "own_tables": rows * widths[1]}
     return {**dict.fromkeys(once, rows), "uniform": 2 * rows, "firsts": rows + 1, **tables}

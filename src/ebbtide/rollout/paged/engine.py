@@ -12,11 +12,11 @@ from ebbtide.memory.gauge import transient
 from ebbtide.model.load import LoadedModel
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
-from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES, KV_CACHE, PREFILL_CHUNK_TOKENS, useful_blocks
+from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES, KV_CACHE, PREFILL_CHUNK_TOKENS, CacheSize, useful_blocks
 from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
 from ebbtide.rollout.paged.cpu_runner import CpuRunner
 from ebbtide.rollout.paged.runner import Runner
-from ebbtide.rollout.paged.scheduler import BlockAllocator, Scheduler
+from ebbtide.rollout.paged.scheduler import Scheduler
 from ebbtide.rollout.paged.session import PersistentSession, Session
 from ebbtide.rollout.stopping import StopCondition
 from ebbtide.system.units import ceil_div
@@ -130,7 +130,9 @@ class PagedEngine:
         useful = useful_blocks(list(prompts), new, self._batch, self._block, shared=self._share)
         prompt = max(self._memory.blocks_for(length) for length, _ in prompts)
         own = self._memory.blocks_for(new)
-        with self._open(CacheNeeds(useful, prompt, own, prompt + own)) as session:
+        running = min(self._batch, sum(samples for _, samples in prompts))
+        sequences = running + min(running, len(prompts)) if self._share else 2 * running
+        with self._open(CacheNeeds(useful, prompt, own, prompt + own, sequences)) as session:
             yield session
 
     @contextmanager
@@ -139,7 +141,8 @@ class PagedEngine:
         decode at once, each of at most `longest` tokens with its prompt."""
         needed = self._memory.blocks_for(longest)
         # Prompt and completion are each rounded up to whole blocks.
-        with self._open(CacheNeeds(self._batch * (needed + 2), needed, needed, needed + 1)) as session:
+        blocks = self._batch * (needed + 2)
+        with self._open(CacheNeeds(blocks, needed, needed, needed + 1, 2 * self._batch)) as session:
             yield session
 
     @contextmanager
@@ -150,7 +153,7 @@ class PagedEngine:
         longest, own = self._memory.blocks_for(prompt), self._memory.blocks_for(new)
         shared = ceil_div(sequences, samples) if self._share else sequences
         useful = shared * longest + sequences * (own + 1)
-        with self._open(CacheNeeds(useful, longest, own, longest + own)) as session:
+        with self._open(CacheNeeds(useful, longest, own, longest + own, shared + sequences)) as session:
             yield session
 
     def call_after_generate(self) -> None:
@@ -159,11 +162,11 @@ class PagedEngine:
 
     @contextmanager
     def _open(self, needs: CacheNeeds) -> Iterator[Session]:
-        count = self._memory.count_blocks(needs)
-        session = self._session(count)
-        with transient(KV_CACHE.name, sum(self._memory.tensor_bytes(count))):
+        size = self._memory.find_size(needs)
+        session = self._session(size)
+        with transient(KV_CACHE.name, sum(self._memory.tensor_bytes(size))):
             try:
-                self._memory.attach(self._memory.allocate(count), needs)
+                self._memory.attach(self._memory.allocate(size), needs)
                 with torch.no_grad():
                     yield session
             finally:
@@ -174,18 +177,25 @@ class PagedEngine:
         samples each of at most `new` tokens. With `keep`, its KV cache is kept while it is suspended."""
         longest, own = self._memory.blocks_for(prompt), self._memory.blocks_for(new)
         shared = 1 if self._share else samples
-        useful = prompts * shared * longest + min(self._batch, prompts * samples) * (own + 1)
-        needs = CacheNeeds(useful, longest, own, longest + own)
+        running = min(self._batch, prompts * samples)
+        useful = prompts * shared * longest + running * (own + 1)
+        needs = CacheNeeds(useful, longest, own, longest + own, running + min(running, prompts * shared))
         return PersistentSession(
-            self._session(0), self._memory, needs, keep=keep, on_suspend=lambda: self._after_generate()
+            self._session(self._memory.empty_size),
+            self._memory,
+            needs,
+            keep=keep,
+            on_suspend=lambda: self._after_generate(),
         )
 
-    def cache_tensor_bytes(self, blocks: int) -> list[int]:
-        """Returns the bytes of each tensor of a KV cache of `blocks` blocks."""
-        return self._memory.tensor_bytes(blocks)
+    def cache_tensor_bytes(self, blocks: int, sequences: int) -> list[int]:
+        """Returns the bytes of each tensor of a KV cache of `blocks` blocks, with the states of so many sequences where
+        the model's layers have states."""
+        states = None if self._memory.empty_size.states is None else sequences
+        return self._memory.tensor_bytes(CacheSize(blocks, states))
 
-    def _session(self, blocks: int) -> Session:
-        scheduler = Scheduler(BlockAllocator(blocks), self._block, batch=self._batch, chunk=self._memory.chunk)
+    def _session(self, size: CacheSize) -> Session:
+        scheduler = Scheduler(size, self._block, batch=self._batch, chunk=self._memory.chunk)
         return Session(self._runner, scheduler, self._stop_condition, self._share, self._ahead)
 
     def _stop_condition(self, sampling: SamplingParams) -> StopCondition:

@@ -9,6 +9,10 @@ A sample whose turn is over can be parked until its environment has answered. It
 so that only what is new is prefilled when it continues. Parked samples are the first to give up their blocks when
 others need them.
 
+A model whose layers pass a state from token to token also has state slots: a prompt has one, with the state after it,
+and so has each sample, as long as they have blocks. A state cannot go back by a token as a KV cache can, so a sample
+whose state is ahead of its tokens gives its blocks up.
+
 The GPU works on one step while the host schedules the next, so a sample's newest token may still be in flight. The
 schedule depends on how many tokens were scheduled, not on which they are. A sample that turns out to have ended costs
 one step too many, and the token of that step is dropped.
@@ -20,40 +24,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ebbtide.rollout.paged.block_table import BlockTable, UsedCache, allocators
+from ebbtide.rollout.paged.cache_costs import CacheSize
 from ebbtide.system.units import ceil_div
-
-
-class BlockAllocator:
-    """Knows which blocks of the KV cache are free."""
-
-    def __init__(self, count: int) -> None:
-        self.num_blocks = count
-        self._free = list(range(count - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        assert count <= len(self._free)
-        return [self._free.pop() for _ in range(count)]
-
-    def release(self, blocks: list[int]) -> None:
-        self._free += reversed(blocks)
-        blocks.clear()
-
-
-@dataclass(eq=False)
-class BlockTable:
-    """The blocks that hold the keys and values of a prompt, or of a sample's own tokens. The first `computed` tokens
-    are in the KV cache, or will be after the passes scheduled so far."""
-
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0
-
-    def slots(self, first: int, last: int, size: int) -> list[int]:
-        """Returns the slot mapping: where in the KV cache tokens `first` to `last` (excluded) lie."""
-        return [self.blocks[index // size] * size + index % size for index in range(first, last)]
 
 
 @dataclass(eq=False)
@@ -114,6 +87,13 @@ class PrefillChunk:
         return self.owner if isinstance(self.owner, PromptGroup) else self.owner.group
 
     @property
+    def states(self) -> tuple[int | None, int]:
+        """The state slot that it continues from, None at the start of a prompt, and the one it writes to."""
+        before = self.owner.block_table if self.first else self.group.block_table
+        begins = self.first == 0 and isinstance(self.owner, PromptGroup)
+        return None if begins else before.state[0], self.owner.block_table.state[0]
+
+    @property
     def tokens(self) -> Sequence[int]:
         return (self.owner.prompt if isinstance(self.owner, PromptGroup) else self.owner.tokens)[self.first : self.last]
 
@@ -122,10 +102,11 @@ class Scheduler:
     """Prompts are added at any time; each step is scheduled, run by the caller, and its tokens are recorded one step
     later at the latest."""
 
-    def __init__(self, blocks: BlockAllocator, size: int, *, batch: int, chunk: int) -> None:
-        """Blocks hold `size` tokens, at most `batch` samples decode at once, and at most `chunk` tokens are prefilled
-        in one pass."""
-        self.allocator, self.block_size, self._batch, self.chunk = blocks, size, batch, chunk
+    def __init__(self, size: CacheSize, block: int, *, batch: int, chunk: int) -> None:
+        """Blocks of the KV cache hold `block` tokens, at most `batch` samples decode at once, and at most `chunk`
+        tokens are prefilled in one pass."""
+        self.allocator, self._states = allocators(size)
+        self.block_size, self._batch, self.chunk = block, batch, chunk
         self.groups: dict[int, PromptGroup] = {}
         """The groups that have not ended."""
         self._waiting: deque[ScheduledSample] = deque()
@@ -152,6 +133,12 @@ class Scheduler:
     def blocks_for(self, tokens: int) -> int:
         """Returns the blocks that `tokens` tokens need."""
         return ceil_div(tokens, self.block_size)
+
+    @property
+    def used_size(self) -> CacheSize:
+        """How much of the KV cache is in use."""
+        states = None if self._states is None else self._states.num_used
+        return CacheSize(self.allocator.num_used, states)
 
     @property
     def num_running(self) -> int:
@@ -219,6 +206,8 @@ class Scheduler:
         self._parked.remove(sample)
         sample.tokens += tokens
         sample.num_scheduled, sample.max_tokens = len(sample.tokens), limit
+        if self._states is not None and sample.block_table.computed >= sample.num_scheduled:
+            self._free_blocks(sample)  # the state knows the very token that is fed next
         place = next((index for index, other in enumerate(self._waiting) if not other.tokens), len(self._waiting))
         self._waiting.insert(place, sample)
 
@@ -232,17 +221,21 @@ class Scheduler:
         for sample in [*self._waiting, *self._parked]:
             self._free_blocks(sample)
 
-    def move_to(self, blocks: BlockAllocator) -> list[int]:
-        """Moves all block tables to another KV cache. Returns the blocks of this one that are in use, in the order in
-        which they lie in the other."""
+    def move_to(self, size: CacheSize) -> UsedCache:
+        """Moves all block tables to another KV cache. Returns what of this one is in use, in the order in which it lies
+        in the other."""
+        blocks, states = allocators(size)
         groups = list(self.groups.values())
         tables = [group.block_table for group in groups] + [
             sample.block_table for group in groups for sample in group.samples
         ]
-        used = [block for table in tables for block in table.blocks]
+        used = UsedCache(
+            [block for table in tables for block in table.blocks], [slot for table in tables for slot in table.state]
+        )
         for table in tables:
             table.blocks = blocks.allocate(len(table.blocks))
-        self.allocator = blocks
+            table.state = states.allocate(len(table.state)) if states is not None else []
+        self.allocator, self._states = blocks, states
         return used
 
     # Admission, prefill, decode and preemption
@@ -263,17 +256,30 @@ class Scheduler:
             while True:
                 prompt = 0 if group.block_table.blocks else self.blocks_for(len(group.prompt))
                 own = self.blocks_for(max(1, sample.num_scheduled)) - len(sample.block_table.blocks)
-                if prompt + own + len(self._running) <= self.allocator.num_free:
+                if prompt + own + len(self._running) <= self.allocator.num_free and self._has_slots(sample):
                     break
                 if self._running or not self._reclaim(sample):
                     return
             if prompt:
                 group.block_table.blocks = self.allocator.allocate(prompt)
             sample.block_table.blocks += self.allocator.allocate(own)
+            self._give_slots(sample)
             sample.row = self._rows.pop()
             self._admitted += 1
             sample.admission = self._admitted
             self._running.append(self._waiting.popleft())
+
+    def _tables_without_slot(self, sample: ScheduledSample) -> list[BlockTable]:
+        return [table for table in (sample.group.block_table, sample.block_table) if not table.state]
+
+    def _has_slots(self, sample: ScheduledSample) -> bool:
+        """Tells whether there are state slots for a sample and its prompt, if they need them."""
+        return self._states is None or len(self._tables_without_slot(sample)) <= self._states.num_free
+
+    def _give_slots(self, sample: ScheduledSample) -> None:
+        if self._states is not None:
+            for table in self._tables_without_slot(sample):
+                table.state = self._states.allocate(1)
 
     def _schedule_prefill(self) -> list[PrefillChunk]:
         """Schedules what must be prefilled before the running samples can decode: their prompts, and the own tokens of
@@ -339,9 +345,13 @@ class Scheduler:
         """Frees a sample's blocks, and its prompt's blocks once no other sample has any."""
         group = sample.group
         self.recomputed += 0 if sample.done else sample.block_table.computed
-        self.allocator.release(sample.block_table.blocks)
-        sample.block_table.computed = 0
+        self._release(sample.block_table)
         if group.block_table.blocks and not any(other.has_blocks for other in group.samples):
             self.recomputed += 0 if all(other.done for other in group.samples) else group.block_table.computed
-            self.allocator.release(group.block_table.blocks)
-            group.block_table.computed = 0
+            self._release(group.block_table)
+
+    def _release(self, table: BlockTable) -> None:
+        self.allocator.release(table.blocks)
+        if self._states is not None:
+            self._states.release(table.state)
+        table.computed = 0

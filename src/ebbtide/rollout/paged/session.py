@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ebbtide.memory.gauge import transient
 from ebbtide.rollout.engine import Completion, Request, SamplingParams, diverged_error
-from ebbtide.rollout.paged.cache_costs import KV_CACHE
+from ebbtide.rollout.paged.block_table import UsedCache
+from ebbtide.rollout.paged.cache_costs import KV_CACHE, CacheSize
 from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
 from ebbtide.rollout.paged.runner import PendingTokens, Runner, SampleOp
-from ebbtide.rollout.paged.scheduler import BlockAllocator, ScheduledSample, Scheduler
+from ebbtide.rollout.paged.scheduler import ScheduledSample, Scheduler
 from ebbtide.rollout.sampling import Uniforms
 from ebbtide.rollout.stopping import StopCondition
 
@@ -96,8 +97,9 @@ class Session:
         return self._scheduler.allocator.num_free
 
     @property
-    def num_used_blocks(self) -> int:
-        return self.num_blocks - self.num_free_blocks
+    def used_size(self) -> CacheSize:
+        """How much of its KV cache is in use."""
+        return self._scheduler.used_size
 
     @property
     def num_blocks(self) -> int:
@@ -181,10 +183,10 @@ class Session:
         """Sets how many tokens are prefilled in one pass."""
         self._scheduler.chunk = tokens
 
-    def move_to_cache(self, blocks: int) -> list[int]:
-        """Moves all block tables to another KV cache, of `blocks` blocks. Returns the blocks of the old one that are in
-        use, in the order in which they lie at the front of the new one."""
-        return self._scheduler.move_to(BlockAllocator(blocks))
+    def move_to_cache(self, size: CacheSize) -> UsedCache:
+        """Moves all block tables to another KV cache. Returns what of the old one is in use, in the order in which it
+        lies at the front of the new one."""
+        return self._scheduler.move_to(size)
 
     def step(self) -> list[SampleState]:
         """Runs one pass through the model and returns the samples that got another token."""
@@ -267,15 +269,15 @@ class PersistentSession:
         """Resumes the session for the time of this context. The kept KV cache must be on the device. An error inside
         loses the kept cache, but no token that was collected."""
         session, memory = self._session, self._memory
-        count = memory.count_blocks(self._needs, reusable=sum(tensor.nbytes for tensor in self.kept_cache))
+        size = memory.find_size(self._needs, reusable=sum(tensor.nbytes for tensor in self.kept_cache))
         session.set_prefill_chunk(memory.chunk)
-        if session.num_used_blocks > count:  # the kept cache no longer fits into memory
+        if not session.used_size.fits(size):  # the kept cache no longer fits into memory
             session.preempt_all()
             self.kept_cache.clear()
-        tensors = self.kept_cache or memory.allocate(0)
+        tensors = self.kept_cache or memory.allocate(session.used_size)
         self.kept_cache = []
-        with transient(KV_CACHE.name, sum(memory.tensor_bytes(count))):
-            tensors = memory.resize(tensors, session.move_to_cache(count), count)
+        with transient(KV_CACHE.name, sum(memory.tensor_bytes(size))):
+            tensors = memory.resize(tensors, session.move_to_cache(size), size)
             try:
                 memory.attach(tensors, self._needs)
                 with torch.no_grad():
@@ -289,8 +291,8 @@ class PersistentSession:
                 memory.detach()
             if not self._keep:
                 session.preempt_all()
-            used = session.num_used_blocks
-            kept = memory.resize(tensors, session.move_to_cache(used), used) if used else []
+            used = session.used_size
+            kept = memory.resize(tensors, session.move_to_cache(used), used) if used.blocks else []
             tensors.clear()
         self.kept_cache = kept
         self._on_suspend()

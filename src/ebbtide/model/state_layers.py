@@ -1,0 +1,288 @@
+"""Layers that pass a state from token to token, such as Mamba, gated delta nets and short convolutions, run on several
+sequences at once.
+
+transformers runs such a layer on one sequence, or on a batch of equally long ones, and keeps its state in a cache. Here
+its forward is called for each sequence of a pack, so that no state crosses from one into the next, and for each
+sequence of the paged engine with the state that it had: whatever the layer computes, it is transformers' own code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter, signature, unwrap
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ebbtide.errors import UserError
+from ebbtide.model.load import decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PADDED = 1.25
+"""On a GPU, sequences of similar lengths are padded to one batch, of at most so many times their tokens."""
+
+NO_LIMIT = (0.0, math.inf)  # of Mamba's time steps
+_ASKS_FOR_STATE = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}  # methods of transformers' caches
+_CACHES, _MASKS = {"cache_params", "past_key_values"}, {"attention_mask", "conv_mask"}
+
+StateName = tuple[str, int]
+"""A kind of state of a layer, `conv` or `recurrent`, and its number among those of this kind."""
+States = dict[StateName, Tensor]
+"""The states of some sequences [S, ...]."""
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether a module passes a state from token to token: whether its forward asks a cache for one."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return code is not None and not _ASKS_FOR_STATE.isdisjoint(code.co_names)
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Some sequences of a pass that a layer runs on as one batch: sequences of one length, which all begin, or all
+    continue from their states."""
+
+    tokens: Tensor  # [S, n]: the indices of their tokens in the pass
+    read: Tensor | None
+    """[S]: the slots of the states that they continue from; None if they begin."""
+    write: Tensor  # [S]: the slots of their states after the pass
+
+
+class StateSlots(Protocol):
+    """The states of sequences, of each layer that has some, in slots."""
+
+    def read(self, layer: int, slots: Tensor) -> States:
+        """The states in some slots [S], of one layer."""
+        ...
+
+    def write(self, layer: int, slots: Tensor, states: States) -> None:
+        """Replaces the states in some slots [S], of one layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorSlots:
+    """Slots that are rows of tensors."""
+
+    layers: Sequence[States]
+    """The states of each layer [slots, ...]."""
+
+    def read(self, layer: int, slots: Tensor) -> States:
+        return {name: state[slots] for name, state in self.layers[layer].items()}
+
+    def write(self, layer: int, slots: Tensor, states: States) -> None:
+        for name, state in self.layers[layer].items():
+            state[slots] = states[name].to(state.dtype)
+
+
+@dataclass(frozen=True)
+class StatePass:
+    """The sequences of one pass of the paged engine, and the slots with their states."""
+
+    rows: Sequence[StateRows]
+    order: Tensor | None
+    """[T]: where each token of the pass lies among those of all rows; None if they lie in the pass's order."""
+    slots: StateSlots
+
+
+class StateLayers:
+    """All layers of a model that have a state. It knows which sequences the model runs on."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.hidden_size = int(model.config.get_text_config().hidden_size)
+        self.layers = [StateLayer(self, module) for module in decoder(model).modules() if has_state(module)]
+        self.lengths: list[int] | None = None
+        """The lengths of packed sequences, in training."""
+        self.state_pass: StatePass | None = None
+        """The pass of the paged engine."""
+        if self.layers:
+            decoder(model).register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        starts = named.get("cu_seq_lens_q")
+        self.lengths = None if starts is None else starts.diff().tolist()
+        self.state_pass = getattr(named.get("paged_pass"), "states", None)
+
+    def new_slots(self, count: int) -> list[States]:
+        """Allocates `count` slots for the states of each layer."""
+        return [layer.new_slots(count) for layer in self.layers]
+
+    def bytes_per_slot(self) -> int:
+        """The bytes of the states of one sequence."""
+        return sum(state.nbytes for layer in self.layers for state in layer.sizes.values())
+
+
+class StateLayer:
+    """The forward of one layer with a state, in place of its own."""
+
+    def __init__(self, owner: StateLayers, module: nn.Module) -> None:
+        self.owner, self._module, self._own = owner, module, module.forward
+        self._signature = signature(self._own)
+        parameters = self._signature.parameters
+        self._input = next(iter(parameters))  # what it gets of each token
+        self._cache = next(name for name in parameters if name in _CACHES)
+        self._rest = next((name for name, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
+        module.forward = self
+        if tuple(getattr(module, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
+            module.get_submodule("in_proj").register_forward_hook(self._limit_time_steps)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        lengths, state_pass = self.owner.lengths, self.owner.state_pass
+        if lengths is None and state_pass is None:
+            return self._own(*args, **named)
+        given = self._signature.bind(*args, **named).arguments
+        for name in {self._rest or self._cache, self._cache}:  # sequences are kept apart here, and not by the layer
+            given.pop(name, None)
+        if any(given.get(name) is not None for name in _MASKS):
+            raise UserError(f"a {type(self._module).__name__} of the model is given a mask, which is not supported")
+        tokens = given.pop(self._input)
+        if state_pass is not None:
+            return self._continue(tokens, given, state_pass)
+        assert lengths is not None
+        return self._separately(tokens, given, lengths)
+
+    def _separately(self, tokens: Tensor, given: dict[str, Any], lengths: list[int]) -> Any:
+        """The outputs for packed sequences [1, T, ...]."""
+        parts = tokens[0].split(lengths)
+        batches = [[number] for number in range(len(lengths))] if self._alone else similar_lengths(lengths)
+        outputs = []
+        for members in batches:
+            batch = pad_sequence([parts[member] for member in members], batch_first=True)
+            outputs.append(self._own(**given, **{self._input: batch, self._cache: None}))
+        # Where the token of each sequence lies in the outputs of all batches, one after the other.
+        places, start = dict[int, range](), 0
+        for members in batches:
+            longest = max(lengths[member] for member in members)
+            for row, member in enumerate(members):
+                places[member] = range(start + row * longest, start + row * longest + lengths[member])
+            start += len(members) * longest
+        order = [place for member in range(len(lengths)) for place in places[member]]
+        return _gather(outputs, None if order == list(range(start)) else torch.tensor(order, device=tokens.device))
+
+    def _continue(self, tokens: Tensor, given: dict[str, Any], state_pass: StatePass) -> Any:
+        """The outputs for the sequences of a pass [1, T, ...], whose states are read and written."""
+        number, outputs = self.owner.layers.index(self), []
+        for rows in state_pass.rows:
+            before = {} if rows.read is None else state_pass.slots.read(number, rows.read)
+            output, after = self._run(tokens[0][rows.tokens], given, before)
+            state_pass.slots.write(number, rows.write, after)
+            outputs.append(output)
+        return _gather(outputs, state_pass.order)
+
+    def _step(self, tokens: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
+        """(the outputs for sequences [S, n, ...], their states after it), from these states on, or none."""
+        from ebbtide.model.state_cache import StateCache  # transformers' code for caches takes a second to import.
+
+        cache = StateCache(states)
+        output = self._own(**given, **{self._input: tokens, self._cache: cache})
+        return output, cache.states()
+
+    def _run(self, tokens: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
+        """`_step`, token by token where the layer cannot compute several after a state."""
+        if not states or tokens.shape[1] == 1 or self._continues:
+            return self._step(tokens, given, states)
+        outputs = []
+        for token in tokens.split(1, dim=1):
+            output, states = self._step(token, given, states)
+            outputs.append(output)
+        return _by_token(outputs, lambda some: torch.cat(list(some), 1)), states
+
+    @cached_property
+    @torch.no_grad()
+    def _continues(self) -> bool:
+        """Whether it computes several tokens after a state from that state on: transformers' Mamba 1 begins anew."""
+        numbers = torch.arange(4 * self.owner.hidden_size, device=self._weight.device).sin()
+        tokens = numbers.view(1, 4, -1).to(self._weight.dtype)
+        _, states = self._step(tokens[:, :2], self._empty, {})
+        after, _ = self._step(tokens[:, 2:], self._empty, states)
+        at_once = self._own(**self._empty, **{self._input: tokens, self._cache: None})
+        if isinstance(after, tuple):
+            after, at_once = after[0], at_once[0]
+        return bool((after - at_once[:, 2:]).norm() <= 0.05 * at_once[:, 2:].norm())
+
+    def _limit_time_steps(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
+        """Limits the time steps of Mamba 2, softplus(x + bias), in the paged engine as in training: transformers does
+        that for several tokens, and not for one."""
+        if self.owner.state_pass is None:
+            return output
+        module: Any = self._module
+        low, high = (_softplus_inverse(limit) - module.dt_bias.float() for limit in module.time_step_limit)
+        steps = output[..., -module.num_heads :].float().clamp(low, high)
+        return torch.cat([output[..., : -module.num_heads], steps.to(output.dtype)], -1)
+
+    @cached_property
+    @torch.no_grad()
+    def sizes(self) -> States:
+        """The states of one sequence [1, ...], for their sizes and types."""
+        return self._step(self._weight.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether it runs on one packed sequence at a time. Then not even the rounding of one depends on others."""
+        return self._weight.device.type == "cpu"
+
+    @property
+    def _weight(self) -> Tensor:
+        return next(self._module.parameters())
+
+    @property
+    def _empty(self) -> dict[str, Any]:
+        """The arguments that it needs beside its input and the cache, when it is run by itself."""
+        needed = (name for name, one in self._signature.parameters.items() if one.default is Parameter.empty)
+        return {name: None for name in needed if name not in (self._input, self._cache, self._rest)}
+
+    def new_slots(self, count: int) -> States:
+        """Allocates slots for the states of so many sequences."""
+        return {name: state.new_zeros((count, *state.shape[1:])) for name, state in self.sizes.items()}
+
+
+def _softplus_inverse(value: float) -> float:
+    return -math.inf if value <= 0 else value + math.log(-math.expm1(-value))
+
+
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """The indices of sequences in groups whose padding is a small part of them, the longest first."""
+    groups: list[list[int]] = []
+    tokens = 0
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        tokens += lengths[number]
+        if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > PADDED * tokens:
+            groups.append([])
+            tokens = lengths[number]
+        groups[-1].append(number)
+    return groups
+
+
+def _gather(outputs: Sequence[Any], order: Tensor | None) -> Any:
+    """The outputs for several batches [S, n, ...] as one, [1, T, ...], with the tokens in this order."""
+
+    def join(batches: Sequence[Tensor]) -> Tensor:
+        tokens = torch.cat([batch.flatten(0, 1) for batch in batches])
+        return (tokens if order is None else tokens.index_select(0, order))[None]
+
+    return _by_token(outputs, join)
+
+
+def _by_token(outputs: Sequence[Any], join: Callable[[Sequence[Tensor]], Tensor]) -> Any:
+    """Several outputs of a layer as one: those of its tensors that have tokens [S, n, ...] are joined, and nothing is
+    left of the others, such as a state that it returns as well."""
+    if isinstance(outputs[0], Tensor):
+        return join(outputs)
+    tokens = outputs[0][0].shape[:2]
+    return tuple(
+        join(parts) if isinstance(parts[0], Tensor) and parts[0].shape[:2] == tokens else None
+        for parts in zip(*outputs, strict=True)
+    )
+
+
+def state_layers(model: PreTrainedModel) -> StateLayers:
+    """The layers of a model that have a state. Their forwards are replaced when it is first called."""
+    found = (module.__dict__.get("forward") for module in decoder(model).modules())
+    return next((one.owner for one in found if isinstance(one, StateLayer)), None) or StateLayers(model)
