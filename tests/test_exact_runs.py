@@ -79,7 +79,9 @@ def test_a_sampler_that_differs_on_a_probe_is_not_exact(tiny, tmp_path, monkeypa
     """A CPU's differs by float noise."""
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
     monkeypatch.setattr(PagedEngine, "is_exact", True)
-    with pytest.raises(UserError, match=r"the trainer's log-probs of a probe are up to .*e-0\d nats from the sampler's"):
+    with pytest.raises(
+        UserError, match=r"the trainer's log-probs of a probe are up to .*e-0\d nats from the sampler's"
+    ):
         run(tiny, tmp_path / "run", {"rollout.exact": True})
 
 

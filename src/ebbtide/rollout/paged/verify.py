@@ -3,10 +3,10 @@
 A probe samples several sequences together: a prompt that is longer than every window and is prefilled in chunks, with
 several samples that share it, and short ones beside it. Midway one sequence is cancelled and all others are preempted,
 so that they go on in other blocks and rows. Their log-probs have to be the model's own; and when the prompts of the
-others change, those of a sequence have to stay, to the bit or to the rounding of float32.
+others change, those of a sequence have to stay, to the bit in 16 bits and to 1e-5 nats in float32.
 
 In 16 bits the first comparison sees what is larger than a few times the model's own rounding (`tolerance` in
-policy/packed_check.py), and so does the second where a kernel's sums depend on other sequences' tokens. In exact mode
+policy/packed_check.py), and with experts so does the second (`allowed_move`). In exact mode
 `why_not_exact_sampler` compares with the trainer, to the bit.
 """
 
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from ebbtide.model.load import LoadedModel
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.packed_check import tolerance
+from ebbtide.policy.packed_check import allowed_move, tolerance
 from ebbtide.policy.probe import (
     AttentionCall,
     ProbeSequence,
@@ -67,7 +67,7 @@ def build_verified_engine(
     sampling = SamplingParams(min(NEW, len(both[0].completion)), ignore_eos=True)
     with refuse_broken_model(lambda why: paged_cannot_run(model.config, why)), engine.probing():
         found = generate_probe(engine, requests, sampling)
-        allowed = _check_own(loaded, requests, found)
+        allowed = allowed_move(model, _check_own(loaded, requests, found))
         for kept in range(1, len(requests)):
             changed = [request if place == kept else _changed(request) for place, request in enumerate(requests)]
             again = generate_probe(engine, changed, sampling)
