@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from ebbtide.model.quantize import quantized_of
@@ -42,7 +43,9 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
     inside = set(layers.modules())
     weights = {module: [*module.parameters(recurse=False)] for module in model.modules() if module not in inside}
     weights |= {layer: [*layer.parameters()] for layer in layers}
-    with ExitStack() as hooks, torch.backends.cudnn.flags(allow_tf32=False):
+    with ExitStack() as hooks, torch.backends.cudnn.flags(enabled=False):  # It may round to TF32.
+        if model.device.type == "cuda":  # So may other kernels of attention.
+            hooks.enter_context(sdpa_kernel(SDPBackend.MATH))
         for module in weights:
             # The weights are widened after hooks that gather them, and restored before those that free them.
             hooks.enter_context(module.register_forward_pre_hook(widen))
