@@ -237,10 +237,12 @@ class Worker:
                 lambda: self.optimizer.steps if self.optimizer is not None else {},
             )
         if self.config.rollout.exact:
-            if isinstance(self.engine, PagedEngine) and self.engine.is_exact:
-                self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
+            from ebbtide.rollout.paged.verify import why_not_exact_sampler  # It needs transformers' code for models.
+
+            if why := why_not_exact_sampler(policy, self.engine, self.config.rollout.group_size):
+                self._go_on_without_exact(why)
             else:
-                self._go_on_without_exact("the sampler's fused blocks do not compute what the model's own forward does")
+                self.report.note("exact: the sampler's log-probs are the trainer's, to the bit")
         register_weights(policy, self.config, residency)
         if config.has_reference and not config.reference_is_base:
             self._reference = freeze_reference(policy.model, residency)

@@ -63,12 +63,18 @@ def test_a_window_that_no_sequence_reaches_stands_in_nobodys_way(tiny) -> None:
     check(item, loaded)
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "zaya", "lfm2"])
-def test_layers_in_which_packed_sequences_would_mix_are_refused(tiny, name) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("falcon_h1", "in layer 0, a FalconH1DecoderLayer, its FalconH1Mixer passes a state from token to token"),
+        ("zaya", "in layer 0, a ZayaDecoderLayer, its .* convolves over neighbouring tokens"),
+        ("lfm2", "in layer 0, a Lfm2DecoderLayer, its Lfm2ShortConv convolves over neighbouring tokens"),
+    ],
+)
+def test_layers_in_which_packed_sequences_would_mix_are_refused(tiny, name, said) -> None:
     """Falcon-H1 and Zaya attend in every layer, and have a state or a convolution beside; in bfloat16 it looks like
     rounding."""
     loaded = family_model(name, torch.bfloat16, spread=0.0)
-    said = rf"`{name}`.*in layer 0, a .*DecoderLayer, tokens see those of other sequences"
     with pytest.raises(UserError, match=said):
         Policy(loaded, tiny({"model.dtype": "bfloat16"})).verify()
 
@@ -90,12 +96,15 @@ def test_a_rope_that_follows_the_longest_sequence_is_refused_where_one_may_be_to
 @pytest.mark.parametrize(
     ("changes", "longest", "length"),
     [
-        ({}, 1000, 24),
+        ({}, 1000, 80),
         ({}, 10, 10),
         ({"sliding_window": 512}, 1000, 528),
         ({"sliding_window": 512}, 520, 520),
-        ({"sliding_window": 4096}, 1000, 24),  # no sequence goes so far
+        ({"sliding_window": 4096}, 1000, 80),  # no sequence goes so far
         ({"sliding_window": 128, "index_block_size": [64, 700], "max_window_layers": 900}, 1000, 716),
+        ({"mamba_chunk_size": 256, "mamba_d_conv": 4}, 1000, 272),
+        ({"conv_L_cache": 100, "conv_dim": 900, "conv_bias": True}, 1000, 116),
+        ({"linear_conv_kernel_dim": 100}, 1000, 116),
     ],
 )
 def test_the_probe_goes_past_every_window_that_a_sequence_can_go_past(changes, longest, length) -> None:

@@ -342,35 +342,24 @@ class Policy:
 
     @torch.no_grad()
     def verify(self, whole: PreTrainedModel | None = None) -> None:
-        """Checks before training that log-probs of packed sequences through our head are the model's own. `whole`: the
-        whole model, if the policy's is sharded and there is another."""
+        """Checks before training that log-probs of packed sequences through our head are the model's own, whatever else
+        is in the pack. `whole`: the whole model, if the policy's is sharded and there is another."""
         # Imported here because transformers' code for models takes seconds: a wrong config is refused before that.
-        from ebbtide.policy.probe import (
-            TOLERANCE,
-            check_attention,
-            not_packable,
-            own_logprobs,
-            probes,
-            refuse_broken_model,
-        )
+        from ebbtide.policy.packed_check import check_packed, neighbour_packs
+        from ebbtide.policy.probe import check_attention, probes, refuse_broken_model
+        from ebbtide.policy.separation import not_packable
 
-        own_model = whole or self.model
-        longest = self.config.max_sequence_tokens
+        own_model, longest = whole or self.model, self.config.max_sequence_tokens
         both = probes(own_model.config, longest, min(len(self.tokenizer), self.vocabulary_rows))
-        data = [Datum.completion(one.prompt, one.completion) for one in both]
-        (batch,) = pack(data, budget=2 * longest, device=self.device)
+        packs, found = neighbour_packs(both), []
         # This has to be the first forward: from it FSDP learns which module is the root.
         with self._resharded(), refuse_broken_model(lambda why: not_packable(self.model, why)):
-            packed, _ = self._logprobs(batch, temperature=1.0)
+            for some in packs:
+                data = [Datum.completion(one.prompt, one.completion) for one in some]
+                (batch,) = pack(data, budget=len(data) * longest, device=self.device)
+                found.append(torch.split(self._logprobs(batch, temperature=1.0)[0], batch.lengths))
         # With FSDP, blocks gather their weights when they are called; weights outside the blocks have to be gathered
         # here.
         with unsharded(self.module) if own_model is self.model else nullcontext():
             check_attention(own_model, longest, both)
-            own = [own_logprobs(own_model, self._generate_attention, one) for one in both]
-        difference = (packed - torch.cat(own)).abs().mean().item()
-        if not difference <= TOLERANCE[self.model.dtype]:
-            raise UserError(
-                f"{type(self.model).__name__}: log-probs of packed sequences differ from the model's own by"
-                f" {difference:.3g} on average, more than rounding: this architecture does something between its layers"
-                " and its logits that is not supported. Choose another model"
-            )
+            check_packed(own_model, self._generate_attention, packs, found)

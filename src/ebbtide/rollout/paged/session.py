@@ -179,6 +179,11 @@ class Session:
         """Preempts all samples that run, so that no block is in use; `preempted` does not count them."""
         self._scheduler.preempt_all()
 
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens that are prefilled in one pass, at most."""
+        return self._scheduler.chunk
+
     def set_prefill_chunk(self, tokens: int) -> None:
         """Sets how many tokens are prefilled in one pass."""
         self._scheduler.chunk = tokens
