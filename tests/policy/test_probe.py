@@ -43,8 +43,6 @@ def test_a_window_that_only_the_layer_knows_is_kept_to(tiny) -> None:
             "`minimax_m3_vl_text`.*MiniMaxM3VLAttention of layer 1 passes attention `block_indices`",
         ),
         ("doge", "`doge`.*DogeAttention of layer 0 passes attention a mask of its own"),
-        ("gemma2", "`gemma2`.*Gemma2Attention of layer 0 passes attention `softcap`"),
-        ("llama4_text", "`llama4_text`.*does not say which of its parts is the decoder"),
         ("bloom", "`bloom`.*do not use transformers' attention registry"),
     ],
 )

@@ -24,7 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from ebbtide.errors import UserError
 from ebbtide.model.load import decoder, rope_limit
-from ebbtide.policy.attention import PACKED, packed_attention, requested_window, unsupported_layer, use_attention
+from ebbtide.policy.attention import PACKED, packed_attention, requested_kind, unsupported_layer, use_attention
+from ebbtide.policy.attention_calls import AttentionCall, CallLog
 from ebbtide.policy.fuse import own_forwards
 from ebbtide.system.transformers_internals import full_mask
 
@@ -53,22 +54,11 @@ class ProbeSequence:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """One call of attention by a layer."""
-
-    layer: int | None
-    heads: int
-    """Key-value heads."""
-    channels: tuple[int, int]
-    """Channels of a key and of a value."""
-
-
-@dataclass(frozen=True)
 class _CallLog:
     """The calls of attention in a forward, checked for sequences of up to `longest` tokens."""
 
     longest: int
-    calls: list[AttentionCall] = field(default_factory=list)
+    log: CallLog = field(default_factory=CallLog)
 
 
 def probes(config: PretrainedConfig, longest: int, rows: int) -> tuple[ProbeSequence, ProbeSequence]:
@@ -120,7 +110,7 @@ def check_attention(
             _forward(model, [long], call_log=call_log)
         with use_attention(model, PACKED), own_forwards(model), _check_separation(model, len(short)):
             _forward(model, [short, short[::-1]])
-    return call_log.calls
+    return call_log.log.calls
 
 
 def own_logprobs(model: PreTrainedModel, implementation: str, probe: ProbeSequence) -> Tensor:
@@ -193,21 +183,16 @@ def _probed_attention(
 ) -> tuple[Tensor, None]:
     """Packed attention of one sequence, which compares the mask that a layer wants with what packed attention
     computes."""
-    window = requested_window(module, None, {name: each for name, each in named.items() if name not in _COMPUTED})
+    kind = requested_kind(module, None, {name: each for name, each in named.items() if name not in _COMPUTED})
     place = torch.arange(query.shape[2], device=query.device)
-    seen = place[:, None] >= place  # [T, T]
-    if window is not None:
-        seen &= place[:, None] - window < place
     if call_log is not None and attention_mask is not None:
         span = getattr(attention_mask, "span", None)
         beyond = span is not None and len(place) <= span < call_log.longest  # The probe is shorter than this window.
-        if (beyond and span != window) or not _shows(attention_mask, seen):
-            computed = "the causal one" if window is None else f"the causal one of {window} tokens"
-            raise unsupported_layer(module, f"needs a mask other than {computed}")
+        shown = _shows(attention_mask, kind.sees(place[:, None], place))
+        if not shown or (beyond and span not in (kind.window, kind.chunk)):
+            raise unsupported_layer(module, f"needs a mask other than {kind.mask_name}")
     if call_log is not None:
-        call_log.calls.append(
-            AttentionCall(getattr(module, "layer_idx", None), key.shape[1], (key.shape[3], value.shape[3]))
-        )
+        call_log.log.add(module, query, key, value)
     return packed_attention(module, query, key, value, None, **named)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.model.row_adapters import row_adapter_bytes
-from ebbtide.rollout.paged.attention import KVCache, cache_costs
+from ebbtide.rollout.paged.attention import CacheLayout, KVCache, cache_costs
 from ebbtide.rollout.paged.cache_costs import blocks_for
 from ebbtide.rollout.paged.runner import Runner
 
@@ -41,6 +42,7 @@ class CacheMemory:
         self,
         model: PreTrainedModel,
         runner: Runner,
+        layout: CacheLayout,
         *,
         batch: int,
         block: int,
@@ -55,7 +57,8 @@ class CacheMemory:
         self._batch, self._block, self._blocks, self._most = batch, block, blocks, chunk
         self.chunk = chunk
         """The tokens that are prefilled in one pass, beside the KV cache that was counted last."""
-        self._costs = cache_costs(model)
+        self._layout = layout
+        self._costs = cache_costs(model, layout)
         self._longest = tuple(map(self.blocks_for, longest))
 
     def blocks_for(self, tokens: int) -> int:
@@ -83,16 +86,15 @@ class CacheMemory:
 
     def tensor_bytes(self, blocks: int) -> list[int]:
         """Returns the bytes of each tensor of a KV cache of `blocks` blocks."""
-        weight = next(self._model.parameters())
-        each = blocks * self._block * self._costs.bytes_per_token(weight.dtype.itemsize) // (2 * self._costs.layers)
-        return [each] * (2 * self._costs.layers)
+        itemsize = next(self._model.parameters()).dtype.itemsize
+        return [prod(shape) * itemsize for shape in self._layout.shapes(blocks * self._block)]
 
     def allocate(self, blocks: int) -> list[Tensor]:
         """Allocates a KV cache: the keys, then the values of each layer."""
         self._make_room(sum(self.tensor_bytes(blocks)))
         weight = next(self._model.parameters())
-        shape = (blocks * self._block, self._costs.kv_heads, self._costs.channels)
-        return [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._costs.layers)]
+        shapes = self._layout.shapes(blocks * self._block)
+        return [torch.empty(shape, dtype=weight.dtype, device=weight.device) for shape in shapes]
 
     def resize(self, tensors: list[Tensor], used: Sequence[int], blocks: int) -> list[Tensor]:
         """Copies the `used` blocks of a KV cache to the front of a new one of `blocks` blocks. The list of old tensors
@@ -113,7 +115,7 @@ class CacheMemory:
     def attach(self, tensors: Sequence[Tensor], needs: CacheNeeds) -> None:
         """Makes the runner use this KV cache, until `detach`."""
         self._runner.attach_cache(
-            KVCache(tensors),
+            KVCache(tensors, self._layout),
             max(needs.longest_prompt, self._longest[0]),
             max(needs.longest_completion, self._longest[1]),
         )

@@ -19,7 +19,7 @@ from ebbtide.policy import logprob_kernels
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.paged import sample_kernels
-from ebbtide.rollout.paged.attention import PAGED, KVCache, model_cache_costs
+from ebbtide.rollout.paged.attention import PAGED, CacheLayout, KVCache
 from ebbtide.rollout.paged.attn_metadata import PassMetadata, PrefillMetadata
 from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, graph_batch_size
 from ebbtide.rollout.paged.cuda_graphs import needs_host_sync
@@ -39,16 +39,17 @@ RING = 3  # decode steps whose pinned host buffers are in use at once
 class CudaRunner:
     """Its calls return while the tokens are in flight: `PendingTokens.wait` waits for them."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, block: int, *, exact: bool = False) -> None:
-        """`exact`: log-probs are reduced from logits as in training."""
+    def __init__(
+        self, model: PreTrainedModel, layout: CacheLayout, batch: int, block: int, *, exact: bool = False
+    ) -> None:
+        """`layout`: what the layers have in the KV cache. `exact`: log-probs are reduced from logits as in training."""
         self._model, self._batch, self._block, self._exact = model, batch, block, exact
         self._device = model.device
-        self._costs = model_cache_costs(model.config)
-        self._queries_per_key = self._costs.query_heads // self._costs.kv_heads
+        self._layout = layout
         self._scale, self._softcap = logit_scaling(model.config)
         # The newest token of the sample in each row, and one more row for padding.
         self._last_tokens = torch.zeros(batch + 1, dtype=torch.long, device=self._device)
-        self._addresses = torch.zeros((self._costs.layers, 2), dtype=torch.long, device=self._device)
+        self._addresses = torch.zeros((1 + max(layout.sources), 2), dtype=torch.long, device=self._device)
         self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
         self._pool: Any = None
         self._weights: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class CudaRunner:
 
     def attach_cache(self, cache: KVCache, prompt_blocks: int, own_blocks: int) -> None:
         self._cache = cache
-        self._addresses.copy_(torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in cache.layers]))
+        self._addresses.copy_(torch.tensor(cache.addresses()))
         weights = tuple(parameter.data_ptr() for parameter in self._model.parameters())
         widths = (max(prompt_blocks, self._widths[0]), max(own_blocks, self._widths[1]))
         if weights != self._weights or widths != self._widths:  # the captured graphs read other addresses
@@ -160,17 +161,19 @@ class CudaRunner:
             width = max(1, *map(len, lists))
             table = [block for row in lists for block in (*row, *[0] * (width - len(row)))]
             padded.append(self._to_device(table, torch.int32).view(-1, width))
+        at = self._to_device(positions, torch.long)
         metadata = PrefillMetadata(
             self._addresses,
-            self._costs.kv_heads,
+            self._layout,
             size,
             self._to_device(slots, torch.int32),
             self._to_device(adapters, torch.int32),
+            at,
             self._to_device(tiles, torch.int32).view(-1, 2),
             self._to_device(sequences, torch.int32).view(-1, 4),
             *padded,
         )
-        return self._forward(self._to_device(tokens, torch.long), self._to_device(positions, torch.long), metadata)
+        return self._forward(self._to_device(tokens, torch.long), at, metadata)
 
     def _to_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Copies values to the device without waiting for it."""
@@ -185,7 +188,7 @@ class CudaRunner:
         inputs = DecodeInputs(self._host_inputs[self._step % RING], size, self._widths)
         largest = self._fill(inputs, ops)
         # Groups for which `decode` has the same programs share a graph.
-        graph = self._graph(size, 1 if reads_together(largest, self._queries_per_key) else MANY, cut)
+        graph = self._graph(size, 1 if reads_together(largest, self._layout.queries_per_key) else MANY, cut)
         graph.inputs.data.copy_(inputs.data, non_blocking=True)
         if self._captures:
             graph.replay()
@@ -260,7 +263,7 @@ class CudaRunner:
             padding = DecodeInputs(torch.zeros(len(self._device_inputs), dtype=torch.int32), size, self._widths)
             padding.numpy()["rows"].fill(self._batch)
             inputs = DecodeInputs(self._device_inputs, size, self._widths)
-            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples)
+            metadata = inputs.metadata(self._addresses, self._layout, self._block, samples)
             sample = None if cut else self._sample
             graph = DecodeGraph(inputs, metadata, self._last_tokens, self._decode_logits, sample)
             graph.warm_up(padding)
@@ -359,11 +362,10 @@ class CudaRunner:
             scheduler.add([7 * index % vocabulary for index in range(length)], [1], adapter)
         chunks = [chunk for chunk in scheduler.schedule() if isinstance(chunk, PrefillChunk)]
         weight = next(self._model.parameters())
-        shape = (scheduler.allocator.num_blocks * self._block, self._costs.kv_heads, self._costs.channels)
-        cache = KVCache(
-            [torch.empty(shape, dtype=weight.dtype, device=self._device) for _ in range(2 * self._costs.layers)]
-        )
-        self._addresses.copy_(torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in cache.layers]))
+        shapes = self._layout.shapes(scheduler.allocator.num_blocks * self._block)
+        tensors = [torch.empty(shape, dtype=weight.dtype, device=self._device) for shape in shapes]
+        cache = KVCache(tensors, self._layout)
+        self._addresses.copy_(torch.tensor(cache.addresses()))
         by_fused = self._prefill(chunks).float()
         with use_attention(self._model, PAGED):
             fused, self._fused = self._fused, None

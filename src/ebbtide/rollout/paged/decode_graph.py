@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbtide.rollout.paged.attention import CacheLayout
 from ebbtide.rollout.paged.attn_metadata import DecodeMetadata, PassMetadata
 from ebbtide.rollout.paged.cuda_graphs import garbage_collection_off
 from ebbtide.system.units import ceil_div
@@ -51,11 +52,11 @@ class DecodeInputs:
             arrays[name].fill(value)
         return arrays
 
-    def metadata(self, addresses: Tensor, kv_heads: int, block: int, samples: int) -> DecodeMetadata:
+    def metadata(self, addresses: Tensor, layout: CacheLayout, block: int, samples: int) -> DecodeMetadata:
         """Returns the attention metadata that reads these fields, for groups of at most `samples` samples."""
         return DecodeMetadata(
             addresses,
-            kv_heads,
+            layout,
             block,
             self["slots"],
             self["adapters"],
@@ -112,8 +113,7 @@ class DecodeGraph:
         inputs = self.inputs
         given = inputs["tokens"].long()
         tokens = torch.where(given >= 0, given, self._last_tokens[inputs["rows"].long()])
-        positions = (inputs["own_starts"] + inputs["own_lengths"] - 1).clamp(min=0).long()
-        logits = self._compute_logits(tokens, positions, self._metadata)
+        logits = self._compute_logits(tokens, self._metadata.positions(), self._metadata)
         if self._sample is None:
             self.logits = logits
         else:
