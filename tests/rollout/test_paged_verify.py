@@ -54,3 +54,19 @@ def test_an_engine_that_fails_is_refused_with_what_was_said(tiny, monkeypatch) -
     said = r"cannot run `qwen2_moe` \(IndexError: no such slot\): set `rollout.engine: huggingface`"
     with pytest.raises(UserError, match=said):
         build_engine(family_model("qwen2_moe"), tiny(LONGER), lambda size: None)
+
+
+@pytest.mark.parametrize("engine", ["paged", "huggingface"])
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_a_rope_that_follows_the_longest_sequence_is_right_or_refused(tiny, engine, name) -> None:
+    """It changes past 16 tokens: up to these a sample does not depend on its neighbours, and no more are allowed."""
+    loaded = family_model(name)
+    config = {**LONGER, "rollout.engine": engine, "rollout.max_new_tokens": 9}
+    with pytest.raises(UserError, match=f"the rope of `{name}` changes for all sequences .* lower"):
+        build_engine(loaded, tiny(config), lambda size: None)
+    right = build_engine(loaded, tiny({**config, "rollout.max_new_tokens": 8}), lambda size: None)
+    prompts = [PROMPT + [4], [5, 6]]
+    found = right.generate([Request(one, [1]) for one in prompts], SamplingParams(8, ignore_eos=True), lambda *_: None)
+    for prompt, (sample,) in zip(prompts, found, strict=True):
+        wanted = own_logprobs(loaded, prompt, sample.tokens)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), wanted, atol=1e-5, rtol=1e-5)

@@ -89,18 +89,24 @@ def _spans(found: object, name: str = "") -> Iterator[int]:
         yield found
 
 
-def check_attention(
-    model: PreTrainedModel, longest: int, both: tuple[ProbeSequence, ProbeSequence]
-) -> list[AttentionCall]:
-    """The calls of attention by the model's layers. Refuses a model in which packed sequences of up to `longest` tokens
-    would not give the same results as each sequence alone."""
-    family, limit = model.config.get_text_config().model_type, rope_limit(model.config)
+def check_rope(config: PretrainedConfig, longest: int) -> None:
+    """Refuses a model whose rotary embeddings would depend on the rest of a batch, with sequences of up to `longest`
+    tokens."""
+    family, limit = config.get_text_config().model_type, rope_limit(config)
     if limit is not None and longest > limit:  # Beyond it, a sample would also change its own past as it grows.
         raise UserError(
             f"the rope of `{family}` changes for all sequences of a batch once one has more than"
             f" {limit:,} tokens, and this run allows {longest:,}: lower `rollout.max_prompt_tokens` +"
             f" `rollout.max_new_tokens` (`max_length` of `ebbtide serve`) to {limit:,}"
         )
+
+
+def check_attention(
+    model: PreTrainedModel, longest: int, both: tuple[ProbeSequence, ProbeSequence]
+) -> list[AttentionCall]:
+    """The calls of attention by the model's layers. Refuses a model in which packed sequences of up to `longest` tokens
+    would not give the same results as each sequence alone."""
+    check_rope(model.config, longest)
     long, short = (one.tokens for one in both)
     call_log = _CallLog(longest)
     with torch.no_grad(), refuse_broken_model(lambda why: not_packable(model, why)), warnings.catch_warnings():
