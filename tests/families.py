@@ -72,8 +72,13 @@ OF: dict[str, dict[str, Any]] = {
     "diffllama": {},
     "jetmoe": {**EXPERTS, "kv_channels": 8},
     "gemma4_text": {
-        **MIXED,
+        "num_hidden_layers": 4,
+        "layer_types": MIXED["layer_types"] * 2,
+        "sliding_window": WINDOW,
+        "num_kv_shared_layers": 2,
         "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": len(TOKENIZER),
     },
@@ -99,7 +104,7 @@ OF: dict[str, dict[str, Any]] = {
         "q_lora_rank": 16,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
+        "v_head_dim": 4,
     },
 }
 

@@ -58,8 +58,9 @@ def test_the_cache_has_the_sizes_that_the_config_promises(name) -> None:
     assert model_cache_costs(loaded.model.config).layers == tuple(cache_layout(loaded.model).own.values())
 
 
-def test_layers_that_share_keys_have_no_cache_of_their_own() -> None:
-    layout = cache_layout(family_model("gemma3n_text").model)
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_have_no_cache_of_their_own(name) -> None:
+    layout = cache_layout(family_model(name).model)
     assert list(layout.own) == [0, 1]
     assert layout.sources == {0: 0, 1: 1, 2: 0, 3: 1}
 
@@ -67,7 +68,7 @@ def test_layers_that_share_keys_have_no_cache_of_their_own() -> None:
 def test_heads_and_channels_are_those_of_each_layer() -> None:
     assert list(cache_layout(family_model("gemma4_text").model).own.values()) == [
         LayerCache(2, 8, 8),
-        LayerCache(2, 16, 16),
+        LayerCache(1, 16, 16),
     ]
-    assert set(cache_layout(family_model("deepseek_v3").model).own.values()) == {LayerCache(4, 16, 8)}
+    assert set(cache_layout(family_model("deepseek_v3").model).own.values()) == {LayerCache(4, 16, 4)}
     assert list(cache_layout(family_model("jetmoe").model).own.values()) == [LayerCache(4, 8, 8)] * 2
