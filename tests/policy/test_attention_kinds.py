@@ -72,3 +72,13 @@ def test_what_is_left_out_shows(tiny, monkeypatch, name, left_out) -> None:
     assert (right - wrong).abs().max() > 1e-3
     with pytest.raises(UserError):
         policy.verify()
+
+
+def test_queries_that_llama_4_scales_by_their_places_in_a_row_are_scaled_by_their_positions(tiny, monkeypatch) -> None:
+    loaded = family_model("llama4_text")
+    policy = Policy(loaded, tiny(LONGER))
+    (batch,) = pack([Datum.completion([3], tokens_of(length)) for length in (20, 9)], budget=100, device=policy.device)
+    right, _ = policy._logprobs(batch, temperature=1.0)
+    monkeypatch.setattr(attention, "scaled_by_position", lambda module, query, positions: query)
+    wrong, _ = policy._logprobs(batch, temperature=1.0)
+    assert (right - wrong).abs().max() > 1e-3

@@ -65,7 +65,7 @@ def test_a_rope_that_follows_the_longest_sequence_is_right_or_refused(tiny, engi
     with pytest.raises(UserError, match=f"the rope of `{name}` changes for all sequences .* lower"):
         build_engine(loaded, tiny(config), lambda size: None)
     right = build_engine(loaded, tiny({**config, "rollout.max_new_tokens": 8}), lambda size: None)
-    prompts = [PROMPT + [4], [5, 6]]
+    prompts = [[*PROMPT, 4], [5, 6]]
     found = right.generate([Request(one, [1]) for one in prompts], SamplingParams(8, ignore_eos=True), lambda *_: None)
     for prompt, (sample,) in zip(prompts, found, strict=True):
         wanted = own_logprobs(loaded, prompt, sample.tokens)

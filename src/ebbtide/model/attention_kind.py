@@ -63,6 +63,10 @@ def attend(
 ) -> Tensor:
     """Attention in plain torch, with the cap and the sinks of its kind: [S, heads, Q, value channels]."""
     heads, kv_heads = query.shape[1], key.shape[1]
+    if kind.is_plain and query.is_cuda and heads != kv_heads and query.shape[-1] > 256:
+        # The only kernel for so many channels that does not hold all scores has as many keys as queries.
+        key, value = (states.repeat_interleave(heads // kv_heads, 1) for states in (key, value))
+        kv_heads = heads
     if kind.is_plain:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=heads != kv_heads
@@ -72,12 +76,13 @@ def attend(
         seen = place[:, None] >= place
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))  # [S, kv heads, heads of each, Q, channels]
     scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)  # [S, heads, Q, L]
-    scores = scores.float() * (scale if scale is not None else query.shape[-1] ** -0.5)
+    kept = torch.promote_types(scores.dtype, torch.float32)
+    scores = scores.to(kept) * (scale if scale is not None else query.shape[-1] ** -0.5)
     if kind.softcap is not None:
         scores = (scores / kind.softcap).tanh() * kind.softcap
     scores = scores.masked_fill(~seen, -torch.inf)
     if kind.sinks is not None:
-        column = kind.sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        column = kind.sinks.to(kept)[None, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,15 +68,15 @@ def _chunk(module: nn.Module) -> int | None:
     return size
 
 
-def row_scaling(module: nn.Module, positions: Tensor) -> Tensor | None:
-    """What to multiply the queries of T tokens in a row with, [T, 1], so that they are scaled by their positions [T] in
-    their sequences: Llama 4's layers without rope have scaled them by their places in the row. None for others."""
+def scaled_by_position(module: nn.Module, query: Tensor, positions: Callable[[], Tensor]) -> Tensor:
+    """The queries [1, heads, T, channels] of tokens in a row, scaled by their positions in their sequences ([T], which
+    is called for only then): Llama 4's layers without rope have scaled them by their places in the row."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return None
+        return query
     every, by = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
-    places = torch.arange(len(positions), device=positions.device)
-    wanted, given = (((at.float() + 1) / every).floor().log1p() * by + 1 for at in (positions, places))
-    return (wanted / given)[:, None]
+    places = torch.arange(query.shape[2], device=query.device)
+    wanted, given = (((at.float() + 1) / every).floor().log1p() * by + 1 for at in (positions(), places))
+    return (query * (wanted / given)[:, None]).to(query.dtype)
 
 
 def packed_attention(
@@ -94,9 +95,7 @@ def packed_attention(
     kind = requested_kind(module, attention_mask, requested)
     if cu_seq_lens_q is None:
         raise unsupported_layer(module, "does not pass attention the starts of packed sequences (`cu_seq_lens_q`)")
-    scales = row_scaling(module, _positions(cu_seq_lens_q, query.shape[2]))
-    if scales is not None:
-        query = (query * scales).to(query.dtype)
+    query = scaled_by_position(module, query, partial(_positions, cu_seq_lens_q, query.shape[2]))
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, channels]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return PackedAttention(cu_seq_lens_q, max_length_q, scale, kind).mix(q, k, v).unsqueeze(0), None

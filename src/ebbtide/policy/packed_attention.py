@@ -4,7 +4,8 @@ On a GPU in 16 bits, torch's varlen flash kernel reads them in place. Elsewhere 
 causal mask alone keeps real tokens from seeing padding, and packed again afterwards.
 
 Flash kernels know windows. Chunks are sequences of their own to them. Values with fewer channels than keys are padded
-with zeros. Sinks change the sums of the softmax, and these are what the kernels' backward reads.
+with zeros. Sinks change the sums of the softmax, and these are what the kernels' backward reads. Soft caps have a
+kernel of their own (packed_flex.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ebbtide.model.attention_kind import PLAIN, AttentionKind, attend
+from ebbtide.policy.packed_flex import can_flex, flex
 from ebbtide.system.torch_internals import flash_backward, flash_forward
 
 
@@ -44,6 +46,8 @@ class PackedAttention:
         """The mixed values [T, heads, value channels], for autograd, of queries and keys [T, heads, channels] and
         values [T, kv heads, value channels]."""
         by = self._without_chunks()
+        if by.kind.softcap is not None and by.kind.sinks is None and can_flex(query, key, value):
+            return flex(query, key, value, by.starts, by.scale, by.kind)
         if by.kind.softcap is not None or not _flashes(query, value):
             return by._padded(query, key, value)
         if by.kind.sinks is not None:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ebbtide.errors import UserError
 from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.quantize import quantized_of
-from ebbtide.policy.attention import FUNCTIONS, requested_kind, row_scaling, unsupported_layer
+from ebbtide.policy.attention import FUNCTIONS, requested_kind, scaled_by_position, unsupported_layer
 from ebbtide.policy.attention_calls import AttentionCall, record_calls
 from ebbtide.rollout.paged.cache_costs import CacheCosts, LayerCache
 
@@ -179,9 +179,7 @@ def paged_attention(
     kind = requested_kind(module, attention_mask, kwargs)
     if paged_pass is None:
         raise unsupported_layer(module, "does not pass attention the KV cache (`paged_pass`)")
-    scales = row_scaling(module, paged_pass.positions())
-    if scales is not None:
-        query = (query * scales).to(query.dtype)
+    query = scaled_by_position(module, query, paged_pass.positions)
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = int(module.layer_idx)  # type: ignore[arg-type]
