@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, arange
 from torch.nn.functional import scaled_dot_product_attention
 
+from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_functions import rotate
 from ebbtide.model.block_reference import Rotary
 
@@ -21,9 +22,8 @@ class PlainPass:
         self._cache[layer] = key, values.unflatten(1, (rotary.kv_heads, rotary.channels))
         return query
 
-    def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend_to_cache(self, layer: int, query: Tensor, scale: float, kind: AttentionKind) -> Tensor:
         states = (each.transpose(0, 1) for each in (query, *self._cache[layer]))  # [heads, T, channels]
-        before = arange(len(query))[:, None] - arange(len(query))  # by how many tokens a key is before a query
-        seen = (before >= 0) & (before < (window or len(query)))
+        seen = kind.sees(arange(len(query))[:, None], arange(len(query)))
         mixed = scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True)
         return mixed.transpose(0, 1)

@@ -17,8 +17,7 @@ class SimulatedStates:
             return
         after = {}
         for item in work:
-            done = item.block_table.computed if isinstance(item, ScheduledSample) else 0
-            chunk = PrefillChunk(item, done - 1, done) if isinstance(item, ScheduledSample) else item
+            chunk = item.newest_token if isinstance(item, ScheduledSample) else item
             read, write = chunk.states
             prompt = 0 if isinstance(chunk.owner, PromptGroup) else len(chunk.group.prompt)
             if read is None:

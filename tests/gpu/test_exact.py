@@ -10,12 +10,13 @@ from conftest import FAMILIES, TINY, family
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import LoraConfig
 from ebbtide.config.root import Config
+from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.linear import HOPPER, linear
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.model.lora import adapted_layers, add_adapters
-from ebbtide.policy.attention import PackedAttention
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.exact import make_exact, why_not_exact
+from ebbtide.policy.packed_attention import PackedAttention
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
 from ebbtide.rollout.engine import Request, SamplingParams
@@ -207,7 +208,7 @@ def test_gradients_are_those_of_flash_attention(window) -> None:
     key, value = (torch.randn(802, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     found = []
     for exact in (True, False):
-        attention = PackedAttention(starts, 700, 0.1, window, exact)
+        attention = PackedAttention(starts, 700, 0.1, AttentionKind(window), exact)
         mixed, sums = attention.forward(query, key, value)
         each = (query, *(states.repeat_interleave(4, 1) for states in (key, value)))
         found.append((mixed, sums, *attention.backward(grad, *each, mixed, sums)))

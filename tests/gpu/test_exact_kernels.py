@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_paged_kernels import DEVICE, DTYPES, INTERPRETED, NEAR, Paged, integers, reference, table
 
+from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_reference import Norm, Rotary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
@@ -58,6 +59,7 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
     from ebbtide.rollout.paged.cache_kernels import write_cache
     from ebbtide.rollout.paged.decode_kernels import decode
 
+    kind = AttentionKind(window)
     if dtype == torch.float32 and channels == 256 and not INTERPRETED:
         pytest.skip("float32 with 256 channels takes more shared memory than a GPU has")
     torch.manual_seed(0)
@@ -76,7 +78,7 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
         sequences = [[torch.cat(both) for both in zip(shared, one, strict=True)] for one in own]
         query, key, value = (torch.cat(states) for states in zip(*sequences, strict=True))
         starts = integers([0, *(prompt + length for length in own_lengths)]).cumsum(0, dtype=torch.int32)
-        packed, sums = attend_packed(query, key, value, starts, prompt + max(own_lengths), scale, window)
+        packed, sums = attend_packed(query, key, value, starts, prompt + max(own_lengths), scale, kind)
         assert sums.shape == (heads, len(query))
         of_prompt = cache.take(prompt)
         of_own = [cache.take(length) for length in own_lengths]
@@ -85,7 +87,7 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
             length, begin = own_lengths[number], int(starts[number])
             write_cache(states[1], states[2], cache.addresses, 0, integers(cache.slots(blocks, length)), block)
             whole = packed[begin : begin + prompt + length]
-            exact = reference(*sequences[number], scale, 0, window)
+            exact = reference(*sequences[number], scale, 0, kind)
             torch.testing.assert_close(whole, exact, **near)
             log_sums = reference_sums(*sequences[number][:2], scale, window)
             torch.testing.assert_close(
@@ -98,7 +100,7 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
                     states[0][first : first + count], cache.addresses, 0, kv_heads, block,
                     integers([[0, at] for at in range(0, count, TILE)]),
                     integers([[0, count, prompt + first, prompt]]),
-                    integers([of_prompt]), integers([blocks]), scale, window,
+                    integers([of_prompt]), integers([blocks]), scale, kind,
                 )  # fmt: skip
                 assert same(found, whole[prompt + first : prompt + first + count])
         rows = len(own_lengths)
@@ -106,7 +108,7 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
             torch.stack([states[0][-1] for states in own]), cache.addresses, 0, kv_heads, block,
             integers([0, *[rows] * rows]), integers([0] * rows), table([of_prompt], rows, len(of_prompt)),
             integers([prompt, *[0] * (rows - 1)]), table(of_own, rows, max(map(len, of_own))),
-            integers(own_lengths), integers([prompt] * rows), rows, scale, window,
+            integers(own_lengths), integers([prompt] * rows), rows, scale, kind,
         )  # fmt: skip
         assert same(found, torch.stack([packed[int(end) - 1] for end in starts[1:]]))
         cache.give(of_prompt, *of_own)

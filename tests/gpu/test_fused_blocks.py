@@ -10,15 +10,17 @@ from blocks import Setup, errors_in_bfloat16
 from conftest import FAMILIES, family
 from ebbtide.config.loss import LossConfig
 from ebbtide.memory.residency import Residency
+from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.load import load_model
 from ebbtide.model.shape import find_shape
 from ebbtide.model.workload import max_workload
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
-from ebbtide.policy.attention import PackedAttention, packed_attention
+from ebbtide.policy.attention import packed_attention
 from ebbtide.policy.datum import trajectory
 from ebbtide.policy.fuse import saved_names
 from ebbtide.policy.losses import build_loss
+from ebbtide.policy.packed_attention import PackedAttention
 from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
 from ebbtide.system.machine import machine_for
@@ -67,7 +69,7 @@ def test_attention_is_that_of_the_packed_function(window, deterministic) -> None
         torch.nn.Identity(), *given, None, scaling=0.1, sliding_window=window, cu_seq_lens_q=starts, max_length_q=300
     )
     grad = torch.randn_like(wanted)
-    attention = PackedAttention(starts, 300, 0.1, window)
+    attention = PackedAttention(starts, 300, 0.1, AttentionKind(window))
     with torch.no_grad():
         mixed, sums = attention.forward(query, key, value)
         found = attention.backward(grad[0], query, key, value, mixed, sums)

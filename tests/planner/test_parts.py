@@ -20,7 +20,7 @@ from ebbtide.planner.render import render_plan
 from ebbtide.planner.search import PlanSearch
 from ebbtide.policy.model_costs import FrozenCosts, FrozenShape
 from ebbtide.rollout.paged.attention import model_cache_costs
-from ebbtide.rollout.paged.cache_costs import CacheCosts, cache_costs_of
+from ebbtide.rollout.paged.cache_costs import CacheCosts, LayerCache, cache_costs_of
 from ebbtide.system.machine import machine_for
 from ebbtide.system.units import GIB
 
@@ -140,7 +140,7 @@ def test_frozen_models_are_sharded_like_the_policy() -> None:
 
 @pytest.mark.parametrize(("useful", "least"), [(2400, 6), (400, 6), (10**6, 200)])
 def test_more_memory_never_gives_a_smaller_cache(useful, least) -> None:
-    costs = CacheCosts(36, 8, 128, 4096, 32, 12288, 151936)
+    costs = CacheCosts((LayerCache(8, 128, 128),) * 36, 4096, 4096, 12288, 151936)
     sizes = [size * 2**24 for size in range(40, 6000, 7)]
     found = [costs.fit(2, 64, 16384, 128, free, useful=useful, least=least) for free in sizes]
     blocks = [one for one, _ in found]

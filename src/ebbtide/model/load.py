@@ -331,12 +331,11 @@ def _check(loaded: LoadedModel, config: ModelConfig) -> None:
 
 def decoder(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its output head: token ids in, last hidden states out."""
-    found: torch.nn.Module = model.base_model
-    if found is model:  # So transformers says that a class names a module which it lacks, as Llama 4's does.
-        family, kind = model.config.model_type, type(model).__name__  # type: ignore[union-attr]
-        raise UserError(
-            f"`{family}` cannot be run: {kind} does not say which of its parts is the decoder: choose another model"
-        )
+    # Llama 4's class names a part that it lacks, and so transformers says that it is the model itself.
+    found: Any = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if not isinstance(found, torch.nn.Module):
+        called = f"`{model.config.model_type}` cannot be run: {type(model).__name__}"
+        raise UserError(f"{called} does not say which of its parts is the decoder: choose another model")
     return found
 
 

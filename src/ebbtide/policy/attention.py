@@ -1,25 +1,20 @@
-"""Attention over packed sequences, for any transformers model that uses transformers' attention registry.
-
-Sequences are concatenated into one row of T tokens. On a GPU in 16 bits, torch's varlen flash kernel reads them in
-place. Elsewhere they are padded on the right, where a causal mask alone keeps real tokens from seeing padding, and
-packed again afterwards.
-"""
+"""Attention over packed sequences, for any transformers model that uses transformers' attention registry: what its
+layers want of attention, and the function that they call in training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
-from inspect import signature
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ebbtide.errors import UserError
-from ebbtide.system.torch_internals import flash_backward, flash_forward
+from ebbtide.model.attention_kind import AttentionKind
+from ebbtide.model.state_layers import state_layers
+from ebbtide.policy.packed_attention import PackedAttention
 from ebbtide.system.transformers_internals import attention_implementation
 
 if TYPE_CHECKING:
@@ -35,6 +30,7 @@ FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {}
 # Arguments that families pass to attention and that do not change it: positions are in the rotated queries and keys,
 # and sequences are known by `cu_seq_lens_q`.
 _NO_EFFECT = {"position_ids", "cache_position", "cu_seq_lens_k", "max_length_k", "is_causal"}
+_COMPUTED = {"sliding_window", "softcap", "s_aux"}  # Those that make an `AttentionKind`.
 
 
 def unsupported_layer(module: nn.Module, what: str) -> UserError:
@@ -45,28 +41,50 @@ def unsupported_layer(module: nn.Module, what: str) -> UserError:
     return UserError(f"`{family}` cannot be run: {where} {what}, which is not supported: choose another model")
 
 
-def requested_window(module: nn.Module, attention_mask: object, requested: Mapping[str, Any]) -> int | None:
-    """A layer's sliding window: how many tokens a token sees, including itself; None is all before it. Anything else
-    that the layer requests of attention (`requested`) is refused, because it must not be ignored silently."""
+def requested_kind(module: nn.Module, attention_mask: object, requested: Mapping[str, Any]) -> AttentionKind:
+    """What a layer wants of attention. What no kernel here computes (`requested`) is refused, because it must not be
+    ignored silently."""
     if attention_mask is not None:
         raise unsupported_layer(module, "passes attention a mask of its own")
     if requested.get("is_causal") is False:
         raise unsupported_layer(module, "lets tokens see later tokens (attention that is not causal)")
     for name, value in requested.items():
         off = value is None or (isinstance(value, bool | int | float) and not value)  # No dropout, no cap, no bias.
-        if not off and name not in _NO_EFFECT and name != "sliding_window":
+        if not off and name not in _NO_EFFECT and name not in _COMPUTED:
             raise unsupported_layer(module, f"passes attention `{name}`")
     # Most families pass the window as an argument; Qwen2-MoE keeps it in the layer and relies on a mask, which
     # transformers does not make for our attention.
     window: int | None = requested.get("sliding_window", getattr(module, "sliding_window", None))
-    return window
+    sinks: Tensor | None = requested.get("s_aux", getattr(module, "sinks", None))
+    return AttentionKind(window, _chunk(module), requested.get("softcap") or None, sinks)
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """The chunks of a layer whose config says that it has some; it too relies on a mask."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or layer is None or kinds[layer] != "chunked_attention":
+        return None
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    return size
+
+
+def scaled_by_position(module: nn.Module, query: Tensor, positions: Callable[[], Tensor]) -> Tensor:
+    """The queries [1, heads, T, channels] of tokens in a row, scaled by their positions in their sequences ([T], which
+    is called for only then): Llama 4's layers without rope have scaled them by their places in the row."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    every, by = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+    places = torch.arange(query.shape[2], device=query.device)
+    wanted, given = (((at.float() + 1) / every).floor().log1p() * by + 1 for at in (positions(), places))
+    return (query * (wanted / given)[:, None]).to(query.dtype)
 
 
 def packed_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, channels]
     key: Tensor,  # [1, kv heads, T, channels]
-    value: Tensor,  # [1, kv heads, T, channels]
+    value: Tensor,  # [1, kv heads, T, value channels]
     attention_mask: None,
     scaling: float | None = None,
     *,
@@ -74,111 +92,20 @@ def packed_attention(
     max_length_q: int = 0,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: [1, T, heads, channels]."""
-    window = requested_window(module, attention_mask, requested)
+    """Causal attention within each sequence: [1, T, heads, value channels]."""
+    kind = requested_kind(module, attention_mask, requested)
     if cu_seq_lens_q is None:
         raise unsupported_layer(module, "does not pass attention the starts of packed sequences (`cu_seq_lens_q`)")
-    window = None if window is None or window >= max_length_q else window
-    attend = _varlen if has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1]) else _padded
-    return attend(query, key, value, scaling, window, cu_seq_lens_q, max_length_q), None
-
-
-def has_flash(device: torch.device, dtype: torch.dtype, channels: int, value_channels: int) -> bool:
-    """Whether torch's flash kernels compute such attention."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and channels == value_channels <= 256
-
-
-@dataclass(frozen=True)
-class PackedAttention:
-    """Causal attention within packed sequences, with a backward that is called by name instead of by autograd."""
-
-    starts: Tensor
-    """[S + 1]: where each sequence starts, and T."""
-    longest: int
-    scale: float
-    window: int | None = None
-    """How many tokens a token sees, including itself; None is all before it."""
-    exact: bool = False
-    """Whether the forward has the bits of the paged engine's."""
-
-    def _flash(self) -> dict[str, Any]:
-        left = -1 if self.window is None or self.window >= self.longest else self.window - 1
-        return {"starts": self.starts, "longest": self.longest, "scale": self.scale, "window": (left, 0)}
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(the mixed values [T, heads, channels], what the backward needs besides), of queries [T, heads, channels],
-        and keys and values [T, kv heads, channels]."""
-        if self.exact:
-            from ebbtide.model.attention_kernels import attend_packed  # It needs triton, which torch brings on a GPU.
-
-            return attend_packed(query, key, value, self.starts, self.longest, self.scale, self.window)
-        if has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1]):
-            return flash_forward(query, key, value, **self._flash())
-        return self._mix(query, key, value), query.new_empty(0)
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, sums: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of queries, keys and values; `mixed` and `sums` are what the forward returned."""
-        if has_flash(query.device, query.dtype, query.shape[-1], value.shape[-1]):
-            return flash_backward(grad, query, key, value, mixed, sums, **self._flash())
-        inputs = [one.detach().requires_grad_() for one in (query, key, value)]
-        with torch.enable_grad():
-            again = self._mix(*inputs)
-        dquery, dkey, dvalue = torch.autograd.grad(again, inputs, grad)
-        return dquery, dkey, dvalue
-
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))  # [1, heads, T, channels]
-        window = None if self.window is None or self.window >= self.longest else self.window
-        return _padded(q, k, v, self.scale, window, self.starts, self.longest)[0]
-
-
-@cache
-def _kernel() -> Callable[..., Any]:
-    """torch's varlen kernel, imported when it is first needed: the import loads torch's compiler."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 accepts fewer key heads than query heads as they are; later versions need a flag.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    return partial(varlen_attn, **grouped)
-
-
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, starts: Tensor, longest: int
-) -> Tensor:
+    query = scaled_by_position(module, query, partial(_positions, cu_seq_lens_q, query.shape[2]))
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, channels]
-    left = -1 if window is None else window - 1
-    mixed = _kernel()(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0))
-    assert isinstance(mixed, Tensor)
-    return mixed.unsqueeze(0)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return PackedAttention(cu_seq_lens_q, max_length_q, scale, kind).mix(q, k, v).unsqueeze(0), None
 
 
-def _padded(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, starts: Tensor, longest: int
-) -> Tensor:
-    tokens = query.shape[2]
-    lengths = starts.diff()  # [S]
-    column = torch.arange(longest, device=query.device)  # [L]
-    real = column < lengths[:, None]  # [S, L]
-    # The row that each position of the padded layout reads; padding reads an extra row of zeros at the end.
-    source = torch.where(real, starts[:-1, None] + column, tokens)  # [S, L]
-
-    def pad_right(states: Tensor) -> Tensor:
-        rows = pad(states[0].transpose(0, 1), (0, 0, 0, 0, 0, 1))  # [T + 1, heads, channels]
-        return rows[source].transpose(1, 2)  # [S, heads, L, channels]
-
-    mask = None if window is None else (column[:, None] >= column) & (column[:, None] - column < window)
-    mixed = scaled_dot_product_attention(
-        pad_right(query),
-        pad_right(key),
-        pad_right(value),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # [S, heads, L, channels]
-    return mixed.transpose(1, 2)[real].unsqueeze(0)
+def _positions(starts: Tensor, tokens: int) -> Tensor:
+    """[T]: the position of each token in its sequence."""
+    places = torch.arange(tokens, device=starts.device)
+    return places - starts[torch.searchsorted(starts, places, right=True) - 1]
 
 
 FUNCTIONS[PACKED] = packed_attention
@@ -186,7 +113,8 @@ FUNCTIONS[PACKED] = packed_attention
 
 @contextmanager
 def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Inside this context the model computes attention with the function `name`, ours or transformers' own."""
+    """Inside this context the model computes attention with the function `name`, ours or transformers' own. Where it
+    is ours, layers that pass a state from token to token keep sequences apart as well."""
     from transformers import AttentionInterface
 
     before = attention_implementation(model.config)
@@ -195,6 +123,7 @@ def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         return
     if name in FUNCTIONS:
         AttentionInterface.register(name, FUNCTIONS[name])
+        state_layers(model)
     model.set_attn_implementation(name)
     if attention_implementation(model.config) != name:  # transformers only warns.
         family = model.config.model_type

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.config.memory import ActivationName
+from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_functions import Activation
 from ebbtide.model.families import FAMILIES, Family, family_of, part_of
 from ebbtide.model.joined_weights import join
@@ -22,11 +23,12 @@ from ebbtide.model.load import decoder, layers_of
 from ebbtide.model.lora import adapted_layers
 from ebbtide.model.quantize import SCALE
 from ebbtide.parallel.dtensor import is_sharded
-from ebbtide.policy.attention import PACKED, PackedAttention, has_flash
+from ebbtide.policy.attention import PACKED
 from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, norm_of
 from ebbtide.policy.fused_experts import Experts
 from ebbtide.policy.fused_mlp import FusedGatedMLP
 from ebbtide.policy.fused_norm import FusedNorm
+from ebbtide.policy.packed_attention import PackedAttention, has_flash
 from ebbtide.policy.saved_activations import Saved
 from ebbtide.system.transformers_internals import attention_implementation, is_gelu_tanh, is_silu
 
@@ -129,7 +131,7 @@ class _Forward:
         cos, sin = (angles[0] for angles in named["position_embeddings"])
         cos, sin = block.rotary_input.angles(cos, sin, rotates=block.rotates)
         starts, longest = named["cu_seq_lens_q"], named["max_length_q"]
-        attention = PackedAttention(starts, longest, block.scale, block.window, self.blocks.exact)
+        attention = PackedAttention(starts, longest, block.scale, AttentionKind(block.window), self.blocks.exact)
         return block(hidden_states, Call(cos, sin, attention, self.blocks.saved(self._number)))
 
 

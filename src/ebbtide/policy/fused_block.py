@@ -36,7 +36,7 @@ from ebbtide.model.block_functions import (
 )
 from ebbtide.model.families import Family, part_of
 from ebbtide.model.quantize import layer_columns
-from ebbtide.policy.attention import PackedAttention
+from ebbtide.policy.packed_attention import PackedAttention
 from ebbtide.policy.projection import Projection
 from ebbtide.policy.rotary_input import RotaryInput
 from ebbtide.policy.saved_activations import Dropped, Saved, recompute_or, taken

@@ -19,7 +19,6 @@ from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.gauge import transient
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, blocks_of, decoder, head_weight, logit_scaling
-from ebbtide.model.state_layers import state_layers
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import GATHERED
 from ebbtide.parallel.dtensor import is_fsdp_module, unsharded
@@ -107,7 +106,6 @@ class Policy:
         self.module = _PackedModel(loaded.model)
         """The model from packed tokens to what its head computes of them."""
         self._ranks = ranks or Comm()
-        state_layers(loaded.model)  # Packed sequences do not share their states from now on.
         self._fused: FusedBlocks | None = None
         self._activations: ActivationHooks | FusedActivations | None = None
         self._offloader: ActivationOffloader | None = None

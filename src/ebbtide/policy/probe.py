@@ -24,7 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from ebbtide.errors import UserError
 from ebbtide.model.load import decoder, rope_limit
-from ebbtide.policy.attention import PACKED, packed_attention, requested_window, unsupported_layer, use_attention
+from ebbtide.policy.attention import PACKED, packed_attention, requested_kind, unsupported_layer, use_attention
+from ebbtide.policy.attention_calls import AttentionCall, CallLog
 from ebbtide.policy.fuse import own_forwards
 from ebbtide.policy.separation import check_separation, not_packable
 from ebbtide.system.transformers_internals import full_mask
@@ -52,22 +53,11 @@ class ProbeSequence:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """One call of attention by a layer."""
-
-    layer: int | None
-    heads: int
-    """Key-value heads."""
-    channels: tuple[int, int]
-    """Channels of a key and of a value."""
-
-
-@dataclass(frozen=True)
 class _CallLog:
     """The calls of attention in a forward, checked for sequences of up to `longest` tokens."""
 
     longest: int
-    calls: list[AttentionCall] = field(default_factory=list)
+    log: CallLog = field(default_factory=CallLog)
 
 
 def probes(config: PretrainedConfig, longest: int, rows: int) -> tuple[ProbeSequence, ProbeSequence]:
@@ -98,18 +88,24 @@ def _spans(found: object, name: str = "") -> Iterator[int]:
         yield found
 
 
-def check_attention(
-    model: PreTrainedModel, longest: int, both: tuple[ProbeSequence, ProbeSequence]
-) -> list[AttentionCall]:
-    """The calls of attention by the model's layers. Refuses a model in which packed sequences of up to `longest` tokens
-    would not give the same results as each sequence alone."""
-    family, limit = model.config.get_text_config().model_type, rope_limit(model.config)
+def check_rope(config: PretrainedConfig, longest: int) -> None:
+    """Refuses a model whose rotary embeddings would depend on the rest of a batch, with sequences of up to `longest`
+    tokens."""
+    family, limit = config.get_text_config().model_type, rope_limit(config)
     if limit is not None and longest > limit:  # Beyond it, a sample would also change its own past as it grows.
         raise UserError(
             f"the rope of `{family}` changes for all sequences of a batch once one has more than"
             f" {limit:,} tokens, and this run allows {longest:,}: lower `rollout.max_prompt_tokens` +"
             f" `rollout.max_new_tokens` (`max_length` of `ebbtide serve`) to {limit:,}"
         )
+
+
+def check_attention(
+    model: PreTrainedModel, longest: int, both: tuple[ProbeSequence, ProbeSequence]
+) -> list[AttentionCall]:
+    """The calls of attention by the model's layers. Refuses a model in which packed sequences of up to `longest` tokens
+    would not give the same results as each sequence alone."""
+    check_rope(model.config, longest)
     long, short = (one.tokens for one in both)
     call_log = _CallLog(longest)
     with torch.no_grad(), refuse_broken_model(lambda why: not_packable(model, why)), warnings.catch_warnings():
@@ -119,7 +115,7 @@ def check_attention(
             packed_hidden(model, [long], call_log=call_log)
         with use_attention(model, PACKED), own_forwards(model), check_separation(model, len(short)):
             packed_hidden(model, [short, short[::-1]])
-    return call_log.calls
+    return call_log.log.calls
 
 
 def own_logprobs(model: PreTrainedModel, implementation: str, probe: ProbeSequence) -> Tensor:
@@ -178,21 +174,16 @@ def _probed_attention(
 ) -> tuple[Tensor, None]:
     """Packed attention of one sequence, which compares the mask that a layer wants with what packed attention
     computes."""
-    window = requested_window(module, None, {name: each for name, each in named.items() if name not in _COMPUTED})
+    kind = requested_kind(module, None, {name: each for name, each in named.items() if name not in _COMPUTED})
     place = torch.arange(query.shape[2], device=query.device)
-    seen = place[:, None] >= place  # [T, T]
-    if window is not None:
-        seen &= place[:, None] - window < place
     if call_log is not None and attention_mask is not None:
         span = getattr(attention_mask, "span", None)
         beyond = span is not None and len(place) <= span < call_log.longest  # The probe is shorter than this window.
-        if (beyond and span != window) or not _shows(attention_mask, seen):
-            computed = "the causal one" if window is None else f"the causal one of {window} tokens"
-            raise unsupported_layer(module, f"needs a mask other than {computed}")
+        shown = _shows(attention_mask, kind.sees(place[:, None], place))
+        if not shown or (beyond and span not in (kind.window, kind.chunk)):
+            raise unsupported_layer(module, f"needs a mask other than {kind.mask_name}")
     if call_log is not None:
-        call_log.calls.append(
-            AttentionCall(getattr(module, "layer_idx", None), key.shape[1], (key.shape[3], value.shape[3]))
-        )
+        call_log.log.add(module, query, key, value)
     return packed_attention(module, query, key, value, None, **named)
 
 

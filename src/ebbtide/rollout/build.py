@@ -31,6 +31,8 @@ def build_engine(
             make_room=make_room,
             exact=exact,
         )
+    from ebbtide.policy.probe import check_rope
     from ebbtide.rollout.huggingface import HuggingFaceEngine
 
+    check_rope(loaded.model.config, rollout.max_prompt_tokens + rollout.max_new_tokens)
     return HuggingFaceEngine(loaded, rollout.max_num_seqs)

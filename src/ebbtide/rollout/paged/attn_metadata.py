@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ebbtide.model.attention_kernels import attend_to_cache
+from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_reference import Rotary
 from ebbtide.model.state_layers import StatePass
+from ebbtide.rollout.paged.attention import CacheLayout
 from ebbtide.rollout.paged.cache_kernels import rope_and_write_cache, write_cache
 from ebbtide.rollout.paged.decode_kernels import decode
 
@@ -20,14 +22,18 @@ class PassMetadata(ABC):
     """The slot mapping of a pass; subclasses add what its tokens attend to."""
 
     addresses: Tensor  # [layers, 2] int64: the addresses of the cache's keys and values
-    kv_heads: int
+    layout: CacheLayout
     block: int
     slots: Tensor  # [T] int32: where new keys and values are written; -1 for padding
     adapters: Tensor  # [T] int32: the adapter of each token, where the model has several by name; 0 is none
     states: StatePass | None = field(default=None, kw_only=True)
 
     @abstractmethod
-    def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+    def positions(self) -> Tensor:
+        """Returns the position of each token in its sequence, [T]."""
+
+    @abstractmethod
+    def attend_to_cache(self, layer: int, query: Tensor, scale: float, kind: AttentionKind) -> Tensor:
         """Computes attention of queries [T, heads, channels] to the cache, where the new keys and values already
         are."""
 
@@ -36,9 +42,12 @@ class PassMetadata(ABC):
         and writes keys and values to the cache."""
         return rope_and_write_cache(qkv, rotary, self.addresses, layer, self.slots, self.block)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        write_cache(key, value, self.addresses, layer, self.slots, self.block)
-        return self.attend_to_cache(layer, query, scale, window)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kind: AttentionKind
+    ) -> Tensor:
+        if layer in self.layout.own:
+            write_cache(key, value, self.addresses, layer, self.slots, self.block)
+        return self.attend_to_cache(layer, query, scale, kind)
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,15 @@ class DecodeMetadata(PassMetadata):
     own_starts: Tensor  # [B] int32
     samples: int
 
-    def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
-        cache = query, self.addresses, layer, self.kv_heads, self.block
+    def positions(self) -> Tensor:
+        return (self.own_starts + self.own_lengths - 1).clamp(min=0).long()
+
+    def attend_to_cache(self, layer: int, query: Tensor, scale: float, kind: AttentionKind) -> Tensor:
+        sizes = self.layout.read_by(layer)
+        cache = query, self.addresses, layer, sizes.kv_heads, self.block
         prompts = self.firsts, self.groups, self.prompt_tables, self.prompt_lengths
         own = self.own_tables, self.own_lengths, self.own_starts
-        return decode(*cache, *prompts, *own, self.samples, scale, window)
+        return decode(*cache, *prompts, *own, self.samples, scale, kind, sizes.value_channels)
 
 
 @dataclass(frozen=True)
@@ -67,22 +80,28 @@ class PrefillMetadata(PassMetadata):
     """A prefill pass: the new tokens of several sequences, one after the other. The fields are the arguments of
     `attend_to_cache`, which describes them."""
 
+    token_positions: Tensor  # [T]
     tiles: Tensor  # [tiles, 2] int32
     sequences: Tensor  # [S, 4] int32
     prompt_tables: Tensor  # [S, blocks] int32
     own_tables: Tensor  # [S, blocks] int32
 
-    def attend_to_cache(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+    def positions(self) -> Tensor:
+        return self.token_positions
+
+    def attend_to_cache(self, layer: int, query: Tensor, scale: float, kind: AttentionKind) -> Tensor:
+        sizes = self.layout.read_by(layer)
         return attend_to_cache(
             query,
             self.addresses,
             layer,
-            self.kv_heads,
+            sizes.kv_heads,
             self.block,
             self.tiles,
             self.sequences,
             self.prompt_tables,
             self.own_tables,
             scale,
-            window,
+            kind,
+            sizes.value_channels,
         )

@@ -66,15 +66,29 @@ def useful_blocks(prompts: list[tuple[int, int]], new: int, batch: int, block: i
 
 
 @dataclass(frozen=True)
+class LayerCache:
+    """The sizes of one layer's keys and values in the KV cache."""
+
+    kv_heads: int
+    """The key-value heads."""
+    key_channels: int
+    value_channels: int
+
+    @property
+    def numbers(self) -> int:
+        """The numbers of one token."""
+        return self.kv_heads * (self.key_channels + self.value_channels)
+
+
+@dataclass(frozen=True)
 class CacheCosts:
     """The sizes of a model that decide what its KV cache and a pass need, and the bytes that follow from them."""
 
-    layers: int
-    kv_heads: int
-    """The key-value heads."""
-    channels: int
+    layers: tuple[LayerCache, ...]
+    """The layers that have keys and values of their own: not those that share another's, or have a state instead."""
     hidden: int
-    query_heads: int
+    queries: int
+    """The numbers of one token's queries, in the layer that has most."""
     mlp: int
     vocabulary: int
     scratch: int = 0
@@ -82,7 +96,7 @@ class CacheCosts:
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes of the KV cache per token, with elements of `itemsize` bytes."""
-        return 2 * self.layers * self.kv_heads * self.channels * itemsize
+        return sum(layer.numbers for layer in self.layers) * itemsize
 
     def kept_bytes(self, rollout: RolloutConfig, itemsize: int, block: int) -> dict[HoldingName, int]:
         """Returns the bytes of the KV cache that is kept between steps, if there is one."""
@@ -93,17 +107,16 @@ class CacheCosts:
     def workspace_bytes(self, itemsize: int, chunk: int, batch: int) -> int:
         """Returns the bytes that passes need in addition to the cache: to prefill `chunk` tokens at once, and to decode
         and sample for `batch` samples. Elements have `itemsize` bytes."""
-        queries = self.query_heads * self.channels
         sampling = (
             2 * min(batch, LOGIT_ROWS_AT_ONCE) * self.vocabulary * itemsize + SORTED_ROWS_AT_ONCE * self.vocabulary * 40
         )
-        splits = MOST_SPLITS * batch * queries * 4  # the partial results of split-KV attention, in fp32
+        splits = MOST_SPLITS * batch * self.queries * 4  # the partial results of split-KV attention, in fp32
         return (chunk * self._token + self.scratch) * itemsize + sampling + splits
 
     @property
     def _token(self) -> int:
         """The elements in memory at once for each token of a prefill, at most."""
-        return 8 * self.hidden + 4 * self.query_heads * self.channels + 4 * self.mlp
+        return 8 * self.hidden + 4 * self.queries + 4 * self.mlp
 
     def fit(
         self, itemsize: int, block: int, most: int, batch: int, free: int, *, useful: int, least: int
@@ -128,11 +141,9 @@ class CacheCosts:
 def cache_costs_of(shape: Shape) -> CacheCosts:
     """The paged engine's memory costs for a model of this shape."""
     return CacheCosts(
-        shape.layers,
-        shape.kv_heads,
-        shape.head_dim,
+        (LayerCache(shape.kv_heads, shape.head_dim, shape.head_dim),) * shape.layers,
         shape.hidden,
-        shape.heads,
+        shape.queries,
         shape.widest_layer,
         shape.vocabulary,
         scratch_bytes(shape, 1),

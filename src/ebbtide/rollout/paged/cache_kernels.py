@@ -99,6 +99,7 @@ def _write_cache(
     value_head,
     kv_heads: tl.constexpr,
     channels: tl.constexpr,
+    value_channels: tl.constexpr,
     padded: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -107,12 +108,15 @@ def _write_cache(
     keys = tl.load(addresses + 2 * layer).to(kind)
     values = tl.load(addresses + 2 * layer + 1).to(kind)
     channel = tl.arange(0, padded)
-    real = channel < channels
     slot = tl.load(slots + token).to(tl.int64)
-    real = real & (slot >= 0)  # padding has no slot
-    target = ((slot // block * kv_heads + head) * block + slot % block) * channels + channel
-    tl.store(keys + target, tl.load(key + token * key_token + head * key_head + channel, mask=real), mask=real)
-    tl.store(values + target, tl.load(value + token * value_token + head * value_head + channel, mask=real), mask=real)
+    real = (channel < channels) & (slot >= 0)  # padding has no slot
+    real_value = (channel < value_channels) & (slot >= 0)
+    place = (slot // block * kv_heads + head) * block + slot % block
+    key += token * key_token + head * key_head
+    value += token * value_token + head * value_head
+    tl.store(keys + place * channels + channel, tl.load(key + channel, mask=real), mask=real)
+    found = tl.load(value + channel, mask=real_value)
+    tl.store(values + place * value_channels + channel, found, mask=real_value)
 
 
 def write_cache(key: Tensor, value: Tensor, addresses: Tensor, layer: int, slots: Tensor, block: int) -> None:
@@ -130,7 +134,8 @@ def write_cache(key: Tensor, value: Tensor, addresses: Tensor, layer: int, slots
         value.stride(1),
         kv_heads,
         channels,
-        triton.next_power_of_2(channels),
+        value.shape[2],
+        triton.next_power_of_2(max(channels, value.shape[2])),
         block,
         num_warps=1,
     )

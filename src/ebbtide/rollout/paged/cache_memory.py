@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.model.row_adapters import row_adapter_bytes
-from ebbtide.rollout.paged.attention import KVCache, cache_costs
+from ebbtide.rollout.paged.attention import CacheLayout, KVCache, cache_costs
 from ebbtide.rollout.paged.block_table import UsedCache
 from ebbtide.rollout.paged.cache_costs import CacheSize, blocks_for
 from ebbtide.rollout.paged.runner import Runner
@@ -46,6 +47,7 @@ class CacheMemory:
         self,
         model: PreTrainedModel,
         runner: Runner,
+        layout: CacheLayout,
         *,
         batch: int,
         block: int,
@@ -60,7 +62,8 @@ class CacheMemory:
         self._batch, self._block, self._blocks, self._most = batch, block, blocks, chunk
         self.chunk = chunk
         """The tokens that are prefilled in one pass, beside the KV cache that was counted last."""
-        self._costs = cache_costs(model)
+        self._layout = layout
+        self._costs = cache_costs(model, layout)
         self._longest = tuple(map(self.blocks_for, longest))
         self._states = StateMemory(model)
 
@@ -95,18 +98,16 @@ class CacheMemory:
 
     def tensor_bytes(self, size: CacheSize) -> list[int]:
         """Returns the bytes of each tensor of a KV cache."""
-        weight = next(self._model.parameters())
-        each = (
-            size.blocks * self._block * self._costs.bytes_per_token(weight.dtype.itemsize) // (2 * self._costs.layers)
-        )
-        return [each] * (2 * self._costs.layers) + self._states.tensor_bytes(size.states)
+        itemsize = next(self._model.parameters()).dtype.itemsize
+        keys = [prod(shape) * itemsize for shape in self._layout.shapes(size.blocks * self._block)]
+        return keys + self._states.tensor_bytes(size.states)
 
     def allocate(self, size: CacheSize) -> list[Tensor]:
         """Allocates a KV cache: the keys, then the values of each layer, then the states."""
         self._make_room(sum(self.tensor_bytes(size)))
         weight = next(self._model.parameters())
-        shape = (size.blocks * self._block, self._costs.kv_heads, self._costs.channels)
-        keys = [torch.empty(shape, dtype=weight.dtype, device=weight.device) for _ in range(2 * self._costs.layers)]
+        shapes = self._layout.shapes(size.blocks * self._block)
+        keys = [torch.empty(shape, dtype=weight.dtype, device=weight.device) for shape in shapes]
         return keys + self._states.allocate(size.states)
 
     def resize(self, tensors: list[Tensor], used: UsedCache, size: CacheSize) -> list[Tensor]:
@@ -116,7 +117,7 @@ class CacheMemory:
         self._make_room(max(0, sum(self.tensor_bytes(size)) - sum(tensor.nbytes for tensor in tensors)))
         while tensors:
             old = tensors.pop(0)
-            if len(resized) < 2 * self._costs.layers:
+            if len(resized) < 2 * len(self._layout.own):
                 by_block = old.view(-1, self._block, *old.shape[1:])
                 new = _copy_front(by_block, used.blocks, size.blocks).flatten(0, 1)
             else:
@@ -127,9 +128,9 @@ class CacheMemory:
 
     def attach(self, tensors: Sequence[Tensor], needs: CacheNeeds) -> None:
         """Makes the runner use this KV cache, until `detach`."""
-        keys = 2 * self._costs.layers
+        keys = 2 * len(self._layout.own)
         self._runner.attach_cache(
-            KVCache(tensors[:keys], self._states.by_layer(tensors[keys:])),
+            KVCache(tensors[:keys], self._layout, self._states.by_layer(tensors[keys:])),
             max(needs.longest_prompt, self._longest[0]),
             max(needs.longest_completion, self._longest[1]),
         )

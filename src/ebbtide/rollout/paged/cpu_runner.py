@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
+from ebbtide.model.attention_kind import AttentionKind, attend
 from ebbtide.model.load import decoder, head_weight, logit_scaling
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_layers import StatePass, TensorSlots
@@ -63,10 +64,7 @@ class CpuRunner:
         ]
         return self._sample(
             self._forward(
-                [
-                    PrefillChunk(sample, sample.block_table.computed - 1, sample.block_table.computed)
-                    for sample in samples
-                ],
+                [sample.newest_token for sample in samples],
                 tokens,
             ),
             ops,
@@ -80,7 +78,7 @@ class CpuRunner:
         with use_attention(self._model, PAGED), self._adapters.chosen(metadata.adapters):
             hidden = decoder(self._model)(
                 input_ids=torch.tensor([tokens], device=self._model.device),
-                position_ids=metadata.positions[None],
+                position_ids=metadata.positions()[None],
                 use_cache=False,
                 paged_pass=metadata,
             ).last_hidden_state[0]
@@ -152,32 +150,34 @@ class _Pass:
         first = torch.tensor(
             [len(context) - length for context, length in zip(contexts, lengths, strict=True)], device=device
         )
-        last_seen = first[:, None, None] + torch.arange(max(lengths), device=device)[:, None]  # [S, Q, 1]
-        self.positions = torch.tensor(positions, device=device)  # [T]
+        self._positions = torch.tensor(positions, device=device)  # [T]
         self.adapters = torch.tensor(adapters, device=device)  # [T]
         self._slots = torch.tensor(slots, device=device)  # [T]: where the new keys and values are written
         # [S, Q]: the indices of each sequence's new tokens, padded with T
         self._queries = torch.tensor(queries, device=device)
         # [S, L]: the slots of all tokens of each sequence, the new ones among them
         self._context = torch.tensor([context + [0] * (longest - len(context)) for context in contexts], device=device)
-        # [S, Q, L]: which of them each new token attends to, before a sliding window is applied
-        self._seen = torch.arange(longest, device=device) <= last_seen
+        # [S, Q, 1] and [L]: the positions of the new tokens and of all tokens
+        self._last_seen = first[:, None, None] + torch.arange(max(lengths), device=device)[:, None]
+        self._column = torch.arange(longest, device=device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def positions(self) -> Tensor:
+        return self._positions
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kind: AttentionKind
+    ) -> Tensor:
         keys, values = self._cache.layers[layer]
-        keys[self._slots] = key
-        values[self._slots] = value
+        if layer in self._cache.layout.own:
+            keys[self._slots] = key
+            values[self._slots] = value
         rows = torch.cat([query, torch.zeros_like(query[:1])])[self._queries]  # [S, Q, heads, channels]
-        seen = self._seen
-        if window is not None:
-            # A query sees only the last `window` of the keys that it may attend to.
-            seen = seen & (seen.flip(-1).long().cumsum(-1).flip(-1) <= window)
-        mixed = scaled_dot_product_attention(
+        mixed = attend(
             rows.transpose(1, 2),
             keys[self._context].transpose(1, 2),
             values[self._context].transpose(1, 2),
-            attn_mask=seen[:, None],
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        ).transpose(1, 2)  # [S, Q, heads, channels]
+            kind.sees(self._last_seen, self._column)[:, None],
+            scale,
+            kind,
+        ).transpose(1, 2)  # [S, Q, heads, value channels]
         return mixed[self._queries < len(query)]

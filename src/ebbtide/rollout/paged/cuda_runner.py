@@ -20,7 +20,7 @@ from ebbtide.policy import logprob_kernels
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.paged import sample_kernels
-from ebbtide.rollout.paged.attention import PAGED, KVCache, model_cache_costs
+from ebbtide.rollout.paged.attention import PAGED, CacheLayout, KVCache
 from ebbtide.rollout.paged.attn_metadata import PassMetadata, PrefillMetadata
 from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, CacheSize, graph_batch_size
 from ebbtide.rollout.paged.cuda_graphs import needs_host_sync
@@ -42,16 +42,17 @@ RING = 3  # decode steps whose pinned host buffers are in use at once
 class CudaRunner:
     """Its calls return while the tokens are in flight: `PendingTokens.wait` waits for them."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, block: int, *, exact: bool = False) -> None:
-        """`exact`: log-probs are reduced from logits as in training."""
+    def __init__(
+        self, model: PreTrainedModel, layout: CacheLayout, batch: int, block: int, *, exact: bool = False
+    ) -> None:
+        """`layout`: what the layers have in the KV cache. `exact`: log-probs are reduced from logits as in training."""
         self._model, self._batch, self._block, self._exact = model, batch, block, exact
         self._device = model.device
-        self._costs = model_cache_costs(model.config)
-        self._queries_per_key = self._costs.query_heads // self._costs.kv_heads
+        self._layout = layout
         self._scale, self._softcap = logit_scaling(model.config)
         # The newest token of the sample in each row, and one more row for padding.
         self._last_tokens = torch.zeros(batch + 1, dtype=torch.long, device=self._device)
-        self._addresses = torch.zeros((self._costs.layers, 2), dtype=torch.long, device=self._device)
+        self._addresses = torch.zeros((1 + max(layout.sources), 2), dtype=torch.long, device=self._device)
         self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
         self._pool: Any = None
         self._weights: tuple[int, ...] = ()
@@ -73,7 +74,7 @@ class CudaRunner:
 
     def attach_cache(self, cache: KVCache, prompt_blocks: int, own_blocks: int) -> None:
         self._cache = cache
-        self._addresses.copy_(torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in cache.layers]))
+        self._addresses.copy_(torch.tensor(cache.addresses()))
         if self._states is not None:
             self._padding_state = self._states.attach(cache.states)
         weights = tuple(parameter.data_ptr() for parameter in self._model.parameters())
@@ -167,18 +168,20 @@ class CudaRunner:
             width = max(1, *map(len, lists))
             table = [block for row in lists for block in (*row, *[0] * (width - len(row)))]
             padded.append(self._to_device(table, torch.int32).view(-1, width))
+        at = self._to_device(positions, torch.long)
         metadata = PrefillMetadata(
             self._addresses,
-            self._costs.kv_heads,
+            self._layout,
             size,
             self._to_device(slots, torch.int32),
             self._to_device(adapters, torch.int32),
+            at,
             self._to_device(tiles, torch.int32).view(-1, 2),
             self._to_device(sequences, torch.int32).view(-1, 4),
             *padded,
             states=self._state_pass(chunks),
         )
-        return self._forward(self._to_device(tokens, torch.long), self._to_device(positions, torch.long), metadata)
+        return self._forward(self._to_device(tokens, torch.long), at, metadata)
 
     def _state_pass(self, chunks: Sequence[PrefillChunk]) -> StatePass | None:
         if self._states is None:
@@ -198,7 +201,7 @@ class CudaRunner:
         inputs = DecodeInputs(self._host_inputs[self._step % RING], size, self._widths)
         largest = self._fill(inputs, ops)
         # Groups for which `decode` has the same programs share a graph.
-        graph = self._graph(size, 1 if reads_together(largest, self._queries_per_key) else MANY, cut)
+        graph = self._graph(size, 1 if reads_together(largest, self._layout.queries_per_key) else MANY, cut)
         graph.inputs.data.copy_(inputs.data, non_blocking=True)
         if self._captures:
             graph.replay()
@@ -221,8 +224,6 @@ class CudaRunner:
         slots: list[int] = []
         firsts: list[int] = []
         groups: list[int] = []
-        read_states: list[int | None] = []
-        write_states: list[int] = []
         group = -1
         for place, op in enumerate(ops):
             sample = op.sample
@@ -243,10 +244,6 @@ class CudaRunner:
             own_lengths.append(own)
             own_starts.append(len(sample.group.prompt))
             slots.append(blocks[(own - 1) // size] * size + (own - 1) % size)
-            if self._states is not None:
-                before, after = PrefillChunk(sample, own - 1, own).states
-                read_states.append(before)
-                write_states.append(after)
         where = numpy.array(rows)
         begins = numpy.array(firsts)
         numbers = numpy.array([op.uniform for op in ops])
@@ -258,8 +255,9 @@ class CudaRunner:
         values["adapters"][:count] = [op.sample.group.adapter for op in ops]
         values["own_lengths"][:count] = own_lengths
         values["own_starts"][:count] = own_starts
-        values["read_states"][: len(read_states)] = read_states
-        values["write_states"][: len(write_states)] = write_states
+        if self._states is not None:
+            before, after = zip(*(op.sample.newest_token.states for op in ops), strict=True)
+            values["read_states"][:count], values["write_states"][:count] = before, after
         values["firsts"][: len(firsts)] = begins
         values["firsts"][len(firsts) :] = count
         values["prompt_lengths"][: len(firsts)] = values["own_starts"][begins]
@@ -281,7 +279,7 @@ class CudaRunner:
             padding = DecodeInputs(torch.zeros(len(self._device_inputs), dtype=torch.int32), size, self._widths)
             padding.numpy(self._padding_state)["rows"].fill(self._batch)
             inputs = DecodeInputs(self._device_inputs, size, self._widths)
-            metadata = inputs.metadata(self._addresses, self._costs.kv_heads, self._block, samples, self._states)
+            metadata = inputs.metadata(self._addresses, self._layout, self._block, samples, self._states)
             sample = None if cut else self._sample
             graph = DecodeGraph(inputs, metadata, self._last_tokens, self._decode_logits, sample)
             graph.warm_up(padding)
@@ -380,11 +378,10 @@ class CudaRunner:
             scheduler.add([7 * index % vocabulary for index in range(length)], [1], adapter)
         chunks = [chunk for chunk in scheduler.schedule() if isinstance(chunk, PrefillChunk)]
         weight = next(self._model.parameters())
-        shape = (scheduler.allocator.num_blocks * self._block, self._costs.kv_heads, self._costs.channels)
-        cache = KVCache(
-            [torch.empty(shape, dtype=weight.dtype, device=self._device) for _ in range(2 * self._costs.layers)]
-        )
-        self._addresses.copy_(torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in cache.layers]))
+        shapes = self._layout.shapes(scheduler.allocator.num_blocks * self._block)
+        tensors = [torch.empty(shape, dtype=weight.dtype, device=self._device) for shape in shapes]
+        cache = KVCache(tensors, self._layout)
+        self._addresses.copy_(torch.tensor(cache.addresses()))
         by_fused = self._prefill(chunks).float()
         with use_attention(self._model, PAGED):
             fused, self._fused = self._fused, None

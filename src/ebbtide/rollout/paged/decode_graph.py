@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.model.state_layers import StatePass, StateRows, StateSlots
+from ebbtide.rollout.paged.attention import CacheLayout
 from ebbtide.rollout.paged.attn_metadata import DecodeMetadata, PassMetadata
 from ebbtide.rollout.paged.cuda_graphs import garbage_collection_off
 from ebbtide.system.units import ceil_div
@@ -56,7 +57,7 @@ class DecodeInputs:
         return arrays
 
     def metadata(
-        self, addresses: Tensor, kv_heads: int, block: int, samples: int, slots: StateSlots | None
+        self, addresses: Tensor, layout: CacheLayout, block: int, samples: int, slots: StateSlots | None
     ) -> DecodeMetadata:
         """Returns the attention metadata that reads these fields, for groups of at most `samples` samples. `slots`: of
         the layers with states, if there are some."""
@@ -66,7 +67,7 @@ class DecodeInputs:
             states = StatePass([StateRows(places, self["read_states"], self["write_states"])], None, slots)
         return DecodeMetadata(
             addresses,
-            kv_heads,
+            layout,
             block,
             self["slots"],
             self["adapters"],
@@ -124,8 +125,7 @@ class DecodeGraph:
         inputs = self.inputs
         given = inputs["tokens"].long()
         tokens = torch.where(given >= 0, given, self._last_tokens[inputs["rows"].long()])
-        positions = (inputs["own_starts"] + inputs["own_lengths"] - 1).clamp(min=0).long()
-        logits = self._compute_logits(tokens, positions, self._metadata)
+        logits = self._compute_logits(tokens, self._metadata.positions(), self._metadata)
         if self._sample is None:
             self.logits = logits
         else:

@@ -15,21 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.model.attention_kernels import (
+    WIDE,
+    add_sink,
     dot_precision,
     finish_split,
+    first_seen,
+    mask_of,
     online_softmax,
     padded_channels,
     split_weights,
     stages_that_fit,
+    strip_of,
 )
-from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT, STRIP
+from ebbtide.model.attention_kind import PLAIN, AttentionKind
+from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
 from ebbtide.model.block_kernels import UNFUSED
 
 WARPS, STAGES = 4, 2
 FEW, MANY = 16, 64  # Queries of a program that reads a prompt.
 
 
-@triton.jit(do_not_specialize=["layer", "prompt_width", "rows", "window"])
+@triton.jit(do_not_specialize=["layer", "prompt_width", "rows", "span"])
 def _read_prompts(
     query,  # [B, heads, channels]
     addresses,  # [layers, 2] int64: addresses of the keys [blocks, kv heads, block, channels] and of the values
@@ -37,23 +43,26 @@ def _read_prompts(
     prompt_tables,  # [B, blocks]
     prompt_lengths,  # [B]: 0 where there is none
     own_lengths,  # [B]
-    mixed,  # [splits, B, heads, channels] fp32: the result of a split, or the state's weighted values
+    mixed,  # [splits, B, heads, value channels] fp32: the result of a split, or the state's weighted values
     sums,  # [splits, B, heads] fp32: log of the sum of exp, or the state's sum
     highest,  # [B, heads] fp32: the state's largest score
     layer,
     prompt_width,
     rows,
-    window,
+    span,
     scale,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     channels: tl.constexpr,
     padded: tl.constexpr,
+    value_channels: tl.constexpr,
+    padded_values: tl.constexpr,
     block: tl.constexpr,
     split: tl.constexpr,
     strip: tl.constexpr,
     lanes: tl.constexpr,  # queries of a program: samples x heads for each key-value head, and padding up to a tile
-    windowed: tl.constexpr,
+    mask: tl.constexpr,
+    softcap: tl.constexpr,
     precision: tl.constexpr,
 ):
     group, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -68,8 +77,8 @@ def _read_prompts(
     kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
     keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
     values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
-    lane, channel = tl.arange(0, lanes), tl.arange(0, padded)
-    real = channel < channels
+    lane, channel, value_channel = tl.arange(0, lanes), tl.arange(0, padded), tl.arange(0, padded_values)
+    real, real_value = channel < channels, value_channel < value_channels
     per_pass: tl.constexpr = lanes // each  # samples
     for row in range(first, last, per_pass):
         rows_now = row + lane // each
@@ -80,27 +89,29 @@ def _read_prompts(
         position = prompt + tl.load(own_lengths + rows_now, mask=inside, other=1) - 1
         largest = tl.full([lanes], -float("inf"), tl.float32)
         total = tl.zeros([lanes], tl.float32)
-        acc = tl.zeros([lanes, padded], tl.float32)
+        acc = tl.zeros([lanes, padded_values], tl.float32)
         for at in range(begin, end, strip):
             token = at + tl.arange(0, strip)
             number_of = tl.load(table + token // block)
-            source = ((number_of.to(tl.int64) * kv_heads + head) * block + token % block) * channels
-            k = tl.load(keys + source[:, None] + channel[None, :], mask=real[None, :], other=0.0)
-            v = tl.load(values + source[:, None] + channel[None, :], mask=real[None, :], other=0.0)
+            source = (number_of.to(tl.int64) * kv_heads + head) * block + token % block
+            k = tl.load(keys + source[:, None] * channels + channel[None, :], mask=real[None, :], other=0.0)
+            value_source = values + source[:, None] * value_channels + value_channel[None, :]
+            v = tl.load(value_source, mask=real_value[None, :], other=0.0)
             seen = position[:, None] >= token[None, :]
-            if windowed:
-                seen = seen & (position[:, None] - token[None, :] < window)
-            largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+            if mask > 0:
+                seen = seen & (token[None, :] >= first_seen(position, span, mask)[:, None])
+            largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision, softcap)
         target = (number * rows + rows_now).to(tl.int64) * heads + query_head
         whole = end == begin + split
         result, log_total = finish_split(largest, total, acc)
         result, log_total = tl.where(whole, result, acc), tl.where(whole, log_total, total)
-        tl.store(mixed + target[:, None] * channels + channel[None, :], result, mask=inside[:, None] & real[None, :])
+        place = mixed + target[:, None] * value_channels + value_channel[None, :]
+        tl.store(place, result, mask=inside[:, None] & real_value[None, :])
         tl.store(sums + target, log_total, mask=inside)
         tl.store(highest + rows_now * heads + query_head, largest, mask=inside & (end < begin + split))
 
 
-@triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "rows", "window"])
+@triton.jit(do_not_specialize=["layer", "prompt_width", "own_width", "rows", "span"])
 def _read_own(
     query,  # [B, heads, channels]
     addresses,
@@ -112,41 +123,46 @@ def _read_own(
     mixed,
     sums,
     highest,
-    out,  # [B, heads, channels], written if there is one split
+    out,  # [B, heads, value channels], written if there is one split
+    sinks,  # [heads], if `has_sinks`
     layer,
     prompt_width,
     own_width,
     rows,
-    window,
+    span,
     scale,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     channels: tl.constexpr,
     padded: tl.constexpr,
+    value_channels: tl.constexpr,
+    padded_values: tl.constexpr,
     block: tl.constexpr,
     split: tl.constexpr,
     strip: tl.constexpr,
     lanes: tl.constexpr,
-    windowed: tl.constexpr,
+    mask: tl.constexpr,
+    softcap: tl.constexpr,
     precision: tl.constexpr,
+    has_sinks: tl.constexpr,
     alone: tl.constexpr,  # whether there is one split
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     each: tl.constexpr = heads // kv_heads
-    lane, channel = tl.arange(0, lanes), tl.arange(0, padded)
-    real = channel < channels
+    lane, channel, value_channel = tl.arange(0, lanes), tl.arange(0, padded), tl.arange(0, padded_values)
+    real, real_value = channel < channels, value_channel < value_channels
     inside = lane < each
     query_head = head * each + lane
-    place = (row.to(tl.int64) * heads + query_head) * channels
-    whole = inside[:, None] & real[None, :]
+    place = row.to(tl.int64) * heads + query_head
+    at_out = out + place[:, None] * value_channels + value_channel[None, :]
+    whole = inside[:, None] & real_value[None, :]
     prompt, own = tl.load(own_starts + row), tl.load(own_lengths + row)
     length = prompt + own
     number = prompt // split + tl.program_id(2)
     begin = number * split
     if own == 0:  # padding
         if alone:
-            nothing = tl.zeros([lanes, padded], out.dtype.element_ty)
-            tl.store(out + place[:, None] + channel[None, :], nothing, mask=whole)
+            tl.store(at_out, tl.zeros([lanes, padded_values], out.dtype.element_ty), mask=whole)
         return
     if begin >= length:
         return
@@ -157,11 +173,12 @@ def _read_own(
     kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
     keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
     values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
-    q = tl.load(query + place[:, None] + channel[None, :], mask=whole, other=0.0)
+    q_source = query + place[:, None] * channels + channel[None, :]
+    q = tl.load(q_source, mask=inside[:, None] & real[None, :], other=0.0)
     target = (number * rows + row).to(tl.int64) * heads + query_head
-    at_target = mixed + target[:, None] * channels + channel[None, :]
+    at_target = mixed + target[:, None] * value_channels + value_channel[None, :]
     begun = inside & (since > begin)
-    acc = tl.load(at_target, mask=begun[:, None] & real[None, :], other=0.0)
+    acc = tl.load(at_target, mask=begun[:, None] & real_value[None, :], other=0.0)
     total = tl.load(sums + target, mask=begun, other=0.0)
     largest = tl.load(highest + row * heads + query_head, mask=begun, other=-float("inf"))
     for at in range(since, end, strip):
@@ -173,17 +190,22 @@ def _read_own(
         in_own = tl.load(own_table + of_own // block, mask=there & (of_own >= 0), other=0)
         at_block = tl.where(of_prompt, in_prompt, in_own).to(tl.int64)
         slot = tl.where(of_prompt, token, of_own) % block
-        source = ((at_block * kv_heads + head) * block + slot) * channels
-        valid = there[:, None] & real[None, :]
-        k = tl.load(keys + source[:, None] + channel[None, :], mask=valid, other=0.0)
-        v = tl.load(values + source[:, None] + channel[None, :], mask=valid, other=0.0)
+        source = (at_block * kv_heads + head) * block + slot
+        key_source, value_source = keys + source[:, None] * channels, values + source[:, None] * value_channels
+        k = tl.load(key_source + channel[None, :], mask=there[:, None] & real[None, :], other=0.0)
+        v = tl.load(value_source + value_channel[None, :], mask=there[:, None] & real_value[None, :], other=0.0)
         seen = there[None, :] & (lane >= 0)[:, None]
-        if windowed:
-            seen = seen & (length - 1 - token < window)[None, :]
-        largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision)
+        if mask > 0:
+            seen = seen & (token >= first_seen(length - 1, span, mask))[None, :]
+        largest, total, acc = online_softmax(q, k, v, seen, scale, largest, total, acc, precision, softcap)
     result, log_total = finish_split(largest, total, acc)
     if alone:
-        tl.store(out + place[:, None] + channel[None, :], result.to(out.dtype.element_ty), mask=whole)
+        if has_sinks:
+            sink = tl.load(sinks + query_head, mask=inside, other=0.0).to(tl.float32)
+            one = tl.full([lanes], 1.0, tl.float32)
+            log_total, total, result = add_sink(log_total, one, result, sink)
+            result = result / total[:, None]
+        tl.store(at_out, result.to(out.dtype.element_ty), mask=whole)
     else:
         tl.store(at_target, result, mask=whole)
         tl.store(sums + target, log_total, mask=inside)
@@ -191,16 +213,18 @@ def _read_own(
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge_splits(
-    mixed,  # [splits, B, heads, channels] fp32
+    mixed,  # [splits, B, heads, channels] fp32, with the channels of values
     sums,  # [splits, B, heads]
     own_starts,  # [B]: the prompt's length for each row
     own_lengths,  # [B]
     out,  # [B, heads, channels]
+    sinks,  # [heads], if `has_sinks`
     rows,
     heads: tl.constexpr,
     channels: tl.constexpr,
     padded: tl.constexpr,
     split: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     channel = tl.arange(0, padded)
@@ -215,6 +239,9 @@ def _merge_splits(
         largest, shrink, weight = split_weights(largest, tl.load(sums + place))
         merged = merged * shrink + weight * tl.load(mixed + place * channels + channel, mask=real, other=0.0)
         total = total * shrink + weight
+    if has_sinks:
+        largest, shrink, weight = split_weights(largest, tl.load(sinks + head).to(tl.float32))
+        merged, total = merged * shrink, total * shrink + weight
     result = merged / tl.where(total > 0, total, 1.0)
     tl.store(out + (row.to(tl.int64) * heads + head) * channels + channel, result.to(out.dtype.element_ty), mask=real)
 
@@ -234,38 +261,44 @@ def decode(
     own_starts: Tensor,  # [B] int32: the prompt's length for each row
     samples: int,  # the most samples that a group has
     scale: float,
-    window: int | None = None,
+    kind: AttentionKind = PLAIN,
+    value_channels: int | None = None,  # as keys have
 ) -> Tensor:
-    """Computes attention of one new token for each sample to its prompt and its own tokens: [B, heads, channels]."""
+    """Computes attention of one new token for each sample to its prompt and its own tokens: [B, heads, value
+    channels]."""
     rows, heads, channels = query.shape
-    query = query.contiguous()
-    each, padded = heads // kv_heads, padded_channels(channels)
+    query, values, each = query.contiguous(), value_channels or channels, heads // kv_heads
+    padded = padded_channels(channels), padded_channels(values)
+    strip, (span, mask) = strip_of(max(padded)), mask_of(kind)
     prompt, own = (block * tables.shape[1] for tables in (prompt_tables, own_tables))
     split = max(SPLIT, int(triton.next_power_of_2(triton.cdiv(prompt + own, MOST_SPLITS))))
     prompt_splits, splits = triton.cdiv(prompt, split), triton.cdiv(prompt + own, split)
     own_splits = min(splits, triton.cdiv(own, split) + 1)  # they begin inside a split
-    mixed = torch.empty((splits, rows, heads, channels), dtype=torch.float32, device=query.device)
+    mixed = torch.empty((splits, rows, heads, values), dtype=torch.float32, device=query.device)
     sums = torch.empty((splits, rows, heads), dtype=torch.float32, device=query.device)
     highest = torch.empty((rows, heads), dtype=torch.float32, device=query.device)
-    out = torch.empty_like(query)
-    sizes = heads, kv_heads, channels, padded, block, split, STRIP
-    lanes = FEW if reads_together(samples, each) else max(MANY, triton.next_power_of_2(each))
+    out = query.new_empty((rows, heads, values))
+    sizes = heads, kv_heads, channels, padded[0], values, padded[1], block, split, strip
+    many = MANY if max(padded) <= WIDE else FEW
+    lanes = FEW if reads_together(samples, each) else max(many, triton.next_power_of_2(each))
     own_lanes = max(16, triton.next_power_of_2(each))  # A matmul has at least 16 rows.
-    last = window is not None, dot_precision(query.dtype)
+    last = mask, kind.softcap or 0.0, dot_precision(query.dtype)
+    sinks, has_sinks = (kind.sinks, True) if kind.sinks is not None else (query, False)
     _read_prompts[(rows, kv_heads, prompt_splits)](
         query, addresses, firsts, prompt_tables, prompt_lengths, own_lengths, mixed, sums, highest,
-        layer, prompt_tables.shape[1], rows, window or 0, scale, *sizes, lanes, *last,
-        num_warps=WARPS, num_stages=stages_that_fit(query, padded, lanes, STAGES), **UNFUSED,
+        layer, prompt_tables.shape[1], rows, span, scale, *sizes, lanes, *last,
+        num_warps=WARPS, num_stages=stages_that_fit(query, padded, strip, lanes, STAGES), **UNFUSED,
     )  # fmt: skip
     _read_own[(rows, kv_heads, own_splits)](
-        query, addresses, groups, prompt_tables, own_tables, own_lengths, own_starts, mixed, sums, highest, out,
-        layer, prompt_tables.shape[1], own_tables.shape[1], rows, window or 0, scale, *sizes, own_lanes, *last,
-        splits == 1, num_warps=WARPS, num_stages=stages_that_fit(query, padded, own_lanes, STAGES), **UNFUSED,
+        query, addresses, groups, prompt_tables, own_tables, own_lengths, own_starts, mixed, sums, highest, out, sinks,
+        layer, prompt_tables.shape[1], own_tables.shape[1], rows, span, scale, *sizes, own_lanes, *last, has_sinks,
+        splits == 1, num_warps=WARPS, num_stages=stages_that_fit(query, padded, strip, own_lanes, STAGES), **UNFUSED,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(rows, heads)](
-            mixed, sums, own_starts, own_lengths, out, rows, heads, channels, padded, split, num_warps=1, **UNFUSED
-        )
+            mixed, sums, own_starts, own_lengths, out, sinks, rows, heads, values, padded[1], split, has_sinks,
+            num_warps=1, **UNFUSED,
+        )  # fmt: skip
     return out
 
 

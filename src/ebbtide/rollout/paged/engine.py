@@ -12,6 +12,7 @@ from ebbtide.memory.gauge import transient
 from ebbtide.model.load import LoadedModel
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
+from ebbtide.rollout.paged.attention import CacheLayout, cache_layout
 from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES, KV_CACHE, PREFILL_CHUNK_TOKENS, CacheSize, useful_blocks
 from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
 from ebbtide.rollout.paged.cpu_runner import CpuRunner
@@ -55,10 +56,12 @@ class PagedEngine:
         self._block = block or BLOCK_SIZES[device.type]
         self._share = share_prompts
         self._ahead = device.type == "cuda" if ahead is None else ahead
-        self._runner = self._build_runner()
+        layout = cache_layout(loaded.model)
+        self._runner = self._build_runner(layout)
         self._memory = CacheMemory(
             loaded.model,
             self._runner,
+            layout,
             batch=batch,
             block=self._block,
             chunk=chunk or PREFILL_CHUNK_TOKENS[device.type],
@@ -80,12 +83,12 @@ class PagedEngine:
         """The tokens that one block of the KV cache holds."""
         return self._block
 
-    def _build_runner(self) -> Runner:
+    def _build_runner(self, layout: CacheLayout) -> Runner:
         if self._model.device.type != "cuda":
             return CpuRunner(self._model, self._block)
         from ebbtide.rollout.paged.cuda_runner import CudaRunner
 
-        return CudaRunner(self._model, self._batch, self._block, exact=self._exact)
+        return CudaRunner(self._model, layout, self._batch, self._block, exact=self._exact)
 
     @contextmanager
     def probing(self) -> Iterator[None]:

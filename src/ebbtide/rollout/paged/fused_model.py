@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_functions import add_norm
 from ebbtide.model.families import family_of, part_of
 from ebbtide.model.load import decoder
@@ -80,7 +81,7 @@ class FusedModel:
         hidden, normed = block.enter(hidden, delta, weights)
         qkv = block.rotary_input.forward(block.project(normed, weights), weights)
         query = metadata.rope_and_write_cache(layer, qkv, block.rotary(weights, cos, sin))
-        mixed = metadata.attend_to_cache(layer, query, block.scale, block.window)
+        mixed = metadata.attend_to_cache(layer, query, block.scale, AttentionKind(block.window))
         hidden, normed = block.after_attention(hidden, mixed, weights)
         if isinstance(block.mlp, Experts) and normed.dtype != torch.bfloat16:  # torch groups matmuls in bfloat16 alone
             found: Any = self._mlps[layer](normed[None])

@@ -70,6 +70,11 @@ class ScheduledSample:
         return self.row is not None
 
     @property
+    def newest_token(self) -> PrefillChunk:
+        """The token that a decode step is given: the last of those in the KV cache after that step."""
+        return PrefillChunk(self, self.block_table.computed - 1, self.block_table.computed)
+
+    @property
     def has_blocks(self) -> bool:
         return bool(self.block_table.blocks)
 

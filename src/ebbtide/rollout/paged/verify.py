@@ -25,7 +25,6 @@ from ebbtide.model.row_adapters import row_adapters
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.packed_check import allowed_move, tolerance
 from ebbtide.policy.probe import (
-    AttentionCall,
     ProbeSequence,
     check_attention,
     own_logprobs,
@@ -34,7 +33,7 @@ from ebbtide.policy.probe import (
 )
 from ebbtide.progress import no_progress
 from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
-from ebbtide.rollout.paged.attention import model_cache_costs, paged_cannot_run
+from ebbtide.rollout.paged.attention import paged_cannot_run
 from ebbtide.rollout.paged.engine import PagedEngine
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def build_verified_engine(
     of a KV cache before it is allocated, except for this check. `exact`: see `PagedEngine`."""
     model, total = loaded.model, sum(longest)
     both = probes(model.config, total, min(len(loaded.tokenizer), loaded.vocabulary_rows))
-    _check_cache(check_attention(model, total, both), model.config)
+    check_attention(model, total, both)
     engine = PagedEngine(loaded, batch, longest=longest, make_room=make_room, exact=exact)
     requests = probe_requests(both, samples, row_adapters(model).count)
     sampling = SamplingParams(min(NEW, len(both[0].completion)), ignore_eos=True)
@@ -182,18 +181,3 @@ def _trainer_distance(policy: Policy, engine: PagedEngine, samples: int) -> floa
     trainer = [torch.as_tensor(datum.values["probed"]).cpu() for datum in data]
     sampler = [torch.tensor(one.logprobs) for _, one in pairs]
     return (torch.cat(trainer) - torch.cat(sampler)).abs().max().item()
-
-
-def _check_cache(calls: list[AttentionCall], config: PretrainedConfig) -> None:
-    """Checks that each layer calls attention once, with keys and values of the sizes that the KV cache has."""
-    costs = model_cache_costs(config)
-    if sorted(call.layer for call in calls if call.layer is not None) != list(range(costs.layers)):
-        raise paged_cannot_run(config, f"its {costs.layers} layers do not call attention once each")
-    for call in calls:
-        if (call.heads, *call.channels) != (costs.kv_heads, costs.channels, costs.channels):
-            raise paged_cannot_run(
-                config,
-                f"layer {call.layer} has keys and values of {call.heads} heads with {call.channels[0]} and"
-                f" {call.channels[1]} channels, and the KV cache holds {costs.kv_heads} heads with {costs.channels}"
-                " each",
-            )
