@@ -39,9 +39,11 @@ CLOSE = 1e-5
 CLOSE_GRADIENTS = 1e-4
 """The same for the difference of all gradients, relative to their norm."""
 LENGTHS = 45, 23, 34
-"""Tokens of the packed sequences, past every window of a tiny model, the longest first and last of three to none."""
+"""Tokens of the packed sequences: all go past every window of a tiny model."""
 PROMPTS = 21, 3, 12
-NEW = 20
+"""Tokens of the prompts that are sampled from at once; one is shorter than a window."""
+NEW = 12
+"""Tokens of a sample."""
 
 
 @dataclass
@@ -145,9 +147,10 @@ def _engine(figures: dict[str, float], folder: Path, loaded: LoadedModel, name: 
                 _sampled(figures, name, HuggingFaceEngine(loaded, 4), loaded.model)
             else:
                 _sampled(figures, name, build_verified_engine(loaded, 8, longest=longest, samples=2), loaded.model)
-                tight = PagedEngine(loaded, 4, block=4, chunk=6, blocks=28, longest=longest)
+                tight = PagedEngine(loaded, 4, block=4, chunk=6, blocks=14, longest=longest)
                 _sampled(figures, f"{name}, tight", tight, loaded.model)
-            _step(figures, folder, name)
+                assert tight.preempted  # It has blocks for two thirds of what it is asked for.
+            _step(figures, folder, name, loaded.model)
     except _EndedError as found:
         return found
     return None
@@ -242,10 +245,9 @@ def _config(folder: Path, engine: str) -> GrpoConfig:
     )
 
 
-def _step(figures: dict[str, float], folder: Path, engine: str) -> None:
+def _step(figures: dict[str, float], folder: Path, engine: str, untrained: PreTrainedModel) -> None:
     """One step of GRPO, as `ebbtide train` does it."""
-    config = _config(folder, engine)
-    before = load_model(config).model.state_dict()
+    config, before = _config(folder, engine), untrained.state_dict()
     with Report(config, "survey") as report:
         policy = train(config, report)
     after = policy.model.state_dict()

@@ -90,19 +90,19 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "dots1": {**MIXTURE, "first_k_dense_replace": 1},
     "emu3_text_model": PADDED,
     "falcon_h1": {"mamba_d_head": HEAD_DIM},
-    "gemma3n_text": {  # two periods, of which the second has the keys and values of the first
-        "num_hidden_layers": 10,
-        "layer_types": [*[SLIDING] * 4, FULL] * 2,
-        "intermediate_size": [WIDE] * 10,
-        "activation_sparsity_pattern": [0.95] * 3 + [0.0] * 7,
-        "num_kv_shared_layers": 5,
+    "gemma3n_text": {  # two shorter periods, of which the second has the keys and values of the first
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, SLIDING, FULL] * 2,
+        "intermediate_size": [WIDE] * 6,
+        "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 4,
+        "num_kv_shared_layers": 3,
     },
     "gemma4_text": {  # the same
-        "num_hidden_layers": 12,
-        "layer_types": [*[SLIDING] * 5, FULL] * 2,
-        "per_layer_config": {"05": {"head_dim": 2 * HEAD_DIM}, "11": {"head_dim": 2 * HEAD_DIM}},
-        "num_kv_shared_layers": 6,
-        "final_logit_softcapping": 30.0,
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, SLIDING, FULL] * 2,
+        "per_layer_config": {"02": {"head_dim": 2 * HEAD_DIM}, "05": {"head_dim": 2 * HEAD_DIM}},
+        "num_kv_shared_layers": 3,
+        "final_logit_softcapping": 2.0,
         **PADDED,
     },
     "gemma4_unified_text": PADDED,
@@ -124,7 +124,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": HEAD_DIM},
     "modernbert-decoder": PADDED,
     "nemotron": {"num_key_value_heads": 2},
-    "phi4_multimodal": {"eos_token_id": [0]},
+    "phi3": {"original_max_position_embeddings": CONTEXT},
+    "phi4_multimodal": {"original_max_position_embeddings": CONTEXT, "eos_token_id": [0]},
     "prophetnet": {**PADDED, "add_cross_attention": False},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -169,13 +170,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, longrope": (
         "phi3",
         {
+            "original_max_position_embeddings": 32,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 1e4,
                 "short_factor": [1.0] * (HEAD_DIM // 2),
                 "long_factor": [4.0] * (HEAD_DIM // 2),
                 "original_max_position_embeddings": 32,
-            }
+            },
         },
     ),
     "qwen2, windows": (

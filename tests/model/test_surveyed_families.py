@@ -3,6 +3,7 @@ copies are able to show what is left out."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def test_the_families_that_people_use_train_with_both_engines(name: str, tmp_pat
     assert len(means) == 6
     assert max(means.values()) <= CLOSE
     assert finding.figures["gradients"] <= CLOSE_GRADIENTS
+
+
+def test_the_docs_show_the_results() -> None:
+    """`benchmarks/families.py --docs` writes them."""
+    results = json.loads(Path("benchmarks/results/families.json").read_text())
+    outcomes = {row["case"]: row["unit"] for row in results["rows"] if row["metric"] == "outcome"}
+    lines = Path("docs/families.md").read_text().partition("<!-- written by")[2].splitlines()
+    shown = [line.split(" | ") for line in lines if line.startswith("| `")]
+    assert {line[0].removeprefix("| ").replace("`", ""): line[1] for line in shown} == outcomes
 
 
 def test_no_other_family_is_excused() -> None:
