@@ -5,8 +5,8 @@ engine, which are refused and why, and how far log-probs and gradients are from 
 
 Each type is examined in a process of its own, with a time limit (tests/family_survey.py has what is done with one, and
 tests/tiny_families.py how the copies are made). Types that are not named keep the rows of an earlier run. `--docs`
-writes the table of docs/families.md, and with it nothing is run unless a type is named. The exit status is 1 if a type
-crashes or differs: Ebbtide trains a model correctly, or refuses it in a sentence.
+writes the table of docs/families.md from all rows, after a run of the types that are named, if any are. The exit status
+is 1 if a type crashes or differs: Ebbtide trains a model correctly, or refuses it in a sentence.
 """
 
 from __future__ import annotations
