@@ -24,6 +24,8 @@ class Row:
     unit: str
     commit: str = ""
     """Where it is not the file's: of an earlier run whose rows were kept."""
+    reason: str = ""
+    """Why the value is what it is, where a table says so."""
 
 
 def seconds(work: Callable[[], object], repeats: int = 5, warm_up: int = 1) -> float:
@@ -75,7 +77,11 @@ def save(
         "commit": commit,
         "date": datetime.date.today().isoformat(),
         "rows": [
-            {key: value for key, value in asdict(row).items() if key != "commit" or value not in ("", commit)}
+            {
+                key: value
+                for key, value in asdict(row).items()
+                if key not in ("commit", "reason") or value not in ("", commit)
+            }
             for row in rows
         ],
     }
