@@ -269,7 +269,7 @@ def test_without_its_entry_an_invented_family_is_refused(monkeypatch: pytest.Mon
     assert not can_fuse(model)
     with pytest.raises(UserError, match="family `tidal`, which cannot be planned"):
         from_config(model.config.to_dict(), "it")
-    with pytest.raises(UserError, match="does not have identical blocks of the usual structure"):
+    with pytest.raises(UserError, match="has no list of blocks where other families have one"):
         blocks_of(model)
     with pytest.raises(UserError, match="declares no `base_model_tp_plan`"):
         tensor_plan(model, monkeypatch)

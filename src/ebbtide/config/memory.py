@@ -55,7 +55,9 @@ ActivationName = Literal[
     "expert_fc1",
     "moe_act",
     "moe_router",
+    "block",
 ]
+"""What a block saves, by module; `block` is all of it, in models whose blocks are not alike."""
 
 
 class ActivationsConfig(Section):
@@ -65,7 +67,8 @@ class ActivationsConfig(Section):
     preset: Literal["keep", "recompute", "offload", "balanced"] = "keep"
     """For modules in none of the lists: `keep` keeps everything; `recompute` recomputes whole blocks from their inputs
     (gradient checkpointing); `offload` does the same with the inputs on the host; `balanced` recomputes what is cheap
-    and offloads what the host link carries during the forward."""
+    and offloads what the host link carries during the forward. A model whose blocks are not alike has no names of
+    modules: `block` is all that each of its blocks saves."""
 
     keep: list[ActivationName] | None = None
     """Modules whose saved tensors stay on the device."""
@@ -127,8 +130,8 @@ class MemoryConfig(Section):
 
     offload: OffloadConfig = OffloadConfig()
     """Holdings (groups of tensors) to offload in each phase: `grads`, `master`, `moments` (the optimizer state),
-    `reference` and other frozen models, `kv_cache` (with `rollout.partial.kv_cache: keep`). Names not used in a run are
-    ignored."""
+    `reference` and other frozen models, `kv_cache` and `sequence_states` (with `rollout.partial.kv_cache: keep`). Names
+    not used in a run are ignored."""
 
     activations: ActivationsConfig = ActivationsConfig()
     """Whether activations are kept, offloaded or recomputed, per module."""

@@ -347,21 +347,13 @@ def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList | None:
 
 
 def blocks_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The model's blocks, first to last, which are alike and have the modules that its family says."""
-    blocks: list[torch.nn.Module] = list(layers_of(model) or ())
-    family = family_of(model)
-    shapes = [{name for name, _ in block.named_parameters()} for block in blocks]
-    if (
-        not shapes
-        or any(shape != shapes[0] for shape in shapes)
-        or not shapes[0] >= family.block_weights
-        or part_of(blocks[0], family.mlp) is None
-    ):
+    """The model's blocks, first to last, of whatever structure."""
+    if not (found := layers_of(model)):
         raise UserError(
-            f"{type(model).__name__} does not have identical blocks of the usual structure, so `memory.activations`"
+            f"{type(model).__name__} has no list of blocks where other families have one, so `memory.activations`"
             " cannot be set for it: remove that section"
         )
-    return blocks
+    return list(found)
 
 
 def head_weight(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:

@@ -76,7 +76,7 @@ class ActivationPolicy:
 @cache
 def activation_names(shape: Shape) -> tuple[ActivationName, ...]:
     """The activations that a block of this shape has."""
-    absent = _OF_DENSE if shape.experts else _OF_EXPERTS
+    absent = {"block", *(_OF_DENSE if shape.experts else _OF_EXPERTS)}
     norms: set[ActivationName] = set() if shape.has_pre_norms else {"attn_norm", "mlp_norm"}
     return tuple(name for name in _NAMES if name not in absent | norms)
 

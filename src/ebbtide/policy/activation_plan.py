@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from ebbtide.errors import UserError
 from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.device_budget import free_bytes
 from ebbtide.memory.residency import Residency
-from ebbtide.policy import fused_costs
+from ebbtide.policy import fused_costs, whole_blocks
 from ebbtide.policy.activation_costs import (
     LINK_SHARE,
     PROBE_TOKENS,
@@ -28,7 +29,12 @@ from ebbtide.policy.activation_costs import (
     split_places,
 )
 from ebbtide.policy.activations import ActivationHooks
-from ebbtide.policy.block_activations import ActivationChoice, activation_names, locally_recomputable
+from ebbtide.policy.block_activations import (
+    ActivationChoice,
+    activation_names,
+    have_named_modules,
+    locally_recomputable,
+)
 from ebbtide.policy.fuse import FusedBlocks, saved_names
 from ebbtide.policy.fused_activations import FusedActivations
 from ebbtide.system.units import gib
@@ -50,6 +56,11 @@ class PlacedBlocks:
 
     modules: Sequence[nn.Module]
     fused: FusedBlocks | None = None
+
+    @cached_property
+    def are_whole(self) -> bool:
+        """Whether their modules have no names, so that each is kept, offloaded or recomputed as a whole."""
+        return self.fused is None and not have_named_modules(self.modules)
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -95,13 +106,17 @@ def choose_activations(
 ) -> ActivationChoice:
     """The choice for the blocks; what was measured to make it is noted."""
     block = blocks.modules[0]
-    names = activation_names(block)
-    saved = saved_names(block) if blocks.fused is not None else ()
-    check_activation_names(config, [*dict.fromkeys((*names, *saved))], type(block).__name__)
-    if blocks.fused is not None:
-        choice = _of_fused(fused_costs.choose(config, weigh(ActivationChoice()), figures.link_bytes(), len(blocks)))
+    if blocks.are_whole:
+        kind = f"a model with blocks that are not alike ({type(block).__name__})"
+        choice = _from_policy(whole_blocks.choose(config, figures.saved, figures.link_bytes(), len(blocks), kind))
+    elif blocks.fused is not None:
+        check_activation_names(
+            config, [*dict.fromkeys((*activation_names(block), *saved_names(block)))], type(block).__name__
+        )
+        choice = _from_policy(fused_costs.choose(config, weigh(ActivationChoice()), figures.link_bytes(), len(blocks)))
     else:
-        local = locally_recomputable(block)
+        names, local = activation_names(block), locally_recomputable(block)
+        check_activation_names(config, names, type(block).__name__)
         places = choose_places(
             config, names, local, lambda some: weigh(ActivationChoice(*split_places(some), local)), figures.link_bytes()
         )
@@ -109,11 +124,11 @@ def choose_activations(
     if config.preset == "balanced":
         _note_balanced(choice, figures, weigh(choice), note)
     if figures.forward and choice.offload:
-        choice = _gate(config, choice, figures, weigh(choice), note, fused=blocks.fused is not None)
+        choice = _gate(config, choice, figures, weigh(choice), note, blocks)
     return choice
 
 
-def _of_fused(found: ActivationPolicy) -> ActivationChoice:
+def _from_policy(found: ActivationPolicy) -> ActivationChoice:
     return ActivationChoice(found.offload, found.recompute, recompute_blocks=found.recompute_blocks)
 
 
@@ -147,8 +162,7 @@ def _gate(
     figures: ActivationFigures,
     saved: dict[ActivationName, int],
     note: Callable[[str], None],
-    *,
-    fused: bool,
+    blocks: PlacedBlocks,
 ) -> ActivationChoice:
     """The choice after the check of `on_slow_link`: offloading more than the host link carries would make compute
     wait."""
@@ -165,9 +179,10 @@ def _gate(
         return choice
     if config.on_slow_link == "refuse":
         raise UserError(f"{excess}: offload less, or set `memory.activations.on_slow_link` to `downgrade` or `ignore`")
-    if fused:
+    if blocks.fused is not None or blocks.are_whole:
+        fit_link = whole_blocks.fit_link if blocks.are_whole else fused_costs.fit_link
         policy = ActivationPolicy(choice.offload, choice.recompute, choice.recompute_blocks)
-        fitting = _of_fused(fused_costs.fit_link(policy, saved, figures.link_bytes()))
+        fitting = _from_policy(fit_link(policy, saved, figures.link_bytes()))
     else:
         split = fit_host_link(choice.offload, choice.recompute, choice.local, saved, figures.link_bytes())
         fitting = ActivationChoice(*split, choice.local)
@@ -247,7 +262,9 @@ def offload_capacity(
         return 0
     saved = measure_saved_bytes(blocks, choice, run)
     per_token = sum(saved.get(name, 0) for name in choice.offload)
-    return int(offload_bytes(per_token * tokens * max(0, len(blocks) - config.keep_last))) + 2**20
+    # The last blocks may save less than the average where blocks are not alike.
+    offloading = len(blocks) if blocks.are_whole else max(0, len(blocks) - config.keep_last)
+    return int(offload_bytes(per_token * tokens * offloading)) + 2**20
 
 
 def describe_choice(choice: ActivationChoice, reserved: int) -> str:

@@ -33,12 +33,14 @@ from ebbtide.policy.block_activations import (
     BlockState,
     activation_names,
     gated_mlp_of,
+    have_named_modules,
     norms_of,
     residual_width,
     scopes_of,
 )
 from ebbtide.policy.recompute import GatedCall, GatedMLP, NormCall, Recomputed, is_norm_recomputable
 from ebbtide.policy.selective_checkpoint import ReuseResults, StoreResults
+from ebbtide.policy.whole_blocks import WHOLE
 from ebbtide.system.torch_internals import StorageWeakRef, tree_leaves
 
 
@@ -55,24 +57,26 @@ class ActivationHooks:
         minimum: int = 2**16,
     ) -> None:
         self._offloader, self._minimum = offloader, minimum
+        named = have_named_modules(blocks)
         self._parameters = {
             local(parameter).untyped_storage().data_ptr() for block in blocks for parameter in block.parameters()
         }
         with unsharded(blocks[0]):
-            recomputes_norms = all(
+            recomputes_norms = named and all(
                 is_norm_recomputable(norm, (weight := norm.get_parameter("weight")).dtype, weight.device)
                 for norm in norms_of(blocks[0]).values()
             )
-        keeps_only_input = choice.recompute >= set(activation_names(blocks[0])) - {"block_input"}
+        keeps_only_input = not named or choice.recompute >= set(activation_names(blocks[0])) - {"block_input"}
         self._blocks = [
             BlockState(
                 number,
                 block,
                 # The backward starts with the last blocks: what they offload would be needed again at once.
                 choice.of_block(number, offloads=number < len(blocks) - keep_last),
-                scopes_of(block),
-                residual_width(block),
+                scopes_of(block) if named else {},
+                residual_width(block) if named else 0,
                 keeps_only_input,
+                None if named else WHOLE,
                 recomputes_norms,
             )
             for number, block in enumerate(blocks)
@@ -125,11 +129,10 @@ class ActivationHooks:
 
     # A block's forward
 
-    def _forward(
-        self, block: BlockState, forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _forward(self, block: BlockState, forward: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(hidden, *args, **kwargs)
+            return forward(*given, **kwargs)
+        hidden, *args = given if given else (kwargs.pop("hidden_states"),)
         if not block.wrapped:
             self._wrap(block)
         block.stack.clear()

@@ -1,11 +1,13 @@
 """The names of what a transformer block saves for its backward, which of them are offloaded or recomputed, and the
 scope that a block's forward is in.
 
-A name (`memory.activations`) stands for the tensors that some modules of the block save.
+A name (`memory.activations`) stands for the tensors that some modules of the block save. Where blocks are not alike, or
+have other modules than usual, only whole blocks have names (whole_blocks.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -19,6 +21,14 @@ from ebbtide.parallel.dtensor import unsharded
 from ebbtide.policy.recompute import GatedMLP, RecomputingCall
 
 NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
+
+
+def have_named_modules(blocks: Sequence[nn.Module]) -> bool:
+    """Whether blocks are alike and have the modules that their family says, so that these can be named."""
+    family = family_of(blocks[0])
+    shapes = [{name for name, _ in block.named_parameters()} for block in blocks]
+    alike = all(shape == shapes[0] for shape in shapes)
+    return alike and shapes[0] >= family.block_weights and part_of(blocks[0], family.mlp) is not None
 
 
 def activation_names(block: nn.Module) -> list[ActivationName]:
@@ -112,6 +122,8 @@ class BlockState:
     """Channels of the residual stream."""
     keeps_only_input: bool
     """Whether all of the block is recomputed from its input."""
+    outermost: ActivationName | None = None
+    """The scope of what no named module saves."""
     recomputes_norms: bool = False
     """Whether its norms can be recomputed by `NormCall`."""
     wrapped: bool = False
@@ -131,8 +143,8 @@ class BlockState:
 
     @property
     def scope(self) -> ActivationName | None:
-        """The name whose module runs; None outside of the named modules."""
-        return self.stack[-1] if self.stack else None
+        """The name whose module runs; None if what it saves has none."""
+        return self.stack[-1] if self.stack else self.outermost
 
     def name(self, tensor: Tensor) -> ActivationName | None:
         """The name of a tensor that is being saved."""
