@@ -154,6 +154,6 @@ def test_a_session_that_rests_goes_on_where_it_was(tiny, keep) -> None:
             for _ in range(5):
                 session.step()
         hole = torch.full((1_000_000,), torch.nan, device="cuda")  # what is not kept is overwritten
-        assert bool(lasting.kept_cache) == (keep and not lasting.session.finished)
+        assert bool(lasting.kept.get("kv_cache")) == (keep and not lasting.session.finished)
         del hole
     assert [[one.tokens for one in group] for group in told] == [[one.tokens for one in group] for group in wanted]

@@ -22,7 +22,7 @@ from ebbtide.planner.prediction import Prediction
 from ebbtide.planner.render import explain_misfit
 from ebbtide.planner.run_plan import RunPlan
 from ebbtide.planner.search import PlanSearch
-from ebbtide.policy.model_costs import frozen_shapes
+from ebbtide.planner.shapes import frozen_shapes
 from ebbtide.system.machine import machine_for
 from ebbtide.system.units import GIB
 

@@ -8,7 +8,7 @@ import torch
 
 from ebbtide.errors import UserError
 from ebbtide.rollout.engine import Request, SamplingParams
-from ebbtide.rollout.paged import state_memory
+from ebbtide.rollout.paged import cache_costs
 from ebbtide.rollout.paged.engine import PagedEngine
 from families import family_model, own_logprobs
 from state_families import KINDS, STATES
@@ -86,14 +86,14 @@ def test_suspended_samples_go_on_from_their_states(name, keep) -> None:
 def test_few_slots_are_enough_and_none_are_refused(monkeypatch) -> None:
     loaded = family_model("qwen3_5_text")
     engine = PagedEngine(loaded, 6, block=4)
-    free, one = 10**9, sum(engine._memory.tensor_bytes(engine._memory.empty_size))
+    free, one = 10**9, engine._memory.total_bytes(engine._memory.empty_size)
     monkeypatch.setattr("ebbtide.rollout.paged.cache_memory._free_bytes", lambda device: free)
-    monkeypatch.setattr(state_memory, "FREE_MEMORY_FRACTION", 4.5 * one / free)
+    monkeypatch.setattr(cache_costs, "STATES_MEMORY_FRACTION", 4.5 * one / free)
     requests = [Request(prompt, [1, 2]) for prompt in PROMPTS]
     found = engine.generate(requests, SamplingParams(5, ignore_eos=True), lambda *_: None)
     for request, group in zip(requests, found, strict=True):
         for sample in group:
             _check(loaded, list(request.prompt), sample.tokens, sample.plain_logprobs)
-    monkeypatch.setattr(state_memory, "FREE_MEMORY_FRACTION", 0.0)
+    monkeypatch.setattr(cache_costs, "STATES_MEMORY_FRACTION", 0.0)
     with pytest.raises(UserError, match=r"states of a sequence.*memory\.offload\.generate"):
         engine.generate(requests, SamplingParams(5), lambda *_: None)

@@ -75,6 +75,11 @@ class Shape:
     """The adapters, where only these are trained."""
 
     @property
+    def is_traced(self) -> bool:
+        """Whether it was found by a trace, because no formula describes its blocks."""
+        return False
+
+    @property
     def queries(self) -> int:
         return self.heads * self.head_dim
 
@@ -121,33 +126,33 @@ class Shape:
     def block_shard(self, ranks: int = 1) -> int:
         """The number of parameters of one block, with all of its experts, on rank 0 of so many: tensors are sharded by
         rows, and rank 0 has the largest shard."""
-        return _largest_shard(self._block_tensors(sparse=self.experts > 0), ranks)
+        return largest_shard(self._block_tensors(sparse=self.experts > 0), ranks)
 
     def root_shard(self, ranks: int = 1) -> int:
         """The number of parameters outside the blocks (embedding, last norm and output head) on rank 0 of so many."""
-        return _largest_shard([(self.vocabulary, self.hidden)] * (1 if self.tied else 2) + [(self.hidden, 1)], ranks)
+        return largest_shard([(self.vocabulary, self.hidden)] * (1 if self.tied else 2) + [(self.hidden, 1)], ranks)
 
     def model_shard(self, ranks: int = 1) -> int:
         """The number of parameters of the whole model on rank 0 of so many."""
-        dense = self.dense_layers and self.dense_layers * _largest_shard(self._block_tensors(sparse=False), ranks)
+        dense = self.dense_layers and self.dense_layers * largest_shard(self._block_tensors(sparse=False), ranks)
         return (self.layers - self.dense_layers) * self.block_shard(ranks) + dense + self.root_shard(ranks)
 
     def round_up_to_tensors(self, place: int, ranks: int = 1, *, grouped: bool = False) -> int:
         """The first `place` parameters of a rank's shard, rounded up to whole tensors. With `grouped` they are rounded
         up to whole blocks, and all parameters outside the blocks are added."""
         embedding, block = (
-            _largest_shard([(self.vocabulary, self.hidden)], ranks),
+            largest_shard([(self.vocabulary, self.hidden)], ranks),
             self._block_tensors(sparse=self.experts > 0),
         )
         if place <= 0:
             return 0
         if grouped:
-            blocks = ceil_div(max(0, place - embedding), _largest_shard(block, ranks))
-            return min(self.model_shard(ranks), self.root_shard(ranks) + blocks * _largest_shard(block, ranks))
+            blocks = ceil_div(max(0, place - embedding), largest_shard(block, ranks))
+            return min(self.model_shard(ranks), self.root_shard(ranks) + blocks * largest_shard(block, ranks))
         dense = self._block_tensors(sparse=False) * self.dense_layers if self.dense_layers else []
         last = [(self.hidden, 1), *[(self.vocabulary, self.hidden)] * (not self.tied)]
         tensors = [(self.vocabulary, self.hidden), *dense, *block * (self.layers - self.dense_layers), *last]
-        return next(end for end in accumulate(_largest_shard([tensor], ranks) for tensor in tensors) if end >= place)
+        return next(end for end in accumulate(largest_shard([tensor], ranks) for tensor in tensors) if end >= place)
 
     @property
     def widest_layer(self) -> int:
@@ -200,12 +205,16 @@ class Shape:
     def adapter_shard(self, ranks: int = 1) -> int:
         """The number of parameters of one block's adapters on rank 0 of so many."""
         rank, layers = self.lora.rank if self.lora is not None else 0, self.adapters.values()
-        return _largest_shard([one for rows, row in layers for one in ((rank, row), (rows, rank))], ranks)
+        return largest_shard([one for rows, row in layers for one in ((rank, row), (rows, rank))], ranks)
+
+    def adapters_shard(self, ranks: int = 1) -> int:
+        """The number of parameters of all adapters on rank 0 of so many."""
+        return self.layers * self.adapter_shard(ranks)
 
     @cached_property
     def adapter_parameters(self) -> int:
         """The number of parameters of all adapters."""
-        return self.layers * self.adapter_shard()
+        return self.adapters_shard()
 
     @cached_property
     def trained_tensor_count(self) -> int:
@@ -266,9 +275,13 @@ class Shape:
         return 2 * self.layers * self.keys
 
 
-def _largest_shard(tensors: Iterable[Tensor], ranks: int) -> int:
+def largest_shard(tensors: Iterable[Tensor], ranks: int) -> int:
     """The number of elements on rank 0, which has the largest shard, if the tensors are sharded by rows."""
     return sum(ceil_div(rows, ranks) * row for rows, row in tensors)
+
+
+class UnknownFamilyError(UserError):
+    """A model's family is not described here: a plan of it needs a trace."""
 
 
 def from_config(found: Mapping[str, Any], called: str, file: str = "config.json") -> Shape:
@@ -277,7 +290,7 @@ def from_config(found: Mapping[str, Any], called: str, file: str = "config.json"
         raise UserError(f"{called} has a {file} that is not a mapping of keys to values")
     name = str(found.get("model_type"))
     if name not in FAMILIES:
-        raise UserError(
+        raise UnknownFamilyError(
             f"{called} is of the family `{name}`, which cannot be planned: choose one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
@@ -350,8 +363,9 @@ def find_shape(config: ModelConfig) -> Shape:
 
 
 def with_lora(shape: Shape, config: ModelConfig) -> Shape:
-    """The shape with the configured adapters, and the base as it is quantized beside them."""
-    if (lora := config.lora) is None:
+    """The shape with the configured adapters, and the base as it is quantized beside them. What a trace found has
+    them already."""
+    if (lora := config.lora) is None or shape.is_traced:
         return shape
     family = family_named(shape.family)
     if config.base is not None and family.sparse:

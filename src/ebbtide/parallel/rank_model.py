@@ -21,7 +21,7 @@ class RankModel:
         """The shape that this rank computes with in training (tensor parallelism). Generation has the whole model."""
         self.parameters = self.tp_shape.model_shard(self.mesh.fsdp_size)
         """Parameters of this rank's shard, without adapters."""
-        adapters = shape.layers * self.tp_shape.adapter_shard(self.mesh.fsdp_size)
+        adapters = self.tp_shape.adapters_shard(self.mesh.fsdp_size)
         self.trained = self.parameters if shape.lora is None else adapters
         """Those that are trained: all, or the adapters'."""
         self.gathers = (

@@ -15,7 +15,7 @@ from ebbtide.policy.model_costs import KNOWN_FROZEN, FrozenCosts, WeightsCosts
 from ebbtide.policy.stream_costs import StreamCosts
 from ebbtide.policy.train_costs import TrainCosts
 from ebbtide.rollout.generation_costs import GenerationCosts
-from ebbtide.rollout.paged.cache_costs import KV_CACHE
+from ebbtide.rollout.paged.cache_costs import KV_CACHE, SEQUENCE_STATES
 
 DESCRIPTIONS: Sequence[Callable[[Config, int], Sequence[HoldingSpec]]] = (
     WeightsCosts.holdings,
@@ -37,7 +37,7 @@ def list_holdings(config: Config, shards: int = 1) -> list[HoldingSpec]:
 def known_names() -> list[HoldingName]:
     """What `memory.offload` may name in any run: where a run has no such holding, the name is ignored."""
     state = [spec.name for spec in optimizer_holdings(OptimizerConfig())]
-    return [*state, *KNOWN_FROZEN, KV_CACHE.name]
+    return [*state, *KNOWN_FROZEN, KV_CACHE.name, SEQUENCE_STATES.name]
 
 
 def plan_holdings(config: Config, shards: int = 1) -> Plan:

@@ -4,6 +4,7 @@ parameters are counted."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ from ebbtide.model.load import (
 from ebbtide.model.lora import add_adapters
 from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape
+from ebbtide.model.state_layers import state_layers
 from ebbtide.optim.costs import state_bytes
 from ebbtide.policy.model_costs import frozen_bytes, frozen_size
 from ebbtide.policy.stream_costs import BLOCKS
@@ -100,7 +102,7 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
     if not plan.moves_anything and not saved and config.optimizer.place == "device" and not config.optimizer.cpu_share:
         return {}
     dtype = pick_dtype(config.model.dtype, pick_device(config.device))
-    model = _meta_model(config, dtype)
+    model = meta_model(config, dtype)
     trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     updated = ceil_div(sum(trained), share)
     device, host = state_bytes(config.optimizer, updated, dtype.itemsize) if optimizer else ({}, {})
@@ -108,14 +110,15 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         device[BLOCKS] = _block_bytes(model, config.model.base)
     others = {}
     for name, frozen in config.frozen_models.items():
-        other = _meta_model(config.model_copy(update={"model": frozen}), dtype)
+        other = meta_model(config.model_copy(update={"model": frozen}), dtype)
         count = sum(parameter.numel() for parameter in other.parameters())
         itemsize = frozen.itemsize(pick_device(config.device).type)
         others[name] = frozen_size(count, head_weight(other)[0].numel(), share, itemsize)
     device |= frozen_bytes(config, updated, dtype.itemsize, others)
     if config.generates and config.rollout.partial.kv_cache == "keep":
         block = BLOCK_SIZES[pick_device(config.device).type]
-        device |= model_cache_costs(model.config).kept_bytes(config.rollout, dtype.itemsize, block)
+        costs = replace(model_cache_costs(model.config), state_bytes=state_layers(model).bytes_per_slot())
+        device |= costs.kept_bytes(config.rollout, dtype.itemsize, block)
     needs: dict[str, int] = host_bytes_of(plan, HoldingBytes(device, host))
     if saved:
         staying = {name: size for name, size in device.items() if plan.place(SAVE, name) != "away"}
@@ -135,7 +138,7 @@ def _block_bytes(model: PreTrainedModel, base: BaseKind | None) -> int:
     return size
 
 
-def _meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
+def meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     """The configured model without memory for its weights."""
     from transformers import AutoModelForCausalLM  # with all that models need, which a start does not wait for
 

@@ -1,5 +1,5 @@
 """`ebbtide plan`: the plan of a run on a machine that need not be this one. Needs no GPU, loads no weights, and imports
-no torch."""
+no torch, but for families that have to be traced."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.planner_keys import with_changes
 from ebbtide.config.root import Config
 from ebbtide.memory.plan import check_device_budget
-from ebbtide.model.shape import Shape, find_shape, with_lora
+from ebbtide.model.shape import Shape, with_lora
 from ebbtide.parallel.costs import MeshShape, mesh_shape
 from ebbtide.planner.fewer_gpus import note_fewer_gpus
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.search import PlanResult, PlanSearch
+from ebbtide.planner.shapes import frozen_shapes, plannable_shape
 from ebbtide.planner.with_adapters import note_adapters
 from ebbtide.policy.fused_costs import can_fuse
-from ebbtide.policy.model_costs import frozen_shapes
 from ebbtide.system.machine import Machine, machine_for
 
 HOPPER_GPUS = ("h100", "h200")
@@ -59,7 +59,7 @@ def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape,
     plan_holdings(config)
     machine = hardware.machine(config)
     check_device_budget(config.memory.budget_gib, machine.device_gib)
-    shape = find_shape(config.model)
+    shape = plannable_shape(config, "cuda")
     config = _with_exact_decided(config, hardware, shape)
     frozen = frozen_shapes(config, "cuda")
     config.check_context(shape.context)

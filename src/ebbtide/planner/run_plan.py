@@ -18,14 +18,14 @@ from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import Phase, check_device_budget
 from ebbtide.model.load import model_config
-from ebbtide.model.shape import Shape, find_shape, from_config, with_lora
+from ebbtide.model.shape import Shape, UnknownFamilyError, find_shape, from_config, with_lora
 from ebbtide.model.workload import Workload, max_workload
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import mesh_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.render import as_json, compare, explain_misfit, summarize, to_arguments
 from ebbtide.planner.search import PlanResult, PlanSearch
-from ebbtide.policy.model_costs import frozen_shapes
+from ebbtide.planner.shapes import frozen_shapes, plannable_shape
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.machine import Machine, cpu_machine, peak_flops, this_machine
 from ebbtide.system.units import GIB, gib
@@ -128,7 +128,7 @@ def plan_run(
     if on_cpu and config.memory.budget_gib is None:
         return None
     try:
-        shape = model_shape(config)
+        shape = _shape(config, device.type)
         frozen = frozen_shapes(config, device.type)
     except UserError as error:
         note(f"no plan: {error}")
@@ -146,6 +146,12 @@ def plan_run(
         sharing=shared,
         frozen=frozen,
     )
+    if shape.is_traced:
+        try:
+            predictor.resolve_activations(config)
+        except UserError as error:  # A run may have more of `memory.activations` than a trace knows.
+            note(f"no plan: {error}")
+            return None
     chosen = PlanSearch.for_config(predictor, config, rehearsal).choose(config)
     if not chosen.fits and config.memory.budget_gib is not None and config.memory.plan == "auto":
         raise UserError(explain_misfit(chosen, config, machine))
@@ -155,8 +161,16 @@ def plan_run(
     return plan
 
 
+def _shape(config: Config, device_type: str) -> Shape:
+    """The shape of the model that will be loaded, by the description of its family or by a trace."""
+    try:
+        return model_shape(config)
+    except UnknownFamilyError:
+        return plannable_shape(config, device_type)
+
+
 def model_shape(config: Config) -> Shape:
-    """The shape of the model that will be loaded, of a family that can be planned."""
+    """The shape of the model that will be loaded, of a family that is described."""
     if config.model.path is not None and locate(config.model.path).gguf is not None:
         return find_shape(config.model)  # transformers takes seconds to read the header of a GGUF file.
     found = from_config(model_config(config).get_text_config().to_dict(), f"`model.path: {config.model.path}`")

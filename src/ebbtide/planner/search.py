@@ -27,6 +27,7 @@ from ebbtide.optim.costs import STATE
 from ebbtide.planner.holdings import phases_without
 from ebbtide.planner.predict import Predictor, host_limit
 from ebbtide.planner.prediction import Prediction
+from ebbtide.policy.activation_costs import ActivationPolicy
 from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.system.units import GIB, gib
 
@@ -312,9 +313,10 @@ class PlanSearch:
         if shape.dense_layers:  # `memory.activations` works only for blocks that are all alike.
             return []
         same = {"keep_last": now.keep_last, "minimum_kib": now.minimum_kib}
-        balanced = self._predictor.resolve_activations(
-            with_changes(config, {"memory.activations": {"preset": "balanced"}})
-        )
+        balanced = ActivationPolicy()
+        if not shape.is_traced:
+            tried = with_changes(config, {"memory.activations": {"preset": "balanced"}})
+            balanced = self._predictor.resolve_activations(tried)
         return [{**one, **same} for one in self._predictor.activation_options(balanced)]
 
     def _reasons(self, config: Config, best: Candidate) -> list[Reason]:

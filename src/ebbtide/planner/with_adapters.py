@@ -15,7 +15,7 @@ from ebbtide.system.units import gib
 def note_adapters(config: Config, shape: Shape, chosen: PlanResult, plan: Callable[[Config], PlanResult]) -> list[str]:
     """A note, if a run that does not fit would with adapters, or with a smaller base beside them: the first that fits.
     `plan` plans a config."""
-    if chosen.fits or config.model.base == "int4":
+    if chosen.fits or config.model.base == "int4" or shape.is_traced:  # Adapters would need another trace.
         return []
     lora = config.model.lora or LoraConfig()
     bases: list[BaseKind | None] = [None] if config.model.lora is None else []

@@ -75,7 +75,7 @@ FUNCTIONS[RECORDED] = recorded_attention
 def record_calls(model: PreTrainedModel) -> list[AttentionCall]:
     """The calls of attention in a forward of two tokens."""
     log, tokens = CallLog(), torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    starts = torch.tensor([0, 2], dtype=torch.int32, device=model.device)
+    starts = torch.tensor([0, 2], dtype=torch.int32, device="cpu" if model.device.type == "meta" else model.device)
     with use_attention(model, RECORDED):
         decoder(model)(
             input_ids=tokens,

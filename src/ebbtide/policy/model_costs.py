@@ -12,7 +12,7 @@ from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
 from ebbtide.model.quantized_sizes import base_bytes
-from ebbtide.model.shape import Shape, find_shape
+from ebbtide.model.shape import Shape
 from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.rank_model import RankModel
 from ebbtide.system.units import ceil_div
@@ -68,14 +68,6 @@ class FrozenShape(NamedTuple):
     shape: Shape
     itemsize: int
     """Bytes of a weight."""
-
-
-def frozen_shapes(config: Config, device_type: str) -> dict[HoldingName, FrozenShape]:
-    """The shapes of `frozen_models`, from their files."""
-    return {
-        name: FrozenShape(find_shape(model), model.itemsize(device_type))
-        for name, model in config.frozen_models.items()
-    }
 
 
 class FrozenSize(NamedTuple):

@@ -24,10 +24,13 @@ from ebbtide.model.attention_kind import PLAIN, AttentionKind, attend
 from ebbtide.policy.packed_flex import can_flex, flex
 from ebbtide.system.torch_internals import flash_backward, flash_forward
 
+MOST_FLASH_CHANNELS = 256  # of a query or key, in torch's flash kernels
+
 
 def has_flash(device: torch.device, dtype: torch.dtype, channels: int, value_channels: int) -> bool:
     """Whether torch's flash kernels compute such attention."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and value_channels <= channels <= 256
+    fits = value_channels <= channels <= MOST_FLASH_CHANNELS
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ebbtide.model.workload import MicroBatchSize, Workload
 from ebbtide.optim.costs import CPU_CHUNK, grad_bytes
 from ebbtide.parallel.costs import GATHERED, CommTime
 from ebbtide.parallel.rank_model import RankModel
-from ebbtide.policy import activation_costs, divergence_costs, fused_costs, head_costs
+from ebbtide.policy import activation_costs, divergence_costs, fused_costs, head_costs, traced_costs
 from ebbtide.policy.activation_costs import (
     ACTIVATIONS,
     LINK_SHARE,
@@ -67,7 +67,10 @@ class TrainCosts:
         )
         fused = fused_costs.can_fuse(self._shape, rank.itemsize, rank.device_type, rank.mesh.tensor)
         self._saves: ActivationCosts = fused_costs if fused else activation_costs
-        self._speed = (FusedSpeed if fused else Speed)(self._shape, rank.machine.rates, rank.itemsize)
+        speed: type[Speed] = FusedSpeed if fused else Speed
+        if self._shape.is_traced:
+            self._saves, speed = traced_costs, traced_costs.TracedSpeed
+        self._speed = speed(self._shape, rank.machine.rates, rank.itemsize)
         self._frozen = {
             name: TrainCosts(
                 RankModel(
@@ -258,7 +261,7 @@ class TrainCosts:
         # With ranks, one more tensor of the MLP's width was measured than without; why is not known.
         wide = 0 if shape.experts else itemsize * shape.mlp * tokens
         # Fused blocks copy gathered matrices that are multiplied with the same input side by side.
-        beside = 0 if self._saves is activation_costs else itemsize * shape.hidden * 2 * shape.mlp
+        beside = itemsize * shape.hidden * 2 * shape.mlp if self._saves is fused_costs else 0
         last = (
             with_head + gathers.block_bytes + gathers.prefetched_bytes + gathers.replica_reduced_bytes + wide + beside
         )

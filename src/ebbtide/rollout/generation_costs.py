@@ -20,16 +20,21 @@ from ebbtide.parallel.rank_model import RankModel
 from ebbtide.policy.compute_costs import FusedSpeed, Speed, overlap
 from ebbtide.policy.fused_costs import can_fuse
 from ebbtide.policy.model_costs import SAMPLING_PHASES
+from ebbtide.policy.traced_costs import TracedSpeed
 from ebbtide.rollout.paged.cache_costs import (
     BLOCK_SIZES,
     FEWEST_PREFILLED,
+    FEWEST_STATES,
     FREE_MEMORY_FRACTION,
     KV_CACHE,
     PREFILL_CHUNK_TOKENS,
+    SEQUENCE_STATES,
     blocks_for,
     cache_costs_of,
+    fitting_states,
     graph_batch_size,
     useful_blocks,
+    useful_states,
 )
 from ebbtide.system.units import GIB
 
@@ -71,12 +76,14 @@ class GenerationCosts:
         self._shape, self._machine, self._sharing, self._gathers = rank.shape, rank.machine, rank.mesh, rank.gathers
         self._itemsize = rank.itemsize
         self._is_fused = can_fuse(rank.shape, rank.itemsize, rank.device_type, tensor_parallel=1)
-        self._speed = (FusedSpeed if self._is_fused else Speed)(rank.shape, rank.machine.rates, rank.itemsize)
+        speed: type[Speed] = FusedSpeed if self._is_fused else Speed
+        speed = TracedSpeed if rank.shape.is_traced else speed
+        self._speed = speed(rank.shape, rank.machine.rates, rank.itemsize)
         self._block, self._prefill_chunk = BLOCK_SIZES[rank.device_type], PREFILL_CHUNK_TOKENS[rank.device_type]
 
     @staticmethod
     def holdings(config: Config, shards: int) -> Sequence[HoldingSpec]:
-        return [*([GATHERED] if shards > 1 else []), *([KV_CACHE] if config.generates else [])]
+        return [*([GATHERED] if shards > 1 else []), *([KV_CACHE, SEQUENCE_STATES] if config.generates else [])]
 
     def sizes(self, config: Config) -> HoldingBytes:
         """The KV cache that is kept between steps."""
@@ -141,7 +148,8 @@ class GenerationCosts:
         shape, itemsize, block = self._shape, self._itemsize, self._block
         costs, batch = cache_costs_of(shape), config.rollout.max_num_seqs
         if config.rollout.engine == "paged":
-            phase.device.pop("kv_cache", None)  # A KV cache that was kept becomes part of the new one.
+            for spec in (KV_CACHE, SEQUENCE_STATES):  # A KV cache that was kept becomes part of the new one.
+                phase.device.pop(spec.name, None)
         prompt, max_concurrent = round(work.prompt_tokens), min(batch, work.sequences)
         concurrent, chunk = max_concurrent, self._prefill_chunk
         min_blocks = blocks_for(prompt, block) + blocks_for(work.max_new_tokens, block)
@@ -154,6 +162,12 @@ class GenerationCosts:
             begun = work.prompts + config.rollout.partial.extra_prompts
             useful = useful_blocks([(prompt, work.samples)] * begun, work.max_new_tokens, batch, block)
             free = max(0, budget - phase.peak)
+            if costs.state_bytes:
+                wanted = useful_states(begun, work.samples, batch)
+                states = max(FEWEST_STATES, fitting_states(costs.state_bytes, wanted, free))
+                phase.device[SEQUENCE_STATES.name] = (states + 1) * costs.state_bytes
+                concurrent, mean = min(concurrent, states), min(mean, float(states))
+                free = max(0, free - phase.device[SEQUENCE_STATES.name])
             blocks, chunk = costs.fit(itemsize, block, chunk, batch, free, useful=useful, least=min_blocks)
             is_full_size = blocks == useful
             workspace = costs.workspace_bytes(itemsize, min(chunk, FEWEST_PREFILLED), batch)
@@ -166,6 +180,8 @@ class GenerationCosts:
             phase.device["kv_cache"] = blocks * block_bytes
         elif config.rollout.engine == "huggingface":
             phase.device["kv_cache"] = concurrent * (prompt + work.max_new_tokens) * costs.bytes_per_token(itemsize)
+            if costs.state_bytes:
+                phase.device[SEQUENCE_STATES.name] = concurrent * costs.state_bytes
         if config.rollout.engine != "vllm":  # vLLM's share of memory includes its workspace.
             wide = shape.widest_layer
             prefill = itemsize * min(chunk, work.prompts * prompt) * (3 * shape.hidden + 3 * wide)
@@ -195,6 +211,8 @@ class GenerationCosts:
         rows = work.sequences * work.new_tokens / passes
         kv_bytes = shape.kv_numbers_per_token * self._itemsize
         cache = rows * kv_bytes * (work.new_tokens / 2 + work.prompt_tokens / work.samples) / rates.copy
+        # States are read and written for each token.
+        cache += 2 * rows * cache_costs_of(shape).state_bytes / rates.copy
         used = shape.layers * shape.matmul_parameters_per_token + shape.embedding
         read = float(self._itemsize * (shape.parameters - (0 if shape.tied else shape.embedding)))
         if shape.base is not None:

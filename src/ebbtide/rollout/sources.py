@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -19,14 +20,16 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from torch import Tensor
 
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
+from ebbtide.memory.plan import HoldingName
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import make_requests, training_sampling_params
 from ebbtide.rollout.engine import Completion, Engine, PreemptingEngine, Request
-from ebbtide.rollout.paged.cache_costs import kept_blocks
+from ebbtide.rollout.paged.cache_costs import kept_blocks, kept_sequences
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.session import SampleState
 from ebbtide.rollout.prompts import Prompt
@@ -128,11 +131,15 @@ class PartialRollouts:
         self._groups: list[_PartialGroup] = []
         self._ages: list[int] = []
         self._preempted = 0
-        residency.register("kv_cache", lambda: self._persistent.kept_cache)
-        if keep and residency.plan.is_ever_offloaded("kv_cache"):
-            blocks = kept_blocks(rollout, engine.block_size)
-            sequences = rollout.partial.extra_prompts * (1 + rollout.group_size)
-            residency.arena.reserve(engine.cache_tensor_bytes(blocks, sequences))
+        sizes = engine.cache_tensor_bytes(kept_blocks(rollout, engine.block_size), kept_sequences(rollout))
+        self._holdings = list(sizes)
+        for name in sizes:
+            residency.register(name, partial(self._kept, name))
+            if keep and residency.plan.is_ever_offloaded(name):
+                residency.arena.reserve(sizes[name])
+
+    def _kept(self, name: HoldingName) -> list[Tensor]:
+        return self._persistent.kept.get(name, [])
 
     def next(self, step: int, progress: Progress) -> Groups:
         config = self._config
@@ -141,9 +148,11 @@ class PartialRollouts:
         for prompt, request in zip(prompts, group_requests, strict=True):
             samples = self._persistent.session.add(request, self._sampling)
             self._groups.append(_PartialGroup(prompt, request, step, samples))
-        self._residency.need("kv_cache")
+        for name in self._holdings:
+            self._residency.need(name)
         with self._persistent.resumed() as session:
-            self._residency.forget("kv_cache")
+            for name in self._holdings:
+                self._residency.forget(name)
             before = session.preempted
             while (ended := sum(group.ended for group in self._groups)) < config.rollout.prompts_per_step:
                 progress(ended, config.rollout.prompts_per_step)

@@ -1,5 +1,5 @@
-"""How much memory the paged engine needs: the KV cache per token, and the workspace of a pass. This is pure Python
-without torch: the planner uses it before anything is loaded."""
+"""How much memory the paged engine needs: the KV cache per token, the states of sequences, and the workspace of a pass.
+This is pure Python without torch: the planner uses it before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from ebbtide.memory.plan import HoldingName, HoldingSpec
 from ebbtide.model.attention_sizes import MOST_SPLITS
 from ebbtide.model.quantized_sizes import scratch_bytes
 from ebbtide.model.shape import Shape
+from ebbtide.model.traced_shape import TracedShape
 from ebbtide.system.units import ceil_div
 
 FEWER = "lower `rollout.max_num_seqs`"
 KV_CACHE = HoldingSpec("kv_cache", frozenset({"generate"}), advice={"generate": FEWER, "evaluate": FEWER})
 """The KV cache: between generations there is one where unfinished completions keep theirs."""
+SEQUENCE_STATES = HoldingSpec("sequence_states", frozenset({"generate"}), advice=KV_CACHE.advice)
+"""The states that layers such as Mamba pass from token to token, a slot for each sequence. They are there with the KV
+cache, and kept as it is."""
 
 FREE_MEMORY_FRACTION = 0.95  # the part of the memory free at the start of generation that cache and workspace may fill
+STATES_MEMORY_FRACTION = 0.5  # the part of that free memory that states may take; the KV cache gets the rest
+FEWEST_STATES = 2  # a prompt and its sample
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens of a block
 PREFILL_CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}  # tokens that are prefilled in one pass, at most
 FEWEST_PREFILLED = 1024  # and at least, however little memory there is
@@ -65,6 +71,24 @@ def useful_blocks(prompts: list[tuple[int, int]], new: int, batch: int, block: i
     return read + running * (blocks_for(new, block) + 1)
 
 
+def kept_sequences(rollout: RolloutConfig) -> int:
+    """Returns the most prompts and samples whose states are kept between steps."""
+    return rollout.partial.extra_prompts * (1 + rollout.group_size)
+
+
+def useful_states(prompts: int, samples: int, batch: int) -> int:
+    """Returns the most sequences that have states at once, of so many prompts with `samples` samples each, of which
+    `batch` decode at once: each that decodes, and the prompts that samples begin from."""
+    running = min(batch, prompts * samples)
+    return running + min(running, prompts)
+
+
+def fitting_states(each: int, useful: int, free: int) -> int:
+    """Returns how many sequences have states of `each` bytes at once: `useful` ones, or as many as fit into a part of
+    the `free` bytes. There is one slot more, which padding rows use."""
+    return min(useful, int(STATES_MEMORY_FRACTION * free) // each - 1)
+
+
 @dataclass(frozen=True)
 class LayerCache:
     """The sizes of one layer's keys and values in the KV cache."""
@@ -93,16 +117,21 @@ class CacheCosts:
     vocabulary: int
     scratch: int = 0
     """The numbers that are made of a quantized base's codes at once."""
+    state_bytes: int = 0
+    """The bytes of the states of one sequence, of all layers."""
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes of the KV cache per token, with elements of `itemsize` bytes."""
         return sum(layer.numbers for layer in self.layers) * itemsize
 
     def kept_bytes(self, rollout: RolloutConfig, itemsize: int, block: int) -> dict[HoldingName, int]:
-        """Returns the bytes of the KV cache that is kept between steps, if there is one."""
+        """Returns the bytes of the KV cache that is kept between steps, if there is one, and of the states beside
+        it."""
         if rollout.partial.kv_cache != "keep":
             return {}
-        return {KV_CACHE.name: kept_blocks(rollout, block) * block * self.bytes_per_token(itemsize)}
+        kept = {KV_CACHE.name: kept_blocks(rollout, block) * block * self.bytes_per_token(itemsize)}
+        states = {SEQUENCE_STATES.name: (kept_sequences(rollout) + 1) * self.state_bytes}
+        return kept | states if self.state_bytes else kept
 
     def workspace_bytes(self, itemsize: int, chunk: int, batch: int) -> int:
         """Returns the bytes that passes need in addition to the cache: to prefill `chunk` tokens at once, and to decode
@@ -140,6 +169,11 @@ class CacheCosts:
 
 def cache_costs_of(shape: Shape) -> CacheCosts:
     """The paged engine's memory costs for a model of this shape."""
+    if isinstance(shape, TracedShape):
+        layers = tuple(LayerCache(*sizes) for sizes in shape.kv_layers)
+        return CacheCosts(
+            layers, shape.hidden, shape.queries, shape.mlp, shape.vocabulary, state_bytes=shape.state_bytes
+        )
     return CacheCosts(
         (LayerCache(shape.kv_heads, shape.head_dim, shape.head_dim),) * shape.layers,
         shape.hidden,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ebbtide.errors import UserError
 from ebbtide.memory.device_budget import free_bytes
+from ebbtide.memory.gauge import transient
 from ebbtide.memory.host import free_host_bytes
+from ebbtide.memory.plan import HoldingName
 from ebbtide.model.row_adapters import row_adapter_bytes
 from ebbtide.rollout.paged.attention import CacheLayout, KVCache, cache_costs
 from ebbtide.rollout.paged.block_table import UsedCache
-from ebbtide.rollout.paged.cache_costs import CacheSize, blocks_for
+from ebbtide.rollout.paged.cache_costs import KV_CACHE, SEQUENCE_STATES, CacheSize, blocks_for
 from ebbtide.rollout.paged.runner import Runner
 from ebbtide.rollout.paged.state_memory import StateMemory
 
@@ -96,15 +98,34 @@ class CacheMemory:
             )
         return CacheSize(count, states)
 
-    def tensor_bytes(self, size: CacheSize) -> list[int]:
-        """Returns the bytes of each tensor of a KV cache."""
+    def tensor_bytes(self, size: CacheSize) -> dict[HoldingName, list[int]]:
+        """Returns the bytes of each tensor of a KV cache, and of the states beside it."""
         itemsize = next(self._model.parameters()).dtype.itemsize
         keys = [prod(shape) * itemsize for shape in self._layout.shapes(size.blocks * self._block)]
-        return keys + self._states.tensor_bytes(size.states)
+        states = {SEQUENCE_STATES.name: self._states.tensor_bytes(size.states)} if self._states.exist else {}
+        return {KV_CACHE.name: keys, **states}
+
+    def total_bytes(self, size: CacheSize) -> int:
+        """Returns the bytes of a KV cache with its states."""
+        return sum(map(sum, self.tensor_bytes(size).values()))
+
+    @contextmanager
+    def counted(self, size: CacheSize) -> Iterator[None]:
+        """Within this context, the rows of a KV cache and its states are on the device."""
+        with ExitStack() as rows:
+            for name, sizes in self.tensor_bytes(size).items():
+                rows.enter_context(transient(name, sum(sizes)))
+            yield
+
+    def by_holding(self, tensors: Sequence[Tensor]) -> dict[HoldingName, list[Tensor]]:
+        """Returns the tensors of the KV cache and of the states, of all that `allocate` returned."""
+        keys = 2 * len(self._layout.own)
+        states = {SEQUENCE_STATES.name: list(tensors[keys:])} if self._states.exist else {}
+        return {KV_CACHE.name: list(tensors[:keys]), **states}
 
     def allocate(self, size: CacheSize) -> list[Tensor]:
         """Allocates a KV cache: the keys, then the values of each layer, then the states."""
-        self._make_room(sum(self.tensor_bytes(size)))
+        self._make_room(self.total_bytes(size))
         weight = next(self._model.parameters())
         shapes = self._layout.shapes(size.blocks * self._block)
         keys = [torch.empty(shape, dtype=weight.dtype, device=weight.device) for shape in shapes]
@@ -114,7 +135,7 @@ class CacheMemory:
         """Copies what is `used` of a KV cache to the front of a new one. The list of old tensors is emptied one by one,
         so that two whole caches are never in memory at once."""
         resized: list[Tensor] = []
-        self._make_room(max(0, sum(self.tensor_bytes(size)) - sum(tensor.nbytes for tensor in tensors)))
+        self._make_room(max(0, self.total_bytes(size) - sum(tensor.nbytes for tensor in tensors)))
         while tensors:
             old = tensors.pop(0)
             if len(resized) < 2 * len(self._layout.own):

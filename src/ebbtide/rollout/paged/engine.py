@@ -8,12 +8,17 @@ from contextlib import contextmanager
 
 import torch
 
-from ebbtide.memory.gauge import transient
+from ebbtide.memory.plan import HoldingName
 from ebbtide.model.load import LoadedModel
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
 from ebbtide.rollout.paged.attention import CacheLayout, cache_layout
-from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES, KV_CACHE, PREFILL_CHUNK_TOKENS, CacheSize, useful_blocks
+from ebbtide.rollout.paged.cache_costs import (
+    BLOCK_SIZES,
+    PREFILL_CHUNK_TOKENS,
+    CacheSize,
+    useful_blocks,
+)
 from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
 from ebbtide.rollout.paged.cpu_runner import CpuRunner
 from ebbtide.rollout.paged.runner import Runner
@@ -167,7 +172,7 @@ class PagedEngine:
     def _open(self, needs: CacheNeeds) -> Iterator[Session]:
         size = self._memory.find_size(needs)
         session = self._session(size)
-        with transient(KV_CACHE.name, sum(self._memory.tensor_bytes(size))):
+        with self._memory.counted(size):
             try:
                 self._memory.attach(self._memory.allocate(size), needs)
                 with torch.no_grad():
@@ -191,9 +196,9 @@ class PagedEngine:
             on_suspend=lambda: self._after_generate(),
         )
 
-    def cache_tensor_bytes(self, blocks: int, sequences: int) -> list[int]:
-        """Returns the bytes of each tensor of a KV cache of `blocks` blocks, with the states of so many sequences where
-        the model's layers have states."""
+    def cache_tensor_bytes(self, blocks: int, sequences: int) -> dict[HoldingName, list[int]]:
+        """Returns the bytes of each tensor of a KV cache of `blocks` blocks, and of the states of so many sequences
+        where the model's layers have states."""
         states = None if self._memory.empty_size.states is None else sequences
         return self._memory.tensor_bytes(CacheSize(blocks, states))
 

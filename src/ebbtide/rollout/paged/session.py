@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ebbtide.memory.gauge import transient
+from ebbtide.memory.plan import HoldingName
 from ebbtide.rollout.engine import Completion, Request, SamplingParams, diverged_error
 from ebbtide.rollout.paged.block_table import UsedCache
-from ebbtide.rollout.paged.cache_costs import KV_CACHE, CacheSize
+from ebbtide.rollout.paged.cache_costs import CacheSize
 from ebbtide.rollout.paged.cache_memory import CacheMemory, CacheNeeds
 from ebbtide.rollout.paged.runner import PendingTokens, Runner, SampleOp
 from ebbtide.rollout.paged.scheduler import ScheduledSample, Scheduler
@@ -261,8 +261,9 @@ class PersistentSession:
         called whenever it has been suspended."""
         self._session, self._memory, self._needs = session, memory, needs
         self._keep, self._on_suspend = keep, on_suspend
-        self.kept_cache: list[Tensor] = []
-        """The blocks in use while the session is suspended: the keys, then the values of each layer."""
+        self.kept: dict[HoldingName, list[Tensor]] = {}
+        """What is in use while the session is suspended: of the KV cache the keys, then the values of each layer, and
+        the states beside it."""
 
     @property
     def session(self) -> Session:
@@ -274,14 +275,15 @@ class PersistentSession:
         """Resumes the session for the time of this context. The kept KV cache must be on the device. An error inside
         loses the kept cache, but no token that was collected."""
         session, memory = self._session, self._memory
-        size = memory.find_size(self._needs, reusable=sum(tensor.nbytes for tensor in self.kept_cache))
+        kept = [tensor for tensors in self.kept.values() for tensor in tensors]
+        size = memory.find_size(self._needs, reusable=sum(tensor.nbytes for tensor in kept))
         session.set_prefill_chunk(memory.chunk)
         if not session.used_size.fits(size):  # the kept cache no longer fits into memory
             session.preempt_all()
-            self.kept_cache.clear()
-        tensors = self.kept_cache or memory.allocate(session.used_size)
-        self.kept_cache = []
-        with transient(KV_CACHE.name, sum(memory.tensor_bytes(size))):
+            kept.clear()
+        tensors = kept or memory.allocate(session.used_size)
+        self.kept = {}
+        with memory.counted(size):
             tensors = memory.resize(tensors, session.move_to_cache(size), size)
             try:
                 memory.attach(tensors, self._needs)
@@ -299,5 +301,5 @@ class PersistentSession:
             used = session.used_size
             kept = memory.resize(tensors, session.move_to_cache(used), used) if used.blocks else []
             tensors.clear()
-        self.kept_cache = kept
+        self.kept = memory.by_holding(kept)
         self._on_suspend()

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from ebbtide.errors import UserError
 from ebbtide.model.state_layers import StateRows, States, state_layers
+from ebbtide.rollout.paged.cache_costs import FEWEST_STATES, fitting_states
 from ebbtide.rollout.paged.scheduler import PrefillChunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-FREE_MEMORY_FRACTION = 0.5  # the part of free memory that states may take; the KV cache gets the rest
-LEAST = 2  # a prompt and its sample
 
 
 class StateMemory:
@@ -37,13 +35,13 @@ class StateMemory:
         if not self.exist:
             return None
         each = sum(self.tensor_bytes(0))
-        fitting = int(FREE_MEMORY_FRACTION * free) // each - 1
-        if fitting < LEAST:
+        useful = max(FEWEST_STATES, useful)
+        if (fitting := fitting_states(each, useful, free)) < FEWEST_STATES:
             raise UserError(
-                f"the states of a sequence need {each / 2**20:,.0f} MiB, and there is no room for {LEAST} of them: free"
-                " memory for generation (`memory.offload.generate`, `optimizer.place`)"
+                f"the states of a sequence need {each / 2**20:,.0f} MiB, and there is no room for {FEWEST_STATES} of"
+                " them: free memory for generation (`memory.offload.generate`, `optimizer.place`)"
             )
-        return max(LEAST, min(useful, fitting))
+        return fitting
 
     def rows(self, count: int | None) -> int:
         """Returns the rows of a tensor with the states of so many sequences."""
