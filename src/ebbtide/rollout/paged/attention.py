@@ -65,7 +65,7 @@ class KVCache:
 
     def addresses(self) -> list[list[int]]:
         """Returns the addresses of the keys and values that each layer reads, by the layer's number."""
-        found = [[0, 0] for _ in range(1 + max(self.layers))]
+        found = [[0, 0] for _ in range(1 + max(self.layers, default=-1))]
         for layer, (keys, values) in self.layers.items():
             found[layer] = [keys.data_ptr(), values.data_ptr()]
         return found
@@ -79,12 +79,12 @@ def cache_layout(model: PreTrainedModel) -> CacheLayout:
 def layout_of(calls: Sequence[AttentionCall], config: PretrainedConfig) -> CacheLayout:
     """Returns the layout of a KV cache for a model whose layers call attention like this."""
     layers = [call.layer for call in calls if call.layer is not None]
-    if not calls or len(set(layers)) < len(calls):
-        raise paged_cannot_run(config, "a layer calls attention more than once, or none does")
+    if len(set(layers)) < len(calls):
+        raise paged_cannot_run(config, "a layer calls attention more than once")
     by_layer = {call.layer: call for call in calls if call.layer is not None}
     own = {layer: LayerCache(call.heads, *call.channels) for layer, call in by_layer.items() if call.source == layer}
     sources = {layer: call.source for layer, call in by_layer.items() if call.source is not None}
-    return CacheLayout(own, sources, max(call.query_heads // call.heads for call in calls))
+    return CacheLayout(own, sources, max((call.query_heads // call.heads for call in calls), default=1))
 
 
 def cache_costs(model: PreTrainedModel, layout: CacheLayout) -> CacheCosts:
