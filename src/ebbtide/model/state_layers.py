@@ -208,9 +208,9 @@ class StateLayer:
         return bool((after - at_once[:, 2:]).norm() <= 0.05 * at_once[:, 2:].norm())
 
     def _limit_time_steps(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
-        """Limits the time steps of Mamba 2, softplus(x + bias), in the paged engine as in training: transformers does
-        that for several tokens, and not for one."""
-        if self.owner.state_pass is None:
+        """Limits the time steps of Mamba 2, softplus(x + bias), when tokens are sampled as in training: transformers
+        does that for several tokens, and not for one."""
+        if self.owner.lengths is not None:
             return output
         module: Any = self._module
         low, high = (_softplus_inverse(limit) - module.dt_bias.float() for limit in module.time_step_limit)
