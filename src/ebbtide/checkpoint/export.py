@@ -22,7 +22,7 @@ from ebbtide.checkpoint.tensors import TensorReader
 from ebbtide.config.adapter import CONFIG as ADAPTER_CONFIG
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.model.load import uninitialized_model
+from ebbtide.model.load import prepare_model, uninitialized_model
 from ebbtide.model.lora import base_digest, merge_adapters
 from ebbtide.model.peft_format import write_adapter
 from ebbtide.system.transformers_internals import forget_quantized_file
@@ -120,6 +120,7 @@ def export(
             write_adapter(model, lora, base, unfinished)
         else:
             forget_quantized_file(model)
+            _name_end_tokens(model, tokenizer, config)
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         _apply_umask(unfinished)
@@ -138,6 +139,14 @@ def export(
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
     return saved
+
+
+def _name_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    """Writes all tokens that ended a completion in the run into the model's generation config, where other tools look
+    for them."""
+    ends = prepare_model(model, tokenizer, config.model).end_tokens
+    if ends and model.generation_config is not None:
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
 def _apply_umask(folder: Path) -> None:

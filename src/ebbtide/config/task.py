@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from ebbtide.config.base import Count, Natural, Positive, Section
 from ebbtide.config.environment import EnvironmentConfig
+from ebbtide.config.reasoning import ReasoningFormat
 
 
 class BuiltinTaskConfig(Section):
@@ -94,6 +95,11 @@ class TaskConfig(Section):
 
     system: str | None = None
     """System message put before every problem."""
+
+    reasoning_parser: ReasoningFormat | None = None
+    """Score only what follows the reasoning of a completion, which is nothing if that does not end: `think` (between
+    `<think>` and `</think>`), `harmony` (the channels of gpt-oss), a list of the two texts around it, or `auto`, what
+    the chat template has of these. The prompt may open the reasoning. `null` scores the whole completion."""
 
     extract: str | None = None
     """Regular expression with one group: only its last match in a completion is scored, and no match scores 0.

@@ -24,6 +24,7 @@ from ebbtide.config.model import ModelConfig, resolve_dtype
 from ebbtide.config.model_path import locate
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
+from ebbtide.model.chat_template import turn_end
 from ebbtide.model.families import family_named, family_of, part_of
 from ebbtide.model.files import NO_CODE, read_pretrained, read_tokenizer, refuse_pickles, refuse_quantized
 from ebbtide.system.transformers_internals import attention_implementation
@@ -42,6 +43,8 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     generate_attention: str
     """The name of the attention implementation that transformers chose for this model; `generate` uses it."""
+    turn_end: int | None = None
+    """The token with which the chat template ends a turn, where it is used."""
 
     @property
     def vocabulary_rows(self) -> int:
@@ -51,7 +54,8 @@ class LoadedModel:
 
     @property
     def end_tokens(self) -> list[int]:
-        """Every token that ends a completion: a chat model has an end of turn in addition to its end of text."""
+        """Every token that ends a completion: those of the model's generation_config.json and the tokenizer's end of
+        text, and then the end of a turn by the chat template, which not every generation_config.json names."""
         named = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
         found = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id} - {None}
         if odd := [token for token in found if not isinstance(token, int)]:
@@ -59,7 +63,8 @@ class LoadedModel:
                 f"`eos_token_id` in the model's generation_config.json is {odd[0]!r}, and token ids are integers: fix"
                 " that file"
             )
-        return sorted(found)
+        is_other = self.turn_end is not None and self.turn_end not in found and self.turn_end < self.vocabulary_rows
+        return [*sorted(found), *([self.turn_end] if is_other else [])]
 
 
 def pick_device(name: str) -> torch.device:
@@ -130,7 +135,7 @@ def prepare_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, co
     # On a CPU without bf16 units this warning has 20 lines, and its only content is that matmuls are slow.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     model.eval()
-    loaded = LoadedModel(model, tokenizer, attention_implementation(model.config))
+    loaded = LoadedModel(model, tokenizer, attention_implementation(model.config), turn_end(tokenizer, config))
     _check(loaded, config)
     return loaded
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
@@ -91,3 +91,20 @@ def needs_own_code(error: Exception) -> bool:
     """Whether loading failed because the model needs Python code of its own. It relies on that error's message, which
     names the argument `trust_remote_code`."""
     return "trust_remote_code" in str(error)
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str] | None:
+    """The variables that a tokenizer's chat template uses and does not set; None if the template cannot be read. It
+    relies on `_compile_jinja_template`, whose environment has the statements that templates may use, such as
+    `{% generation %}`."""
+    from jinja2 import TemplateError
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        template = tokenizer.get_chat_template()
+        environment = _compile_jinja_template(template).environment
+        found: set[str] = find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        return found
+    except (TemplateError, ValueError):
+        return None
