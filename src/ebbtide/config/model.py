@@ -132,7 +132,8 @@ class ModelConfig(Section):
 
     path: str | None = None
     """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, `package:NAME/FILE` for a file
-    inside an installed Python package, or the folder of another run, to start from its newest checkpoint.
+    inside an installed Python package, or the folder of another run, to start from its newest checkpoint. Of a
+    multimodal model the language part is trained (docs/checkpoints.md).
     Python code in the model's files is never run (no `trust_remote_code`)."""
 
     weights: str | None = None

@@ -4,25 +4,37 @@ What is broken, unsafe or of a kind that would be read wrongly is refused."""
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.model_path import check_exists, locate
 from ebbtide.errors import UserError
+from ebbtide.model.language_part import MULTIMODAL, PREFIXES, is_tied, text_name
 from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.system.printable import printable_lines
-from ebbtide.system.transformers_internals import log_handlers, needs_own_code
+from ebbtide.system.transformers_internals import forget_renaming, log_handlers, needs_own_code
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 # Exceptions that transformers raises on truncated files or wrong values.
 BROKEN = (
@@ -46,7 +58,7 @@ for handler in log_handlers():
     handler.addFilter(_escape_controls)
 
 
-def read_pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
+def read_pretrained(config: ModelConfig, kind: Any, /, **options: Any) -> Any:
     """A model, config or tokenizer (`kind`) from `model.path`."""
     assert config.path is not None  # The config has exactly one of the two.
     folder, gguf = locate(config.path)
@@ -70,6 +82,43 @@ def refuse_broken_files(config: ModelConfig) -> Iterator[None]:
             f"`model.path: {config.path}` could not be loaded as a causal language model:"
             f" {' '.join(str(error).split())} (check the name and the network, or name a local folder)"
         ) from None
+
+
+def is_language_part(config: ModelConfig) -> bool:
+    """Whether the model at `model.path` is multimodal, of which the language part is trained."""
+    if config.path is None or locate(config.path).gguf is not None:  # A GGUF file has one part.
+        return False
+    return read_pretrained(config, AutoConfig).model_type in MULTIMODAL
+
+
+def read_config(config: ModelConfig) -> PretrainedConfig:
+    """The transformers config of the model at `model.path`; of a multimodal one, that of its language part."""
+    found: PretrainedConfig = read_pretrained(config, AutoConfig)
+    if found.model_type not in MULTIMODAL:
+        return found
+    assert config.path is not None  # A config was read from there.
+    folder = Path(locate(config.path).folder)
+    text: PretrainedConfig = found.get_text_config()
+    with refuse_broken_files(config):
+        text.tie_word_embeddings = is_tied(
+            found.tie_word_embeddings, text.tie_word_embeddings, folder if folder.is_dir() else None
+        )
+    if getattr(found, "quantization_config", None) is not None:
+        text.quantization_config = found.quantization_config
+    return text
+
+
+def read_weights(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model at `model.path` on the CPU, and what transformers says of the tensors in its files. Of a multimodal
+    model it is the language part."""
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "use_safetensors": True}
+    if is_language_part(config):
+        renamed = {f"^{re.escape(before)}": after for before, after in PREFIXES.items()}
+        options |= {"config": read_config(config), "key_mapping": renamed}
+    model, info = read_pretrained(config, AutoModelForCausalLM, **options)
+    if "key_mapping" in options:
+        forget_renaming(model)
+    return model, info
 
 
 def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -107,15 +156,11 @@ def refuse_quantized(config: ModelConfig, weights: set[str]) -> None:
     assert config.path is not None  # The caller loads `model.path`.
     place, gguf = locate(config.path)
     folder = Path(place)
-    if (
-        gguf is not None
-        or not folder.is_dir()
-        or "quantization_config" in read_pretrained(config, AutoConfig).to_dict()
-    ):
+    if gguf is not None or not folder.is_dir() or "quantization_config" in read_config(config).to_dict():
         return
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in weights.intersection(opened.keys()):
+            for name in (name for name in opened.keys() if text_name(name) in weights):  # noqa: SIM118 (no dict)
                 if (kind := opened.get_slice(name).get_dtype()) not in FLOATS:
                     raise UserError(
                         f"`model.path: {config.path}` has {name} as {kind} in {file.name}, but its config.json does not"

@@ -26,7 +26,7 @@ from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.model.chat_template import turn_end
 from ebbtide.model.families import family_named, family_of, part_of
-from ebbtide.model.files import NO_CODE, read_pretrained, read_tokenizer, refuse_pickles, refuse_quantized
+from ebbtide.model.files import NO_CODE, read_config, read_tokenizer, read_weights, refuse_pickles, refuse_quantized
 from ebbtide.system.transformers_internals import attention_implementation
 
 if TYPE_CHECKING:
@@ -113,11 +113,8 @@ def load_pretrained(config: ModelConfig, device: torch.device, dtype: torch.dtyp
 def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model at `model.path` on the CPU, with all of its weights."""
     transformers_logging.disable_progress_bar()  # Ebbtide shows its own progress.
-    model: PreTrainedModel
     refuse_pickles(config)
-    model, info = read_pretrained(
-        config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True, use_safetensors=True
-    )
+    model, info = read_weights(config, dtype)
     if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
         raise UserError(
             f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
@@ -174,7 +171,7 @@ def model_config(config: Config) -> PretrainedConfig:
     """The transformers config of the model, without weights."""
     shape = config.model.scratch
     if shape is None:
-        return read_pretrained(config.model, AutoConfig)
+        return read_config(config.model)
     tokenizer = read_tokenizer(config.model)
     sparse = {
         "num_experts": shape.experts,

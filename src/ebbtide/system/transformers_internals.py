@@ -38,6 +38,13 @@ def forget_quantized_file(model: PreTrainedModel) -> None:
         del model.config.quantization_config
 
 
+def forget_renaming(model: PreTrainedModel) -> None:
+    """Lets a model be saved with the names that its tensors have in it, not with those that they had in the files that
+    it was loaded from. It relies on `_weight_conversions`, which `save_pretrained` reverts."""
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
+
+
 def initialize(model: PreTrainedModel, module: nn.Module) -> None:
     """Gives the weights and buffers of one of a model's modules, without those of its parts, their first values. It
     relies on `_init_weights`."""
