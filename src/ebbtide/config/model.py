@@ -191,7 +191,7 @@ class ModelConfig(Section):
     @classmethod
     def _arguments_are_free(cls, given: dict[str, Any]) -> dict[str, Any]:
         if problem := find_template_problem(given):
-            raise ValueError(f"`chat_template_kwargs`: {problem}")
+            raise ValueError(problem)
         return given
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from ebbtide.config.base import Count, Port, Section
 from ebbtide.config.model import BaseKind, find_template_problem
-from ebbtide.config.reasoning import ReasoningFormat
+from ebbtide.config.reasoning import ReasoningFormat, check_format
 from ebbtide.config.root import Config
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -70,8 +70,13 @@ class ServeConfig(Section):
     @classmethod
     def _arguments_are_free(cls, given: dict[str, Any]) -> dict[str, Any]:
         if problem := find_template_problem(given):
-            raise ValueError(f"`chat_template_kwargs`: {problem}")
+            raise ValueError(problem)
         return given
+
+    @field_validator("reasoning_parser", mode="before")
+    @classmethod
+    def _format_is_known(cls, given: Any) -> Any:
+        return check_format(given)
 
     @field_validator("lora", mode="before")
     @classmethod

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from ebbtide.config.base import Count, Natural, Positive, Section
 from ebbtide.config.environment import EnvironmentConfig
-from ebbtide.config.reasoning import ReasoningFormat
+from ebbtide.config.reasoning import ReasoningFormat, check_format
 
 
 class BuiltinTaskConfig(Section):
@@ -126,6 +126,11 @@ class TaskConfig(Section):
     environment: EnvironmentConfig | None = None
     """If set, problems are played with an environment over several turns (docs/environments.md). Without a source of
     problems, it has its own, one for each of `size` seeds."""
+
+    @field_validator("reasoning_parser", mode="before")
+    @classmethod
+    def _format_is_known(cls, given: Any) -> Any:
+        return check_format(given)
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> TaskConfig:

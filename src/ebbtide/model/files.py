@@ -78,9 +78,10 @@ def refuse_broken_files(config: ModelConfig) -> Iterator[None]:
         raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
     except BROKEN as error:
         _refuse_code(error, f"`model.path: {config.path}`")
+        why = str(error).partition("Model type should be one of")[0]  # All of them would follow.
         raise UserError(
             f"`model.path: {config.path}` could not be loaded as a causal language model:"
-            f" {' '.join(str(error).split())} (check the name and the network, or name a local folder)"
+            f" {' '.join(why.split())} (check the name and the network, or name a local folder)"
         ) from None
 
 
