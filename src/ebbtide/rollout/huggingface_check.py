@@ -1,5 +1,5 @@
-"""Tries transformers' `generate` before it samples anything: with some families it does not sample from what the model's
-own forward computes, where prompts are padded, a window is exceeded, or a cache has fewer layers than the model."""
+"""Tries transformers' `generate` before it samples anything: with some families it does not sample from what the
+model's own forward computes, where prompts are padded, a window is exceeded, or a cache has too few layers."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ policy/packed_check.py), and with experts so does the second (`allowed_move`). I
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -145,7 +146,7 @@ def _trainer_distance(policy: Policy, engine: PagedEngine, samples: int) -> floa
         found = generate_probe(engine, requests, sampling)
     pairs = [(request, one) for request, group in zip(requests, found, strict=True) for one in group]
     data = [Datum.completion(request.prompt, one.tokens) for request, one in pairs]
-    policy.computeplain_logprobs("probed", data, no_progress)
+    policy.compute_logprobs("probed", data, no_progress)
     trainer = [torch.as_tensor(datum.values["probed"]).cpu() for datum in data]
     sampler = [torch.tensor(one.logprobs) for _, one in pairs]
     return (torch.cat(trainer) - torch.cat(sampler)).abs().max().item()
