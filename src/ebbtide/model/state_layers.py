@@ -96,7 +96,7 @@ class StateLayers:
     """All layers of a model that have a state. It knows which sequences the model runs on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.hidden_size = int(model.config.get_text_config().hidden_size)
+        self._model = model
         self.layers = [StateLayer(self, module) for module in decoder(model).modules() if has_state(module)]
         self.lengths: list[int] | None = None
         """The lengths of packed sequences, in training."""
@@ -105,18 +105,14 @@ class StateLayers:
         if self.layers:
             decoder(model).register_forward_pre_hook(self._begin, with_kwargs=True)
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self._model.config.get_text_config().hidden_size)
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         starts = named.get("cu_seq_lens_q")
         self.lengths = None if starts is None else starts.diff().tolist()
         self.state_pass = getattr(named.get("paged_pass"), "states", None)
-
-    def new_slots(self, count: int) -> list[States]:
-        """Allocates `count` slots for the states of each layer."""
-        return [layer.new_slots(count) for layer in self.layers]
-
-    def bytes_per_slot(self) -> int:
-        """The bytes of the states of one sequence."""
-        return sum(state.nbytes for layer in self.layers for state in layer.sizes.values())
 
 
 class StateLayer:
@@ -197,15 +193,18 @@ class StateLayer:
     @cached_property
     @torch.no_grad()
     def _continues(self) -> bool:
-        """Whether it computes several tokens after a state from that state on: transformers' Mamba 1 begins anew."""
+        """Whether several tokens after a state depend on all of it: transformers' Mamba 1 forgets a part."""
         numbers = torch.arange(4 * self.owner.hidden_size, device=self._weight.device).sin()
         tokens = numbers.view(1, 4, -1).to(self._weight.dtype)
         _, states = self._step(tokens[:, :2], self._empty, {})
-        after, _ = self._step(tokens[:, 2:], self._empty, states)
-        at_once = self._own(**self._empty, **{self._input: tokens, self._cache: None})
-        if isinstance(after, tuple):
-            after, at_once = after[0], at_once[0]
-        return bool((after - at_once[:, 2:]).norm() <= 0.05 * at_once[:, 2:].norm())
+
+        def after(changed: States) -> Tensor:
+            copies = {name: state.clone() for name, state in {**states, **changed}.items()}
+            output, _ = self._step(tokens[:, 2:], self._empty, copies)
+            found: Tensor = output[0] if isinstance(output, tuple) else output
+            return found
+
+        return not any(torch.equal(after({}), after({name: -state})) for name, state in states.items())
 
     def _limit_time_steps(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
         """Limits the time steps of Mamba 2, softplus(x + bias), when tokens are sampled as in training: transformers

@@ -80,10 +80,12 @@ def layout_of(calls: Sequence[AttentionCall], config: PretrainedConfig) -> Cache
     layers = [call.layer for call in calls if call.layer is not None]
     if len(set(layers)) < len(calls):
         raise paged_cannot_run(config, "a layer calls attention more than once, or has no number")
+    if not calls:
+        raise paged_cannot_run(config, "none of its layers attends, so that there is no KV cache")
     by_layer = {call.layer: call for call in calls if call.layer is not None}
     own = {layer: LayerCache(call.heads, *call.channels) for layer, call in by_layer.items() if call.source == layer}
     sources = {layer: call.source for layer, call in by_layer.items() if call.source is not None}
-    return CacheLayout(own, sources, max((call.query_heads // call.heads for call in calls), default=1))
+    return CacheLayout(own, sources, max(call.query_heads // call.heads for call in calls))
 
 
 def cache_costs(model: PreTrainedModel, layout: CacheLayout) -> CacheCosts:
