@@ -1,13 +1,16 @@
-"""Whole GRPO runs of families with attention of their own: moving, partial rollouts and recomputation change no bit."""
+"""Whole GRPO runs of families with attention or layers of their own: moving, partial rollouts and recomputation change
+no bit."""
 
 import pytest
 import torch
 
 from families import family_model
+from state_families import KINDS
 from test_loop import run
 
 LENGTHS = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 12}  # windows and chunks have 5 tokens
-FAMILIES = ("gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gemma3n_text", "gemma4_text")
+ATTENTION = ("gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gemma3n_text", "gemma4_text")
+FAMILIES = (*ATTENTION, *KINDS)
 PLANS = {
     "lean": {"memory.preset": "lean"},
     "streamed": {"memory.preset": "lean", "optimizer.place": "streamed"},

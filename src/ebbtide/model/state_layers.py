@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from inspect import Parameter, signature, unwrap
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,12 @@ PADDED = 1.25
 """On a GPU, sequences of similar lengths are padded to one batch, of at most so many times their tokens."""
 
 NO_LIMIT = (0.0, math.inf)  # of Mamba's time steps
+KERNELS = {
+    "gated_delta_rule": ("fla", "ebbtide[fla]"),
+    "kda": ("fla", "ebbtide[fla]"),
+    "mamba2_chunk_scan": ("mamba_ssm", "mamba-ssm causal-conv1d"),
+}
+"""A part of the names of functions that layers call -> the module with kernels for them, and what to install."""
 _ASKS_FOR_STATE = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}  # methods of transformers' caches
 _CACHES, _MASKS = {"cache_params", "past_key_values"}, {"attention_mask", "conv_mask"}
 
@@ -40,8 +47,13 @@ States = dict[StateName, Tensor]
 
 def has_state(module: nn.Module) -> bool:
     """Whether a module passes a state from token to token: whether its forward asks a cache for one."""
+    return not _ASKS_FOR_STATE.isdisjoint(_code_names(module))
+
+
+def _code_names(module: nn.Module) -> Sequence[str]:
+    """The functions and attributes that a module's forward names."""
     code = getattr(unwrap(type(module).forward), "__code__", None)
-    return code is not None and not _ASKS_FOR_STATE.isdisjoint(code.co_names)
+    return () if code is None else code.co_names
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,7 @@ class StateLayer:
     """The forward of one layer with a state, in place of its own."""
 
     def __init__(self, owner: StateLayers, module: nn.Module) -> None:
-        self.owner, self._module, self._own = owner, module, module.forward
+        self.owner, self.module, self._own = owner, module, module.forward
         self._signature = signature(self._own)
         parameters = self._signature.parameters
         self._input = next(iter(parameters))  # what it gets of each token
@@ -137,7 +149,7 @@ class StateLayer:
         for name in {self._rest or self._cache, self._cache}:  # sequences are kept apart here, and not by the layer
             given.pop(name, None)
         if any(given.get(name) is not None for name in _MASKS):
-            raise UserError(f"a {type(self._module).__name__} of the model is given a mask, which is not supported")
+            raise UserError(f"a {type(self.module).__name__} of the model is given a mask, which is not supported")
         tokens = given.pop(self._input)
         if state_pass is not None:
             return self._continue(tokens, given, state_pass)
@@ -211,7 +223,7 @@ class StateLayer:
         does that for several tokens, and not for one."""
         if self.owner.lengths is not None:
             return output
-        module: Any = self._module
+        module: Any = self.module
         low, high = (_softplus_inverse(limit) - module.dt_bias.float() for limit in module.time_step_limit)
         steps = output[..., -module.num_heads :].float().clamp(low, high)
         return torch.cat([output[..., : -module.num_heads], steps.to(output.dtype)], -1)
@@ -229,7 +241,7 @@ class StateLayer:
 
     @property
     def _weight(self) -> Tensor:
-        return next(self._module.parameters())
+        return next(self.module.parameters())
 
     @property
     def _empty(self) -> dict[str, Any]:
@@ -279,6 +291,16 @@ def _by_token(outputs: Sequence[Any], join: Callable[[Sequence[Tensor]], Tensor]
         join(parts) if isinstance(parts[0], Tensor) and parts[0].shape[:2] == tokens else None
         for parts in zip(*outputs, strict=True)
     )
+
+
+def missing_kernels(model: PreTrainedModel) -> str:
+    """What to say of layers that run in plain torch on a GPU, because a package with kernels for them is missing."""
+    modules = [layer.module for layer in state_layers(model).layers] if model.device.type == "cuda" else []
+    names = {name for module in modules for name in _code_names(module)}
+    for part, (package, install) in KERNELS.items():
+        if any(part in name for name in names) and find_spec(package) is None:
+            return f"layers with states run in plain torch, which is slow: `pip install {install}` has kernels for them"
+    return ""
 
 
 def state_layers(model: PreTrainedModel) -> StateLayers:
