@@ -24,7 +24,7 @@ from ebbtide.policy.policy import Policy
 from ebbtide.progress import no_progress
 from ebbtide.report.report import Report
 from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
-from ebbtide.rollout.huggingface import HuggingFaceEngine
+from ebbtide.rollout.huggingface_check import build_checked_engine
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.verify import build_verified_engine
 from tiny_families import ROWS, TOKENIZER, tiny_model
@@ -144,7 +144,7 @@ def _engine(figures: dict[str, float], folder: Path, loaded: LoadedModel, name: 
     try:
         with _stage(f"{name} engine", ENGINES[name]):
             if name == "huggingface":
-                _sampled(figures, name, HuggingFaceEngine(loaded, 4), loaded.model)
+                _sampled(figures, name, build_checked_engine(loaded, 4, sum(longest)), loaded.model)
             else:
                 _sampled(figures, name, build_verified_engine(loaded, 8, longest=longest, samples=2), loaded.model)
                 tight = PagedEngine(loaded, 4, block=4, chunk=6, blocks=14, longest=longest)

@@ -241,13 +241,14 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to create.")],
     step: Annotated[int | None, typer.Option(help="The step to export. Default: the newest checkpoint.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights, and write the model.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Write the whole of a multimodal model.")] = False,
 ) -> None:
     """Write the model, tokenizer and chat template of a checkpoint as an ordinary Hugging Face folder. Of a run with
-    `model.lora` it is the adapter, in PEFT's format."""
+    `model.lora` it is the adapter, in PEFT's format; of a multimodal model it is the language part."""
     from ebbtide.checkpoint.export import export as write_folder
 
     with interrupt_on_signal():
-        saved = write_folder(run, out, step, _echo, merge=merge)
+        saved = write_folder(run, out, step, _echo, merge=merge, full=full)
     what = "as an adapter that PEFT loads" if is_adapter(out) else "as a folder that transformers loads"
     _echo(f"exported the weights of step {saved.step} to {out}, {what}")
 

@@ -36,6 +36,7 @@ from ebbtide.memory.device_budget import enforce_budget
 from ebbtide.memory.host import bind_to_numa_node, pci_address
 from ebbtide.memory.plan import HoldingName, Phase
 from ebbtide.memory.residency import Residency
+from ebbtide.model.chat_template import unused_arguments_warning
 from ebbtide.model.load import LoadedModel, load_model, pick_device
 from ebbtide.model.lora import doubtful_learning_rate, without_adapters
 from ebbtide.optim.adamw import AdamW
@@ -215,6 +216,8 @@ class Worker:
             self.loaded = loaded = load_model(config, device)
         else:
             self.loaded = loaded = load_initial(config, device, adapter=not replaced)
+        if doubt := unused_arguments_warning(loaded.tokenizer, config.model.chat_template_kwargs):
+            self.report.warn(doubt)
         if not self._trains:
             self.engine = build_engine(loaded, config, residency.make_room)
             return

@@ -117,9 +117,10 @@ def test_turns_without_an_environment() -> None:
         GrpoConfig.model_validate(merged(TINY, {"advantage.turns": "to_go"}))
 
 
-def test_an_environment_that_rewards_needs_no_extraction(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"gives the reward itself: remove `task.extract`"):
-        run(tmp_path, {"task.extract": "(.*)"})
+@pytest.mark.parametrize(("key", "value"), [("extract", "(.*)"), ("reasoning_parser", "think")])
+def test_an_environment_that_rewards_needs_no_extraction(tmp_path, key, value) -> None:
+    with pytest.raises(UserError, match=f"gives the reward itself: remove `task.{key}`"):
+        run(tmp_path, {f"task.{key}": value})
 
 
 def test_an_environment_without_rewards_needs_a_scorer(tmp_path) -> None:

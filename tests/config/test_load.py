@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from ebbtide.config import load, recipes
 from ebbtide.config.document import reference, to_annotated_yaml, to_yaml
@@ -235,3 +236,12 @@ def test_docs_are_not_stale() -> None:
 
     page = Path(__file__).parents[2] / "docs" / "config.md"
     assert page.read_text() == reference(), "run `make docs`"
+
+
+@pytest.mark.parametrize("given", ["thinking", ["<a>"], ["<a>", ""], 3])
+def test_a_format_of_reasoning_that_is_none_gets_one_sentence(tiny, given) -> None:
+    with pytest.raises(ValidationError) as error:
+        tiny({"task.reasoning_parser": given})
+    assert error.value.error_count() == 1
+    assert "should be `auto`, `think`, `harmony` or a list of the two texts" in str(error.value)
+    assert tiny({"task.reasoning_parser": ["<a>", "</a>"]}).task.reasoning_parser == ["<a>", "</a>"]

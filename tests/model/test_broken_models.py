@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model, model_config
+from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import host_bytes
 from ebbtide.policy.policy import Policy
@@ -114,3 +115,13 @@ def test_what_transformers_says_of_a_model_is_shown_not_obeyed(base, tmp_path, t
     record = logging.makeLogRecord({"msg": "also %s", "args": ("\x1b[31m",)})
     assert own.filter(record)
     assert record.getMessage() == "also \\x1b[31m"
+
+
+def test_a_multimodal_family_without_a_language_model_is_refused_without_a_list_of_all_others(tiny, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    scratch_tokenizer("0123456789=").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="could not be loaded as a causal language model") as error:
+        load_model(tiny({"model": {"path": str(tmp_path)}}))
+    assert "Qwen3VLConfig" in str(error.value)
+    assert "GPT2Config" not in str(error.value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebbtide.model.load import decoder
-from ebbtide.model.state_layers import similar_lengths, state_layers
+from ebbtide.model.state_layers import missing_kernels, similar_lengths, state_layers
 from ebbtide.policy.attention import PACKED, use_attention
 from families import family_model
 from state_families import KINDS, STATES
@@ -99,3 +99,13 @@ def test_padded_groups_give_what_single_sequences_give(monkeypatch) -> None:
         monkeypatch.setattr(layer, "_alone", False)
     monkeypatch.setattr("ebbtide.model.state_layers.PADDED", 3.0)
     torch.testing.assert_close(_hidden(model, sequences), alone, atol=1e-5, rtol=1e-5)
+
+
+def test_slow_layers_on_a_gpu_are_told_of(monkeypatch) -> None:
+    model = family_model("qwen3_5_text").model
+    assert not missing_kernels(model)  # on a CPU there are none
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr("ebbtide.model.state_layers.find_spec", lambda name: None)
+    assert "ebbtide[fla]" in missing_kernels(model)
+    monkeypatch.setattr("ebbtide.model.state_layers.find_spec", lambda name: object())
+    assert not missing_kernels(model)

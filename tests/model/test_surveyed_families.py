@@ -21,31 +21,12 @@ NAMED = (
     *("gemma3_text", "gemma3n_text", "gemma4_text"),  # windows; layers that share keys; heads that differ by layer
     *("deepseek_v3", "glm4_moe"),  # latent attention; experts after dense layers
 )
-NOT_YET = {
-    "qwen3_5_text": "refused: its delta nets cannot keep packed sequences apart without `flash-linear-attention`",
-    "qwen3_5_moe_text": "refused: the same",
-    "qwen3_next": "refused: the same",
-    "olmo_hybrid": "refused: the same",
-    "granitemoehybrid": "refused: tokens see those of other sequences, by the state of Mamba layers",
-    "nemotron_h": "refused: the same",
-    "falcon_h1": "refused: the same",
-    "lfm2": "refused: tokens see those of other sequences, by convolutions",
-    "gpt_oss": "refused: attention gets sinks (`s_aux`)",
-    "gemma2": "refused: attention gets a soft cap (`softcap`)",
-    "llama4_text": "refused: Llama4ForCausalLM does not say which of its parts is the decoder",
-    "gemma4_text": "Hugging Face engine only: its layers are of different sizes",
-    "deepseek_v3": "Hugging Face engine only: keys and values of different sizes",
-}
-"""Those that do not, and what they need. It only shrinks: one that trains has to be removed from here."""
 LONG = [3 + 7 * place % 90 for place in range(40)]
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_families_that_people_use_train_with_both_engines(name: str, tmp_path: Path) -> None:
     finding = examine(name, tmp_path)
-    if name in NOT_YET:
-        assert not finding.trains, f"`{name}` trains now: remove it from NOT_YET"
-        return
     assert finding.trains, f"{finding.outcome}: {finding.reason}"
     means = {what: value for what, value in finding.figures.items() if what.endswith(("mean", "mismatch"))}
     assert len(means) == 6
@@ -60,10 +41,6 @@ def test_the_docs_show_the_results() -> None:
     lines = Path("docs/families.md").read_text().partition("<!-- written by")[2].splitlines()
     shown = [line.split(" | ") for line in lines if line.startswith("| `")]
     assert {line[0].removeprefix("| ").replace("`", ""): line[1] for line in shown} == outcomes
-
-
-def test_no_other_family_is_excused() -> None:
-    assert NOT_YET.keys() <= set(NAMED)
 
 
 @pytest.mark.parametrize(

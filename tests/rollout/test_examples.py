@@ -81,6 +81,16 @@ def parts(marked: str) -> list[str]:
     return [part for part in marked.split("..") if part.strip(".")]
 
 
+def test_reasoning_of_a_message_is_rendered_and_carries_loss(encoded) -> None:
+    reasons = CHATML.replace(
+        "m.content +", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') + m.content +"
+    )
+    chat = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5", "reasoning_content": "so"}]
+    assert encoded({"messages": chat}, reasons) == [
+        ("<|start|>user\n2+3?<|end|>\n<|start|>assistant\n<think>so</think>5<|end|>", "<think>so</think>5<|end|>")
+    ]
+
+
 def test_assistant_turns_carry_loss_up_to_and_with_their_end(encoded) -> None:
     ((text, marked),) = encoded({"messages": chat("a?", "b!", "c?", "d!")})
     turns = ["<|start|>user\na?<|end|>\n<|start|>assistant\nb!<|end|>\n<|start|>user\nc?<|end|>\n<|start|>assistant\n"]

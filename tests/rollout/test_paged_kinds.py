@@ -1,4 +1,4 @@
-"""Attention as families have it, in the paged engine: log-probs are those of transformers' own forward, however a
+"""Attention as families have it, where it samples: log-probs are those of transformers' own forward, however a
 sequence came to be in the cache."""
 
 import pytest
@@ -29,10 +29,11 @@ def farthest(loaded, found) -> float:
     return max(differences).item()
 
 
+@pytest.mark.parametrize("engine", ["paged", "huggingface"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_sampled_log_probs_are_those_of_the_models_own_forward(tiny, name) -> None:
+def test_sampled_log_probs_are_those_of_the_models_own_forward(tiny, name, engine) -> None:
     loaded = family_model(name)
-    engine = build_engine(loaded, tiny(LONGER), lambda size: None)
+    engine = build_engine(loaded, tiny({**LONGER, "rollout.engine": engine}), lambda size: None)
     requests = [Request(PROMPTS[0], [1, 2, 3]), Request(PROMPTS[1], [4])]
     found = engine.generate(requests, SamplingParams(14, ignore_eos=True), lambda *_: None)
     assert farthest(loaded, found) < 1e-5

@@ -78,6 +78,7 @@ class Server:
         stop_seconds=PATIENCE,
         ahead=False,
         patience=PATIENCE,
+        chats=None,
     ) -> None:
         self.engine = PagedEngine(loaded, batch, block=4, ahead=ahead)
         self.queue = WatchedQueue(room, stop_seconds)
@@ -88,7 +89,7 @@ class Server:
         self._listening = listen("127.0.0.1", 0)
         self.url = server_url(self._listening)
         limits = RequestLimits(LONGEST - 1, LONGEST - 1, LONGEST, room)
-        self._models = [describe_served_model("tiny", loaded, limits, True)]
+        self._models = [describe_served_model("tiny", loaded, limits, True, **(chats or {}))]
         self._how = {"key": key, "max_body": max_body, "patience": patience}
         self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0)
         self._thread = threading.Thread(target=self._run)

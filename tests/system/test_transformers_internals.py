@@ -10,24 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import sdpa_mask
 
 import ebbtide.model.load  # noqa: F401 (it sets transformers' verbosity, and filters its messages)
 from ebbtide.model.load import decoder
+from ebbtide.model.tokenizer import scratch_tokenizer
 from ebbtide.system import transformers_internals
 from ebbtide.system.transformers_internals import (
     attention_implementation,
     experts_implementation,
     forget_quantized_file,
+    forget_renaming,
     full_mask,
     initialize,
     is_gelu_tanh,
     is_silu,
     log_handlers,
     needs_own_code,
+    template_variables,
     to_checkpoint_format,
 )
 from families import EXPERTS, SHAPE, WINDOW
@@ -155,6 +158,32 @@ def test_a_module_is_initialized_alone() -> None:
     initialize(model, layer.up_proj)
     assert float(layer.up_proj.weight.detach().std()) > 0
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, before)
+
+
+def test_a_model_is_saved_under_its_own_names(tmp_path) -> None:
+    model = made("qwen3")
+    names = {name for name in model.state_dict() if name != "lm_head.weight" or not model.config.tie_word_embeddings}
+    save_file({f"outer.{name}": model.state_dict()[name].clone() for name in names}, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, key_mapping={r"^outer\.": ""})
+    read.save_pretrained(tmp_path / "reverted")
+    assert all(name.startswith("outer.") for name in load_file(tmp_path / "reverted" / "model.safetensors"))
+    forget_renaming(read)
+    read.save_pretrained(tmp_path / "own")
+    assert load_file(tmp_path / "own" / "model.safetensors").keys() == names
+
+
+def test_the_variables_of_a_template_are_known() -> None:
+    """With the statements that transformers adds to templates, and without what it defines for them."""
+    tokenizer = scratch_tokenizer(None)
+    for template, variables in (
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", {"messages"}),
+        ("{% if not day is defined %}{% set day = strftime_now('%d') %}{% endif %}{{ day }}", {"day"}),
+        ("{% set ns = namespace(a=1) %}{% for i in range(3) %}{% break %}{% endfor %}{{ raise_exception('') }}", set()),
+        ("{% if %}", None),
+    ):
+        tokenizer.chat_template = template
+        assert template_variables(tokenizer) == variables
 
 
 PRIVATE = re.compile(

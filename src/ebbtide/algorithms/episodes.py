@@ -47,14 +47,14 @@ class PlayedEpisodes:
                     f"`task.environment.object: {environment.object}` gives no reward, and the task has no answers to"
                     " score by: give it a method `get_reward()`, or set `task.file`, `task.gym` or `task.python`"
                 )
-            if described.gives_reward and config.task.extract is not None:
-                raise UserError(
-                    f"`task.extract` is for the task's scorer, and `task.environment.object: {environment.object}`"
-                    " gives the reward itself: remove `task.extract`"
-                )
-            templated, day = config.model.chat_template, config.model.chat_date
-            turns = ChatTurns(Encoder(policy.tokenizer, templated=templated, day=day, tools=described.tools))
-            template = policy.tokenizer.chat_template if templated else None
+            for key in ("extract", "reasoning_parser"):
+                if described.gives_reward and getattr(config.task, key) is not None:
+                    raise UserError(
+                        f"`task.{key}` is for the task's scorer, and `task.environment.object: {environment.object}`"
+                        f" gives the reward itself: remove `task.{key}`"
+                    )
+            turns = ChatTurns(Encoder.configured(policy.tokenizer, config.model, described.tools))
+            template = policy.tokenizer.chat_template if config.model.chat_template else None
             self.runner = EpisodeRunner(
                 environment,
                 config.rollout,

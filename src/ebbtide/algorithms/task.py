@@ -16,6 +16,7 @@ from ebbtide.rollout.engine import Completion, SamplingParams
 from ebbtide.rollout.episodes import Episode
 from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, prompts_digest
+from ebbtide.rollout.reasoning import Parsed, ReasoningParser, reasoning_metrics
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.sources import build_source
 from ebbtide.tasks.sampler import Sampler
@@ -37,6 +38,9 @@ class HeldOutTask:
                 "`evaluate` needs held-out problems and the task has none: add some, or set `evaluate: null`"
             )
         self._stack = ExitStack()
+        format, tokenizer = self._task.reasoning_parser, worker.policy.tokenizer
+        self._parser = None if format is None else ReasoningParser(format, tokenizer, "task.reasoning_parser")
+        self._parsed: list[Parsed] = []  # the last completions that were scored
 
     def _encode(self, problems: Sequence[Problem]) -> list[Prompt]:
         policy = self._worker.policy
@@ -79,15 +83,26 @@ class HeldOutTask:
     def _score(
         self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], progress: Progress
     ) -> list[ScoreResult]:
-        pairs = zip(prompts, groups, strict=True)
-        return self._scoring.score([(prompt.problem, one.text) for prompt, group in pairs for one in group], progress)
+        pairs = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+        answers = self._answers([(prompt.tokens, one) for prompt, one in pairs])
+        return self._scoring.score(
+            [(prompt.problem, text) for (prompt, _), text in zip(pairs, answers, strict=True)], progress
+        )
+
+    def _answers(self, completions: Sequence[tuple[Sequence[int], Completion]]) -> list[str]:
+        """What is scored of completions after these prompts."""
+        if self._parser is None:
+            return [one.text for _, one in completions]
+        stop = self._config.rollout.stop
+        self._parsed = [self._parser.parse(prompt, one, stop) for prompt, one in completions]
+        return [one.answer for one in self._parsed]
 
     def _score_episodes(self, episodes: Sequence[Episode], progress: Progress) -> list[ScoreResult]:
         """The scores of episodes: the environment's, or, if it gives none, the task's for the last turn."""
         left = [one for one in episodes if one.scored is None]
-        found = iter(
-            self._scoring.score([(one.prompt.problem, one.last_text) for one in left], progress) if left else []
-        )
+        answers = self._answers([one.last_turn for one in left])
+        work = [(one.prompt.problem, text) for one, text in zip(left, answers, strict=True)]
+        found = iter(self._scoring.score(work, progress) if left else [])
         return [one.scored if one.scored is not None else next(found) for one in episodes]
 
 
@@ -170,4 +185,5 @@ class TaskRollouts(HeldOutTask):
         return [Sample(*parts, 0.0, True) for parts in zip(owners, completions, scored, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        return self._source.metrics() if self._episodes is None else self._episodes.figures
+        figures = self._source.metrics() if self._episodes is None else self._episodes.figures
+        return {**figures, **reasoning_metrics(self._parsed)}

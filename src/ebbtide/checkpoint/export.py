@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ebbtide.checkpoint.contents import read_config
+from ebbtide.checkpoint.export_full import find_full_checkpoint, write_full
 from ebbtide.checkpoint.initial_model import check_base, load_initial, load_weights
 from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint
 from ebbtide.checkpoint.resume import FOLDER
@@ -22,7 +23,8 @@ from ebbtide.checkpoint.tensors import TensorReader
 from ebbtide.config.adapter import CONFIG as ADAPTER_CONFIG
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.model.load import uninitialized_model
+from ebbtide.model.files import is_language_part
+from ebbtide.model.load import prepare_model, uninitialized_model
 from ebbtide.model.lora import base_digest, merge_adapters
 from ebbtide.model.peft_format import write_adapter
 from ebbtide.system.transformers_internals import forget_quantized_file
@@ -81,10 +83,17 @@ def read_model(saved: Checkpoint) -> tuple[PreTrainedModel, PreTrainedTokenizerB
 
 
 def export(
-    run: Path, out: Path, step: int | None = None, say: Callable[[str], None] = print, *, merge: bool = False
+    run: Path,
+    out: Path,
+    step: int | None = None,
+    say: Callable[[str], None] = print,
+    *,
+    merge: bool = False,
+    full: bool = False,
 ) -> Checkpoint:
     """Writes a checkpoint's model, tokenizer and chat template to a new or empty folder that transformers can load. Of
-    a run with adapters it is those, in PEFT's format; with `merge` the model with them.
+    a run with adapters it is those, in PEFT's format; with `merge` the model with them. Of the language part of a
+    multimodal model it is that part; with `full` the whole model with it.
 
     Either all files are written or none. Returns the checkpoint: the one of the step, or the newest.
     """
@@ -110,6 +119,14 @@ def export(
             f"the adapter was trained beside weights in {config.model.base} (`model.base`), and adds to others"
             " elsewhere: export with `--merge` to have the model that was trained"
         )
+    if lora is not None and not merge and is_language_part(config.model):
+        say(
+            f"the adapter is for the language part of {config.model.path} alone, which is not what every tool loads"
+            " from there: export with `--merge` to have one model"
+        )
+    if full and lora is not None and not merge:
+        raise UserError("`--full` writes weights, and the run has adapters: export with `--merge --full`")
+    whole = find_full_checkpoint(config.model) if full else None
     target = out.resolve()
     unfinished = None
     try:
@@ -120,7 +137,13 @@ def export(
             write_adapter(model, lora, base, unfinished)
         else:
             forget_quantized_file(model)
-            model.save_pretrained(unfinished)
+            _name_end_tokens(model, tokenizer, config)
+            if whole is None:
+                model.save_pretrained(unfinished)
+            else:
+                write_full(model, whole, unfinished)
+                if model.generation_config is not None:
+                    model.generation_config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         _apply_umask(unfinished)
         # An existing folder may be somebody's working directory, so it is not replaced. config.json comes last: with it
@@ -138,6 +161,14 @@ def export(
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
     return saved
+
+
+def _name_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    """Writes all tokens that ended a completion in the run into the model's generation config, where other tools look
+    for them."""
+    ends = prepare_model(model, tokenizer, config.model).end_tokens
+    if ends and model.generation_config is not None:
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
 def _apply_umask(folder: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -115,6 +115,8 @@ class NamedAdapter(NamedTuple):
     """Its settings, with where it is (`adapter`)."""
     is_templated: bool
     """Whether chats are rendered with the chat template: not where it was trained without."""
+    template_arguments: Mapping[str, Any]
+    """The arguments of the chat template with which it was trained."""
     called: str
     """How an error names it."""
 
@@ -125,5 +127,6 @@ def find_adapters(places: Mapping[str, str], say: Callable[[str], None]) -> list
     for name, place in places.items():
         called = f"`lora.{name}: {place}`"
         lora, model = find_adapter(place, called, "place of the model: `ebbtide serve RUN`", say)
-        found.append(NamedAdapter(name, lora, model is None or model.chat_template, called))
+        templated, arguments = (True, {}) if model is None else (model.chat_template, model.chat_template_kwargs)
+        found.append(NamedAdapter(name, lora, templated, arguments, called))
     return found

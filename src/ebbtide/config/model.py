@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import date
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ebbtide.config.base import Count, Section
 
@@ -110,13 +110,30 @@ def resolve_dtype(name: str, device_type: str) -> str:
 
 BaseKind = Literal["float8", "int4"]
 
+TEMPLATE_ARGUMENTS = frozenset(
+    {
+        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Arguments of a chat template, and of the function that renders it, that are set here."""
+
+
+def find_template_problem(arguments: dict[str, Any]) -> str | None:
+    """What is wrong with arguments for the chat template; None if nothing is."""
+    if taken := sorted(TEMPLATE_ARGUMENTS & arguments.keys()):
+        return f"`{taken[0]}` is set by Ebbtide itself: remove it"
+    return None
+
 
 class ModelConfig(Section):
     """The policy: exactly one of `path` and `scratch`."""
 
     path: str | None = None
     """A local Hugging Face folder, a hub id such as `Qwen/Qwen3-0.6B`, a `.gguf` file, `package:NAME/FILE` for a file
-    inside an installed Python package, or the folder of another run, to start from its newest checkpoint.
+    inside an installed Python package, or the folder of another run, to start from its newest checkpoint. Of a
+    multimodal model the language part is trained (docs/checkpoints.md).
     Python code in the model's files is never run (no `trust_remote_code`)."""
 
     weights: str | None = None
@@ -144,6 +161,10 @@ class ModelConfig(Section):
     """Render problems with the tokenizer's chat template if it has one. Otherwise the messages' texts are joined as
     they are; control tokens (special tokens) come only from a template."""
 
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments for the chat template, such as `{enable_thinking: false}`, wherever it is rendered. The template's text
+    has their names; one that it does not use is warned of."""
+
     chat_date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
     """Date for chat templates that print one, as Llama 3's does, such as `"2026-11-16"`; `null` is the day on which
     the run started, which is written to its config.yaml so that a resumed run has the same prompts."""
@@ -164,6 +185,22 @@ class ModelConfig(Section):
             date.fromisoformat(self.chat_date or "2000-01-01")
         except ValueError as error:
             raise ValueError(f"`model.chat_date` is {self.chat_date!r}, which is not a date: {error}") from None
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _arguments_are_free(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if problem := find_template_problem(given):
+            raise ValueError(problem)
+        return given
+
+    @model_validator(mode="after")
+    def _template_is_used(self) -> ModelConfig:
+        if self.chat_template_kwargs and not self.chat_template:
+            raise ValueError(
+                "`chat_template_kwargs` are for the chat template, and `chat_template: false` switches it off: remove"
+                " one of the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from ebbtide.config.base import Count, Port, Section
-from ebbtide.config.model import BaseKind
+from ebbtide.config.model import BaseKind, find_template_problem
+from ebbtide.config.reasoning import ReasoningFormat, check_format
 from ebbtide.config.root import Config
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -40,6 +41,15 @@ class ServeConfig(Section):
     """Quantize the linear layers of the model's blocks when it is loaded (`model.base`); a run with a quantized base
     has its own."""
 
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments for the chat template of every chat, such as `{enable_thinking: false}`, besides those of a run's
+    `model.chat_template_kwargs`. A request's own `chat_template_kwargs` come before both."""
+
+    reasoning_parser: ReasoningFormat | None = None
+    """Answer chats with the reasoning apart, as `reasoning_content` beside `content`: `think` (between `<think>` and
+    `</think>`), `harmony` (the channels of gpt-oss), a list of the two texts around it, or `auto`, what the chat
+    template has of these. `null` leaves it in `content`."""
+
     batch: Count = 64
     """Maximum number of sequences that are decoded at the same time. The KV cache is sized for this many of
     `max_length`, or for as many tokens as fit into memory."""
@@ -55,6 +65,18 @@ class ServeConfig(Section):
 
     stop_seconds: Annotated[float, Field(ge=0.0)] = 30.0
     """How long running requests may continue after the first Ctrl-C or SIGTERM; a second one ends them at once."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _arguments_are_free(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if problem := find_template_problem(given):
+            raise ValueError(problem)
+        return given
+
+    @field_validator("reasoning_parser", mode="before")
+    @classmethod
+    def _format_is_known(cls, given: Any) -> Any:
+        return check_format(given)
 
     @field_validator("lora", mode="before")
     @classmethod

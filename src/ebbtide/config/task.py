@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from ebbtide.config.base import Count, Natural, Positive, Section
 from ebbtide.config.environment import EnvironmentConfig
+from ebbtide.config.reasoning import ReasoningFormat, check_format
 
 
 class BuiltinTaskConfig(Section):
@@ -95,6 +96,11 @@ class TaskConfig(Section):
     system: str | None = None
     """System message put before every problem."""
 
+    reasoning_parser: ReasoningFormat | None = None
+    """Score only what follows the reasoning of a completion, which is nothing if that does not end: `think` (between
+    `<think>` and `</think>`), `harmony` (the channels of gpt-oss), a list of the two texts around it, or `auto`, what
+    the chat template has of these. The prompt may open the reasoning. `null` scores the whole completion."""
+
     extract: str | None = None
     """Regular expression with one group: only its last match in a completion is scored, and no match scores 0.
     `null` scores the whole completion."""
@@ -120,6 +126,11 @@ class TaskConfig(Section):
     environment: EnvironmentConfig | None = None
     """If set, problems are played with an environment over several turns (docs/environments.md). Without a source of
     problems, it has its own, one for each of `size` seeds."""
+
+    @field_validator("reasoning_parser", mode="before")
+    @classmethod
+    def _format_is_known(cls, given: Any) -> Any:
+        return check_format(given)
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> TaskConfig:

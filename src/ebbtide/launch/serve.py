@@ -19,6 +19,7 @@ from ebbtide.config.rollout import RolloutConfig
 from ebbtide.config.serve import SamplerConfig, ServeConfig
 from ebbtide.config.train import TrainConfig
 from ebbtide.errors import UserError
+from ebbtide.model.chat_template import unused_arguments_warning
 from ebbtide.model.joined_weights import join
 from ebbtide.model.load import LoadedModel, load_pretrained, pick_device, pick_dtype, prepare_model
 from ebbtide.model.lora import adapted_layers
@@ -45,16 +46,21 @@ def serve(source: str, config: ServeConfig, key: str | None, say: Callable[[str]
                 f"warning: anyone who reaches {config.host} can use this server: set an API key ({API_KEY_VARIABLE} or"
                 " --api-key-file)"
             )
-        loaded, templated = load_served(source, config, say)
+        loaded, settings = load_served(source, config, say)
+        arguments = {**settings.chat_template_kwargs, **config.chat_template_kwargs}
+        if doubt := unused_arguments_warning(loaded.tokenizer, arguments, "chat_template_kwargs"):
+            say(f"warning: {doubt}")
         if adapters:
             _add_adapters(loaded.model, adapters, say)
         _join(loaded.model)
         longest = _max_length(loaded, config)
         queue = RequestQueue(config.max_queue, config.stop_seconds)
         limits = RequestLimits(longest - 1, longest - 1, longest, config.max_queue)
-        served = describe_served_model(name, loaded, limits, templated)
-        with_adapters = [served.with_adapter(one.name, i, one.is_templated) for i, one in enumerate(adapters, 1)]
-        models = served, *with_adapters
+        served = describe_served_model(name, loaded, limits, settings.chat_template, arguments, config.reasoning_parser)
+        models = [served]
+        for number, one in enumerate(adapters, 1):
+            own = {**one.template_arguments, **config.chat_template_kwargs}
+            models.append(served.with_adapter(one.name, number, one.is_templated, own))
         server = run_http_server(queue, models, listening, key=key, max_body=1024 * config.max_body_kib)
         with (
             Worker(_sampler_config(config, longest), trains=False, loaded=loaded) as worker,
@@ -82,17 +88,19 @@ def _sampler_config(config: ServeConfig, longest: int) -> SamplerConfig:
     )
 
 
-def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) -> tuple[LoadedModel, bool]:
-    """Loads a model or the newest undamaged checkpoint of a run; returns it and whether to use its chat template."""
+def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) -> tuple[LoadedModel, ModelConfig]:
+    """Loads a model or the newest undamaged checkpoint of a run; returns it and its settings, which say how chats are
+    rendered."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     run = Path(source).expanduser()
     if not (run / FOLDER).is_dir():
+        settings = ModelConfig(path=source)
         if config.base is None:
-            return load_pretrained(ModelConfig(path=source), device, dtype), True
-        loaded = load_pretrained(ModelConfig(path=source), torch.device("cpu"), dtype)
+            return load_pretrained(settings, device, dtype), settings
+        loaded = load_pretrained(settings, torch.device("cpu"), dtype)
         quantize_model(loaded.model, config.base, device)
-        return loaded, True
+        return loaded, settings
     saved, model, tokenizer, trained = read_newest(run, None, say)
     if config.base is not None and trained.model.lora is not None:
         raise UserError(f"`base: {config.base}`: {source} is a run with adapters, whose `model.base` counts: remove it")
@@ -104,7 +112,7 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
             parameter.data = parameter.data.to(dtype)
     if config.base is not None:
         quantize_model(model, config.base, device)
-    return prepare_model(model.to(device), tokenizer, trained.model), trained.model.chat_template
+    return prepare_model(model.to(device), tokenizer, trained.model), trained.model
 
 
 def _add_adapters(model: PreTrainedModel, adapters: Sequence[NamedAdapter], say: Callable[[str], None]) -> None:

@@ -3,25 +3,17 @@ random weights."""
 
 from __future__ import annotations
 
-import logging
-import struct
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from io import StringIO
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -29,38 +21,18 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ebbtide.config.model import ModelConfig, resolve_dtype
-from ebbtide.config.model_path import check_exists, locate
+from ebbtide.config.model_path import locate
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
+from ebbtide.model.chat_template import turn_end
 from ebbtide.model.families import family_named, family_of, part_of
-from ebbtide.model.tokenizer import scratch_tokenizer
-from ebbtide.system.printable import printable_lines
-from ebbtide.system.transformers_internals import attention_implementation, log_handlers, needs_own_code
+from ebbtide.model.files import NO_CODE, read_config, read_tokenizer, read_weights, refuse_pickles, refuse_quantized
+from ebbtide.system.transformers_internals import attention_implementation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Exceptions that transformers raises on truncated files or wrong values.
-BROKEN = (
-    *(OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError),
-    *(struct.error, SafetensorError, UnpicklingError, StrictDataclassError),
-)
-FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes that are not quantized, by their names in safetensors
 MakeModel = Callable[[Config, torch.dtype, torch.device], "PreTrainedModel"]
-NO_CODE = {"trust_remote_code": False}
-"""An argument for every function of transformers that reads a model: without it transformers asks on stdin whether to
-run a folder's own Python code, and a `y` runs it."""
-
-
-def _escape_controls(record: logging.LogRecord) -> bool:
-    """Escapes control characters in transformers' messages, which may contain names from a model's files."""
-    record.msg, record.args = printable_lines(record.getMessage()), ()
-    return True
-
-
-transformers_logging.set_verbosity_error()  # Ebbtide explains what is wrong with a model itself.
-for handler in log_handlers():
-    handler.addFilter(_escape_controls)
 
 
 @dataclass(frozen=True)
@@ -71,6 +43,8 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     generate_attention: str
     """The name of the attention implementation that transformers chose for this model; `generate` uses it."""
+    turn_end: int | None = None
+    """The token with which the chat template ends a turn, where it is used."""
 
     @property
     def vocabulary_rows(self) -> int:
@@ -80,7 +54,8 @@ class LoadedModel:
 
     @property
     def end_tokens(self) -> list[int]:
-        """Every token that ends a completion: a chat model has an end of turn in addition to its end of text."""
+        """Every token that ends a completion: those of the model's generation_config.json and the tokenizer's end of
+        text, and then the end of a turn by the chat template, which not every generation_config.json names."""
         named = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
         found = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id} - {None}
         if odd := [token for token in found if not isinstance(token, int)]:
@@ -88,7 +63,8 @@ class LoadedModel:
                 f"`eos_token_id` in the model's generation_config.json is {odd[0]!r}, and token ids are integers: fix"
                 " that file"
             )
-        return sorted(found)
+        is_other = self.turn_end is not None and self.turn_end not in found and self.turn_end < self.vocabulary_rows
+        return [*sorted(found), *([self.turn_end] if is_other else [])]
 
 
 def pick_device(name: str) -> torch.device:
@@ -122,7 +98,7 @@ def load_model(config: Config, device: torch.device | None = None, make: MakeMod
     if config.model.scratch is None:
         loaded = load_pretrained(config.model, device, dtype)
     else:
-        loaded = prepare_model(make(config, dtype, device), _tokenizer(config.model), config.model)
+        loaded = prepare_model(make(config, dtype, device), read_tokenizer(config.model), config.model)
     context = getattr(loaded.model.config, "max_position_embeddings", None)
     config.check_context(context)
     return loaded
@@ -130,60 +106,25 @@ def load_model(config: Config, device: torch.device | None = None, make: MakeMod
 
 def load_pretrained(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """The model at `model.path`."""
-    tokenizer = _tokenizer(config)
+    tokenizer = read_tokenizer(config)
     return prepare_model(_weights(config, dtype).to(device), tokenizer, config)
 
 
 def _weights(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model at `model.path` on the CPU, with all of its weights."""
     transformers_logging.disable_progress_bar()  # Ebbtide shows its own progress.
-    model: PreTrainedModel
-    _refuse_pickles(config)
-    model, info = _pretrained(config, AutoModelForCausalLM, dtype=dtype, output_loading_info=True, use_safetensors=True)
+    refuse_pickles(config)
+    model, info = read_weights(config, dtype)
     if absent := sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}):
         raise UserError(
             f"`model.path: {config.path}` lacks {len(absent)} of the model's weights, or has them in another shape "
             f"({', '.join(absent[:3])}), and they would be random: download the complete model"
         )
-    _refuse_quantized(config, {name for name, _ in model.named_parameters()})
+    refuse_quantized(config, {name for name, _ in model.named_parameters()})
     # Some files have transposed matrices; the optimizer and the kernels need contiguous ones.
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     return model
-
-
-def _refuse_quantized(config: ModelConfig, weights: set[str]) -> None:
-    """Refuses quantized weights whose scales the config does not declare: transformers would use the codes as they
-    are."""
-    assert config.path is not None  # The caller loads `model.path`.
-    place, gguf = locate(config.path)
-    folder = Path(place)
-    if gguf is not None or not folder.is_dir() or "quantization_config" in _pretrained(config, AutoConfig).to_dict():
-        return
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in weights.intersection(opened.keys()):
-                if (kind := opened.get_slice(name).get_dtype()) not in FLOATS:
-                    raise UserError(
-                        f"`model.path: {config.path}` has {name} as {kind} in {file.name}, but its config.json does not"
-                        " say how it is quantized: get the model in bfloat16, float16 or float32"
-                    )
-
-
-def _refuse_pickles(config: ModelConfig) -> None:
-    """Refuses a folder with pickle files only. For a hub id, transformers itself says that there are no
-    safetensors."""
-    assert config.path is not None  # The caller loads `model.path`.
-    place, gguf = locate(config.path)
-    folder = Path(place)
-    if gguf is not None or not folder.is_dir() or any(folder.glob("*.safetensors*")):
-        return
-    if found := sorted(folder.glob("pytorch_model*.bin")):
-        raise UserError(
-            f"`model.path: {config.path}` has its weights in {found[0].name}, a pickle file, which can run code when it"
-            " is loaded: only safetensors are read. Get the model as safetensors, or, if you trust it, convert it with"
-            " transformers: `AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)`"
-        )
 
 
 def prepare_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> LoadedModel:
@@ -191,7 +132,7 @@ def prepare_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, co
     # On a CPU without bf16 units this warning has 20 lines, and its only content is that matmuls are slow.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     model.eval()
-    loaded = LoadedModel(model, tokenizer, attention_implementation(model.config))
+    loaded = LoadedModel(model, tokenizer, attention_implementation(model.config), turn_end(tokenizer, config))
     _check(loaded, config)
     return loaded
 
@@ -217,7 +158,7 @@ def uninitialized_model(config: Config, dtype: torch.dtype) -> tuple[PreTrainedM
     if config.model.path is not None and (files := locate(config.model.path)).gguf is None:
         with suppress(OSError):  # Not every model has a generation_config.json.
             model.generation_config = GenerationConfig.from_pretrained(files.folder)
-    return model, _tokenizer(config.model)
+    return model, read_tokenizer(config.model)
 
 
 def _saved_buffers(model: PreTrainedModel) -> list[str]:
@@ -230,8 +171,8 @@ def model_config(config: Config) -> PretrainedConfig:
     """The transformers config of the model, without weights."""
     shape = config.model.scratch
     if shape is None:
-        return _pretrained(config.model, AutoConfig)
-    tokenizer = _tokenizer(config.model)
+        return read_config(config.model)
+    tokenizer = read_tokenizer(config.model)
     sparse = {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
@@ -253,61 +194,6 @@ def model_config(config: Config) -> PretrainedConfig:
         eos_token_id=tokenizer.eos_token_id,
         **(sparse if family_named(shape.architecture).sparse else {}),
     )
-
-
-def _pretrained(config: ModelConfig, kind: Any, **options: Any) -> Any:
-    """A model, config or tokenizer (`kind`) from `model.path`."""
-    assert config.path is not None  # The config has exactly one of the two.
-    folder, gguf = locate(config.path)
-    if gguf is not None:
-        options["gguf_file"] = gguf
-    # The GGUF reader prints a progress bar over ours.
-    with refuse_broken_files(config), redirect_stderr(StringIO()) if gguf else nullcontext():
-        return kind.from_pretrained(folder, **NO_CODE, **options)
-
-
-@contextmanager
-def refuse_broken_files(config: ModelConfig) -> Iterator[None]:
-    """Inside this context, exceptions of code that reads a model's files become a UserError about `model.path`."""
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(f"`model.path: {config.path}` needs a package that is not installed: {error}") from None
-    except BROKEN as error:
-        _refuse_code(error, f"`model.path: {config.path}`")
-        raise UserError(
-            f"`model.path: {config.path}` could not be loaded as a causal language model:"
-            f" {' '.join(str(error).split())} (check the name and the network, or name a local folder)"
-        ) from None
-
-
-def _tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase
-    if config.tokenizer is not None:
-        check_exists(config.tokenizer, "model.tokenizer")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **NO_CODE)
-        except (OSError, ValueError) as error:
-            _refuse_code(error, f"`model.tokenizer: {config.tokenizer}`")
-            raise UserError(
-                f"`model.tokenizer: {config.tokenizer}` could not be loaded: {' '.join(str(error).split())}"
-            ) from None
-    elif config.scratch is not None:
-        tokenizer = scratch_tokenizer(config.scratch.alphabet)
-    else:
-        tokenizer = _pretrained(config, AutoTokenizer)
-    return tokenizer
-
-
-def _refuse_code(error: Exception, called: str) -> None:
-    """Raises a clear error if transformers lacks the permission to run a model's code; its own message names an
-    argument that cannot be set here."""
-    if needs_own_code(error):
-        raise UserError(
-            f"{called} needs its own Python code (`auto_map` in its config.json or tokenizer_config.json) for a class"
-            " that transformers lacks, and Ebbtide never runs a model's code: choose a model that transformers"
-            " supports, or install a newer transformers that supports this one"
-        ) from None
 
 
 def _check(loaded: LoadedModel, config: ModelConfig) -> None:
@@ -369,9 +255,12 @@ def head_weight(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 def logit_scaling(config: PretrainedConfig) -> tuple[float, float | None]:
     """The scale of this family's logits, and their softcap if there is one."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    text = config.get_text_config()
+    scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere
+    scale *= float(getattr(text, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
+    other = float(getattr(text, "logits_scaling", None) or 1.0)
+    scale = scale * other if text.model_type == "hyperclovax" else scale / other  # Granite divides
+    softcap = getattr(text, "final_logit_softcapping", None)  # Gemma 2
     return scale, float(softcap) if softcap is not None else None
 
 

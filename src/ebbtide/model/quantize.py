@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 from ebbtide.config.model import BaseKind
 from ebbtide.config.root import Config
 from ebbtide.model.families import family_of
+from ebbtide.model.files import NO_CODE
 from ebbtide.model.linear import linear
-from ebbtide.model.load import NO_CODE, layers_of, model_config
+from ebbtide.model.load import layers_of, model_config
 from ebbtide.model.lora_targets import no_quantized_experts
 from ebbtide.model.quantized_sizes import group_size
 from ebbtide.system.transformers_internals import initialize

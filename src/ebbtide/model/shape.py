@@ -16,6 +16,7 @@ from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
 from ebbtide.model.families import FAMILIES, family_named, has_bias
 from ebbtide.model.gguf import read_gguf_config
+from ebbtide.model.language_part import text_config
 from ebbtide.model.lora_targets import check_targets, no_quantized_experts
 from ebbtide.system.units import ceil_div
 
@@ -392,4 +393,6 @@ def _find_shape(config: ModelConfig) -> Shape:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:  # The file is missing, no text, or no JSON.
         raise UserError(f"{called} has no readable config.json: {error}") from None
+    if isinstance(found, Mapping):
+        found = text_config(found, Path(folder) if Path(folder).is_dir() else None)
     return from_config(found, called)

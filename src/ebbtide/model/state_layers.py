@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from inspect import Parameter, signature, unwrap
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,12 @@ PADDED = 1.25
 """On a GPU, sequences of similar lengths are padded to one batch, of at most so many times their tokens."""
 
 NO_LIMIT = (0.0, math.inf)  # of Mamba's time steps
+KERNELS = {
+    "gated_delta_rule": ("fla", "ebbtide[fla]"),
+    "kda": ("fla", "ebbtide[fla]"),
+    "mamba2_chunk_scan": ("mamba_ssm", "mamba-ssm causal-conv1d"),
+}
+"""A part of the names of functions that layers call -> the module with kernels for them, and what to install."""
 _ASKS_FOR_STATE = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}  # methods of transformers' caches
 _CACHES, _MASKS = {"cache_params", "past_key_values"}, {"attention_mask", "conv_mask"}
 
@@ -40,8 +47,13 @@ States = dict[StateName, Tensor]
 
 def has_state(module: nn.Module) -> bool:
     """Whether a module passes a state from token to token: whether its forward asks a cache for one."""
+    return not _ASKS_FOR_STATE.isdisjoint(_code_names(module))
+
+
+def _code_names(module: nn.Module) -> Sequence[str]:
+    """The functions and attributes that a module's forward names."""
     code = getattr(unwrap(type(module).forward), "__code__", None)
-    return code is not None and not _ASKS_FOR_STATE.isdisjoint(code.co_names)
+    return () if code is None else code.co_names
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class StateLayers:
     """All layers of a model that have a state. It knows which sequences the model runs on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.hidden_size = int(model.config.get_text_config().hidden_size)
+        self._model = model
         self.layers = [StateLayer(self, module) for module in decoder(model).modules() if has_state(module)]
         self.lengths: list[int] | None = None
         """The lengths of packed sequences, in training."""
@@ -105,25 +117,21 @@ class StateLayers:
         if self.layers:
             decoder(model).register_forward_pre_hook(self._begin, with_kwargs=True)
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self._model.config.get_text_config().hidden_size)
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         starts = named.get("cu_seq_lens_q")
         self.lengths = None if starts is None else starts.diff().tolist()
         self.state_pass = getattr(named.get("paged_pass"), "states", None)
-
-    def new_slots(self, count: int) -> list[States]:
-        """Allocates `count` slots for the states of each layer."""
-        return [layer.new_slots(count) for layer in self.layers]
-
-    def bytes_per_slot(self) -> int:
-        """The bytes of the states of one sequence."""
-        return sum(state.nbytes for layer in self.layers for state in layer.sizes.values())
 
 
 class StateLayer:
     """The forward of one layer with a state, in place of its own."""
 
     def __init__(self, owner: StateLayers, module: nn.Module) -> None:
-        self.owner, self._module, self._own = owner, module, module.forward
+        self.owner, self.module, self._own = owner, module, module.forward
         self._signature = signature(self._own)
         parameters = self._signature.parameters
         self._input = next(iter(parameters))  # what it gets of each token
@@ -141,7 +149,7 @@ class StateLayer:
         for name in {self._rest or self._cache, self._cache}:  # sequences are kept apart here, and not by the layer
             given.pop(name, None)
         if any(given.get(name) is not None for name in _MASKS):
-            raise UserError(f"a {type(self._module).__name__} of the model is given a mask, which is not supported")
+            raise UserError(f"a {type(self.module).__name__} of the model is given a mask, which is not supported")
         tokens = given.pop(self._input)
         if state_pass is not None:
             return self._continue(tokens, given, state_pass)
@@ -197,22 +205,25 @@ class StateLayer:
     @cached_property
     @torch.no_grad()
     def _continues(self) -> bool:
-        """Whether it computes several tokens after a state from that state on: transformers' Mamba 1 begins anew."""
+        """Whether several tokens after a state depend on all of it: transformers' Mamba 1 forgets a part."""
         numbers = torch.arange(4 * self.owner.hidden_size, device=self._weight.device).sin()
         tokens = numbers.view(1, 4, -1).to(self._weight.dtype)
         _, states = self._step(tokens[:, :2], self._empty, {})
-        after, _ = self._step(tokens[:, 2:], self._empty, states)
-        at_once = self._own(**self._empty, **{self._input: tokens, self._cache: None})
-        if isinstance(after, tuple):
-            after, at_once = after[0], at_once[0]
-        return bool((after - at_once[:, 2:]).norm() <= 0.05 * at_once[:, 2:].norm())
+
+        def after(changed: States) -> Tensor:
+            copies = {name: state.clone() for name, state in {**states, **changed}.items()}
+            output, _ = self._step(tokens[:, 2:], self._empty, copies)
+            found: Tensor = output[0] if isinstance(output, tuple) else output
+            return found
+
+        return not any(torch.equal(after({}), after({name: -state})) for name, state in states.items())
 
     def _limit_time_steps(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
-        """Limits the time steps of Mamba 2, softplus(x + bias), in the paged engine as in training: transformers does
-        that for several tokens, and not for one."""
-        if self.owner.state_pass is None:
+        """Limits the time steps of Mamba 2, softplus(x + bias), when tokens are sampled as in training: transformers
+        does that for several tokens, and not for one."""
+        if self.owner.lengths is not None:
             return output
-        module: Any = self._module
+        module: Any = self.module
         low, high = (_softplus_inverse(limit) - module.dt_bias.float() for limit in module.time_step_limit)
         steps = output[..., -module.num_heads :].float().clamp(low, high)
         return torch.cat([output[..., : -module.num_heads], steps.to(output.dtype)], -1)
@@ -230,7 +241,7 @@ class StateLayer:
 
     @property
     def _weight(self) -> Tensor:
-        return next(self._module.parameters())
+        return next(self.module.parameters())
 
     @property
     def _empty(self) -> dict[str, Any]:
@@ -280,6 +291,16 @@ def _by_token(outputs: Sequence[Any], join: Callable[[Sequence[Tensor]], Tensor]
         join(parts) if isinstance(parts[0], Tensor) and parts[0].shape[:2] == tokens else None
         for parts in zip(*outputs, strict=True)
     )
+
+
+def missing_kernels(model: PreTrainedModel) -> str:
+    """What to say of layers that run in plain torch on a GPU, because a package with kernels for them is missing."""
+    modules = [layer.module for layer in state_layers(model).layers] if model.device.type == "cuda" else []
+    names = {name for module in modules for name in _code_names(module)}
+    for part, (package, install) in KERNELS.items():
+        if any(part in name for name in names) and find_spec(package) is None:
+            return f"layers with states run in plain torch, which is slow: `pip install {install}` has kernels for them"
+    return ""
 
 
 def state_layers(model: PreTrainedModel) -> StateLayers:

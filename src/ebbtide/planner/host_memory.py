@@ -18,15 +18,8 @@ from ebbtide.memory.costs import HoldingBytes
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.move_costs import host_bytes_of
 from ebbtide.memory.plan import Plan
-from ebbtide.model.load import (
-    NO_CODE,
-    head_weight,
-    layers_of,
-    model_config,
-    pick_device,
-    pick_dtype,
-    refuse_broken_files,
-)
+from ebbtide.model.files import NO_CODE, refuse_broken_files
+from ebbtide.model.load import head_weight, layers_of, model_config, pick_device, pick_dtype
 from ebbtide.model.lora import add_adapters
 from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape

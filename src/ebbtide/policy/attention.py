@@ -69,10 +69,16 @@ def _chunk(module: nn.Module) -> int | None:
     return size
 
 
+def scales_by_place(found: object) -> bool:
+    """Whether a layer, or the layers that a config describes, scale queries by their places in a row, where padding
+    counts as well."""
+    return bool(getattr(found, "attn_temperature_tuning", False))
+
+
 def scaled_by_position(module: nn.Module, query: Tensor, positions: Callable[[], Tensor]) -> Tensor:
     """The queries [1, heads, T, channels] of tokens in a row, scaled by their positions in their sequences ([T], which
     is called for only then): Llama 4's layers without rope have scaled them by their places in the row."""
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+    if not scales_by_place(module) or getattr(module, "use_rope", True):
         return query
     every, by = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
     places = torch.arange(query.shape[2], device=query.device)

@@ -19,6 +19,7 @@ from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.gauge import transient
 from ebbtide.memory.residency import Residency
 from ebbtide.model.load import LoadedModel, blocks_of, decoder, head_weight, logit_scaling
+from ebbtide.model.state_layers import missing_kernels
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import GATHERED
 from ebbtide.parallel.dtensor import is_fsdp_module, unsharded
@@ -129,6 +130,8 @@ class Policy:
         """Replaces the forwards of the model's blocks by fused ones, on a GPU, where they compute the same. `joins`:
         whether the weights may move to lie side by side."""
         self._fused = fuse_blocks(self.model, self.device, self._ranks.mesh, note, joins=joins)
+        if slow := missing_kernels(self.model):
+            note(slow)
 
     @property
     def fused(self) -> FusedBlocks | None:

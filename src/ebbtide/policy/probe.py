@@ -20,11 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from ebbtide.errors import UserError
 from ebbtide.model.load import decoder, rope_limit
-from ebbtide.policy.attention import PACKED, packed_attention, requested_kind, unsupported_layer, use_attention
+from ebbtide.policy.attention import (
+    FUNCTIONS,
+    PACKED,
+    packed_attention,
+    requested_kind,
+    unsupported_layer,
+    use_attention,
+)
 from ebbtide.policy.attention_calls import AttentionCall, CallLog
 from ebbtide.policy.fuse import own_forwards
 from ebbtide.policy.separation import check_separation, not_packable
@@ -203,5 +210,5 @@ def _whole_mask(local_size: int | None = None, **wanted: Any) -> Tensor:
     return mask
 
 
-AttentionInterface.register(PROBED, _probed_attention)
+FUNCTIONS[PROBED] = _probed_attention
 AttentionMaskInterface.register(PROBED, _whole_mask)

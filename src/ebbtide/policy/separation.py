@@ -24,10 +24,19 @@ _STATEFUL = re.compile("mamba|ssm|delta|rwkv|recurrent|linearattention|lightning
 _STATE_WEIGHTS = {"A_log", "dt_bias", "time_decay"}
 
 
+NOT_COMPUTED = {
+    "index_topk": "an indexer chooses the keys that each token attends to, which is not computed here",
+    "index_topk_blocks": "an indexer chooses the keys that each token attends to, which is not computed here",
+    "ngram_size": "its embeddings depend on the tokens before, which are not kept apart here",
+}
+"""A key of configs -> what a family that has it computes. Without it the reason would be whatever failed first."""
+
+
 def not_packable(model: PreTrainedModel, why: str) -> UserError:
     """The error for a model that cannot be run on packed sequences."""
-    family = model.config.get_text_config().model_type
-    return UserError(f"`{family}` cannot be run on packed sequences ({why}): choose another model")
+    config = model.config.get_text_config()
+    why = next((known for key, known in NOT_COMPUTED.items() if getattr(config, key, None)), why)
+    return UserError(f"`{config.model_type}` cannot be run on packed sequences ({why}): choose another model")
 
 
 def not_finite(block: nn.Module) -> UserError:

@@ -31,8 +31,6 @@ def build_engine(
             make_room=make_room,
             exact=exact,
         )
-    from ebbtide.policy.probe import check_rope
-    from ebbtide.rollout.huggingface import HuggingFaceEngine
+    from ebbtide.rollout.huggingface_check import build_checked_engine
 
-    check_rope(loaded.model.config, rollout.max_prompt_tokens + rollout.max_new_tokens)
-    return HuggingFaceEngine(loaded, rollout.max_num_seqs)
+    return build_checked_engine(loaded, rollout.max_num_seqs, rollout.max_prompt_tokens + rollout.max_new_tokens)

@@ -13,7 +13,7 @@ import copy
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,8 +24,12 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ebbtide.config.model import ModelConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.task import Message
+
+REASONING_MARKS = {"<think>", "</think>", "<seed:think>", "</seed:think>"}
+"""Tokens of data that a template may write as well: at the end of a generation prompt, or around an empty reasoning."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,15 @@ class Encoder:
         templated: bool,
         day: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """`templated`: chats are rendered by the chat template, if there is one; else their texts are joined.
 
         `day`: the date for templates that contain one, as Llama 3's do; None: the current date, at each chat. `tools`:
-        the schemas of tools, for templates that describe them.
+        the schemas of tools, for templates that describe them. `arguments`: more arguments of the template
+        (`model.chat_template_kwargs`).
         """
-        self._tools = list(tools) or None
+        self._tools, self._arguments = list(tools) or None, dict(arguments or {})
         self._template = _dated(tokenizer.chat_template, day)
         self._tokenizer, self._templated = tokenizer, templated and bool(tokenizer.chat_template)
         added = list(tokenizer.added_tokens_decoder.values())
@@ -87,10 +93,29 @@ class Encoder:
             f"{before}(?P<quoted>{names}){after}|{before}|{after}|(?P<added>{_any_of(t.content for t in added)})"
         )
 
+    @classmethod
+    def configured(cls, tokenizer: Tokenizer, config: ModelConfig, tools: Sequence[dict[str, Any]] = ()) -> Encoder:
+        """As `model` says."""
+        return cls(
+            tokenizer,
+            templated=config.chat_template,
+            day=config.chat_date,
+            tools=tools,
+            arguments=config.chat_template_kwargs,
+        )
+
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> Encoder:
         """The same with other tools."""
         found = copy.copy(self)
         found._tools = list(tools) or None
+        return found
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Encoder:
+        """The same with these arguments of the template as well."""
+        if not arguments:
+            return self
+        found = copy.copy(self)
+        found._arguments = {**self._arguments, **arguments}
         return found
 
     @property
@@ -149,16 +174,14 @@ class Encoder:
         """A chat, with the generation prompt after it."""
         if not self._templated:
             return self.prepare_text("".join(message["content"] for message in messages))
-        if not any(self._quotes(message["role"]) or self._quotes(message["content"]) for message in messages):
+        if not any(self._quotes(str(text)) for message in messages for text in message.values()):
             return Prepared(self._rendered(messages, generation_prompt), None, special=False)
-        marked: list[Message] = [
-            {"role": self._marked(one["role"]), "content": self._marked(one["content"])} for one in messages
-        ]
+        marked = [{key: self._marked(str(text)) for key, text in message.items()} for message in messages]
         rendered = self._rendered(marked, generation_prompt)
         text = self._written.sub(lambda found: found["quoted"] or found["added"] or "", rendered)
         return Prepared(text, self._written.sub(self._renamed, rendered), special=False)
 
-    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -166,6 +189,7 @@ class Encoder:
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 chat_template=self._template,
+                **self._arguments,
             )
         except TemplateError:
             raise
@@ -233,8 +257,9 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _turn_tokens(tokenizer: Tokenizer, added: str) -> set[str]:
-    """Returns the added tokens that the chat template writes around messages, unless they are words or spaces: some
-    tokenizers do not mark these control tokens as special."""
+    """Returns the added tokens that the chat template writes around messages, unless they are words, spaces or the
+    marks of reasoning, which are part of what an assistant writes: some tokenizers do not mark these control tokens as
+    special."""
     found: set[str] = set()
     chat: list[Message] = [
         {"role": "user", "content": "0"},
@@ -246,6 +271,7 @@ def _turn_tokens(tokenizer: Tokenizer, added: str) -> set[str]:
             found |= set(
                 re.findall(added, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             )
+    found -= REASONING_MARKS
     return {name for name in found if not (name[0].isalnum() or name[-1].isalnum() or name.isspace())}
 
 

@@ -62,8 +62,13 @@ class Episode:
     """How long it waited for its environment."""
 
     @property
-    def last_text(self) -> str:
-        return self.turns[-1].completion.text if self.turns else ""
+    def last_turn(self) -> tuple[list[int], Completion]:
+        """(the tokens before the last turn of the policy, that turn)."""
+        if not self.turns:
+            return self.prompt.tokens, Completion([], [], [], self.finish, "")
+        turn, branch = self.turns[-1].completion, self.branches[-1]
+        first = branch.sampled[-len(turn.tokens)] if turn.tokens else len(branch.tokens)
+        return branch.tokens[:first], turn
 
     def turn_rewards(self, scored: ScoreResult) -> list[float]:
         """The rewards of its turns. What it gained at its end, or lost by a failure, is the last turn's."""

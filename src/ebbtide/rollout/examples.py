@@ -79,7 +79,7 @@ class ExampleEncoder:
     """Encodes examples for one model: `encode` for as many as fit, each from its columns."""
 
     def __init__(self, loaded: LoadedModel, config: Config, limit: int, overlong: str) -> None:
-        self._encoder = Encoder(loaded.tokenizer, templated=config.model.chat_template, day=config.model.chat_date)
+        self._encoder = Encoder.configured(loaded.tokenizer, config.model)
         self._rows, self._ends = loaded.vocabulary_rows, loaded.end_tokens
         self._limit, self._overlong = limit, overlong
         alphabet = config.model.scratch.alphabet if config.model.scratch is not None else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from ebbtide.model.load import LoadedModel
-from ebbtide.policy.attention import use_attention
+from ebbtide.policy.attention import scales_by_place, use_attention
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Request, SamplingParams, diverged_error
 from ebbtide.rollout.sampling import sample_tokens, uniforms
@@ -25,6 +25,7 @@ class HuggingFaceEngine:
     def __init__(self, loaded: LoadedModel, batch: int) -> None:
         self._model, self._tokenizer, self._attention = loaded.model, loaded.tokenizer, loaded.generate_attention
         self._batch = batch
+        self._pads = not scales_by_place(loaded.model.config.get_text_config())
         self._end_tokens = loaded.end_tokens
 
     @torch.no_grad()
@@ -34,7 +35,8 @@ class HuggingFaceEngine:
         samples = [(index, request.prompt, seed) for index, request in enumerate(requests) for seed in request.seeds]
         # Prompts of similar length share a batch, so that there is little padding.
         order = sorted(range(len(samples)), key=lambda i: len(samples[i][1]))
-        batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
+        alike = [order] if self._pads else _of_equal_length(order, [len(prompt) for _, prompt, _ in samples])
+        batches = [some[start : start + self._batch] for some in alike for start in range(0, len(some), self._batch)]
         completions: dict[int, Completion] = {}
         for number, members in enumerate(batches):
 
@@ -97,6 +99,11 @@ class HuggingFaceEngine:
         stop_points = [point for point in (next(ends, None), stopped_at) if point is not None]
         length = min(stop_points, default=len(tokens))
         return stop_condition.completion(tokens[:length], logprobs[:length], plain[:length], stopped=bool(stop_points))
+
+
+def _of_equal_length(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Splits indices that are sorted by their lengths."""
+    return [list(some) for _, some in itertools.groupby(order, key=lambda index: lengths[index])]
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def encode_prompts(
     """Encodes every problem as a prompt. All are checked before the first step, so that a bad one does not end a run
     hours later. Token ids must be below `rows`, the rows of the embedding."""
     prompts, limit = [], config.rollout.max_prompt_tokens
-    encoder = Encoder(tokenizer, templated=config.model.chat_template, day=config.model.chat_date)
+    encoder = Encoder.configured(tokenizer, config.model)
     alphabet = config.model.scratch.alphabet if config.model.scratch is not None else None
     for number, problem in enumerate(problems):
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
@@ -36,6 +36,13 @@ def forget_quantized_file(model: PreTrainedModel) -> None:
         model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+
+
+def forget_renaming(model: PreTrainedModel) -> None:
+    """Lets a model be saved with the names that its tensors have in it, not with those that they had in the files that
+    it was loaded from. It relies on `_weight_conversions`, which `save_pretrained` reverts."""
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
 
 
 def initialize(model: PreTrainedModel, module: nn.Module) -> None:
@@ -91,3 +98,20 @@ def needs_own_code(error: Exception) -> bool:
     """Whether loading failed because the model needs Python code of its own. It relies on that error's message, which
     names the argument `trust_remote_code`."""
     return "trust_remote_code" in str(error)
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str] | None:
+    """The variables that a tokenizer's chat template uses and does not set; None if the template cannot be read. It
+    relies on `_compile_jinja_template`, whose environment has the statements that templates may use, such as
+    `{% generation %}`."""
+    from jinja2 import TemplateError
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        template = tokenizer.get_chat_template()
+        environment = _compile_jinja_template(template).environment
+        found: set[str] = find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        return found
+    except (TemplateError, ValueError):
+        return None

@@ -144,4 +144,9 @@ def read_messages(prompt: Any, where: str) -> list[Message]:
         raise UserError(
             f"{where} must be a text or a list of messages with `role` and `content`, but has messages that {why}"
         )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    found: list[Message] = []
+    for message in messages:
+        found.append({"role": message["role"], "content": message["content"]})
+        if isinstance(thought := message.get("reasoning_content"), str) and thought:
+            found[-1]["reasoning_content"] = thought
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 
 class Message(TypedDict):
@@ -11,6 +11,8 @@ class Message(TypedDict):
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
+    """What an assistant thought before: chat templates of models that reason render it, or leave it out."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def find_message_problem(found: object) -> str | None:
         ):
             return "are not all texts with a `role` and a `content`"
     try:
-        "".join(message["role"] + message["content"] for message in found).encode()
+        texts = [text for message in found for text in message.values() if isinstance(text, str)]
+        "".join(texts).encode()
     except UnicodeEncodeError:
         return "contain half of a character (a lone surrogate), which no tokenizer accepts"
     return None

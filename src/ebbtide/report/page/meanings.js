@@ -15,6 +15,8 @@ const MEANINGS = [
   [/^completion_tokens\/(passed|failed)$/, "tokens", "mean length of completions that did so"],
   [/^completion_tokens_max$/, "tokens", "of the longest completion"],
   [/^finished$/, "share", "of completions that ended by themselves"],
+  [/^reasoning_unfinished$/, "share", "of completions whose reasoning did not end"],
+  [/^reasoning_tokens$/, "tokens", "up to the end of the reasoning, mean"],
   [/^turns$/, "turns", "of the policy, mean over the step's episodes"],
   [/^tool_calls$/, "calls", "of tools, mean over the step's episodes"],
   [/^tool_call_failures$/, "calls", "that could not be read or failed, mean over the step's episodes"],

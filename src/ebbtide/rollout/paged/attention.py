@@ -42,12 +42,11 @@ class CacheLayout:
 
     def shapes(self, slots: int) -> list[tuple[int, int, int]]:
         """Returns the shapes of the tensors of a KV cache of so many slots: the keys, then the values of each layer."""
-        sizes = ((one.kv_heads, channels) for one in self.own.values() for channels in _channels(one))
-        return [(slots, heads, channels) for heads, channels in sizes]
-
-
-def _channels(layer: LayerCache) -> tuple[int, int]:
-    return layer.key_channels, layer.value_channels
+        return [
+            (slots, one.kv_heads, channels)
+            for one in self.own.values()
+            for channels in (one.key_channels, one.value_channels)
+        ]
 
 
 class KVCache:
@@ -65,7 +64,7 @@ class KVCache:
 
     def addresses(self) -> list[list[int]]:
         """Returns the addresses of the keys and values that each layer reads, by the layer's number."""
-        found = [[0, 0] for _ in range(1 + max(self.layers))]
+        found = [[0, 0] for _ in range(1 + max(self.layers, default=-1))]
         for layer, (keys, values) in self.layers.items():
             found[layer] = [keys.data_ptr(), values.data_ptr()]
         return found
@@ -79,8 +78,10 @@ def cache_layout(model: PreTrainedModel) -> CacheLayout:
 def layout_of(calls: Sequence[AttentionCall], config: PretrainedConfig) -> CacheLayout:
     """Returns the layout of a KV cache for a model whose layers call attention like this."""
     layers = [call.layer for call in calls if call.layer is not None]
-    if not calls or len(set(layers)) < len(calls):
-        raise paged_cannot_run(config, "a layer calls attention more than once, or none does")
+    if len(set(layers)) < len(calls):
+        raise paged_cannot_run(config, "a layer calls attention more than once, or has no number")
+    if not calls:
+        raise paged_cannot_run(config, "none of its layers attends, so that there is no KV cache")
     by_layer = {call.layer: call for call in calls if call.layer is not None}
     own = {layer: LayerCache(call.heads, *call.channels) for layer, call in by_layer.items() if call.source == layer}
     sources = {layer: call.source for layer, call in by_layer.items() if call.source is not None}
@@ -128,8 +129,8 @@ def _of_layer(text: PretrainedConfig, layer: int) -> _LayerSizes:
     sizes = by_layer[layer] if by_layer is not None else text
     heads = int(sizes.num_attention_heads)
     experts = int(getattr(sizes, "num_experts_per_tok", None) or 1)
-    sparse = experts * int(getattr(sizes, "moe_intermediate_size", None) or 0)
-    mlp = max(_largest(getattr(sizes, "intermediate_size", 0)), sparse)
+    dense = max(_largest(getattr(sizes, name, None) or 0) for name in ("intermediate_size", "intermediate_size_mlp"))
+    mlp = max(dense, experts * _largest(getattr(sizes, "moe_intermediate_size", None) or dense))
     if getattr(sizes, "kv_lora_rank", None):  # latent attention, whose keys and values are expanded for each head
         key = int(sizes.qk_nope_head_dim) + int(sizes.qk_rope_head_dim)
         return _LayerSizes(LayerCache(heads, key, int(sizes.v_head_dim)), heads * key, mlp)

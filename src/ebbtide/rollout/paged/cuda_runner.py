@@ -52,7 +52,7 @@ class CudaRunner:
         self._scale, self._softcap = logit_scaling(model.config)
         # The newest token of the sample in each row, and one more row for padding.
         self._last_tokens = torch.zeros(batch + 1, dtype=torch.long, device=self._device)
-        self._addresses = torch.zeros((1 + max(layout.sources), 2), dtype=torch.long, device=self._device)
+        self._addresses = torch.zeros((1 + max(layout.sources, default=-1), 2), dtype=torch.long, device=self._device)
         self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
         self._pool: Any = None
         self._weights: tuple[int, ...] = ()

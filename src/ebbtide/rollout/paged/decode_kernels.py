@@ -90,7 +90,11 @@ def _read_prompts(
         largest = tl.full([lanes], -float("inf"), tl.float32)
         total = tl.zeros([lanes], tl.float32)
         acc = tl.zeros([lanes, padded_values], tl.float32)
-        for at in range(begin, end, strip):
+        since = begin
+        if mask > 0:  # strips that no query sees change nothing
+            lowest = tl.min(tl.where(inside, first_seen(position, span, mask), prompt), 0)
+            since = tl.maximum(begin, lowest // strip * strip)
+        for at in range(since, end, strip):
             token = at + tl.arange(0, strip)
             number_of = tl.load(table + token // block)
             source = (number_of.to(tl.int64) * kv_heads + head) * block + token % block
@@ -181,6 +185,8 @@ def _read_own(
     acc = tl.load(at_target, mask=begun[:, None] & real_value[None, :], other=0.0)
     total = tl.load(sums + target, mask=begun, other=0.0)
     largest = tl.load(highest + row * heads + query_head, mask=begun, other=-float("inf"))
+    if mask > 0:
+        since = tl.maximum(since, first_seen(length - 1, span, mask) // strip * strip)
     for at in range(since, end, strip):
         token = at + tl.arange(0, strip)
         there = token < end

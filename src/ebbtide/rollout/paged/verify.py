@@ -13,21 +13,20 @@ policy/packed_check.py), and with experts so does the second (`allowed_move`). I
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from ebbtide.model.load import LoadedModel
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.policy.datum import Datum
-from ebbtide.policy.packed_check import allowed_move, tolerance
+from ebbtide.policy.packed_check import allowed_move
 from ebbtide.policy.probe import (
     ProbeSequence,
     check_attention,
-    own_logprobs,
     probes,
     refuse_broken_model,
 )
@@ -35,13 +34,11 @@ from ebbtide.progress import no_progress
 from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
 from ebbtide.rollout.paged.attention import paged_cannot_run
 from ebbtide.rollout.paged.engine import PagedEngine
+from ebbtide.rollout.sampled_check import check_own, plain_logprobs
 
 if TYPE_CHECKING:
     from ebbtide.policy.policy import Policy
 
-# Nats that are allowed where the model's rounding cannot be measured: decode rounds differently from a forward of whole
-# sequences, in every layer. In bfloat16 the difference was 0.03 to 0.06 nats in measured runs.
-UNKNOWN = 0.25
 NEW = 8  # tokens that are sampled: the first by prefill, the others by decode, the second half after a preemption
 CHUNKS = 3  # parts in which the longest prompt is prefilled
 
@@ -66,7 +63,7 @@ def build_verified_engine(
     sampling = SamplingParams(min(NEW, len(both[0].completion)), ignore_eos=True)
     with refuse_broken_model(lambda why: paged_cannot_run(model.config, why)), engine.probing():
         found = generate_probe(engine, requests, sampling)
-        allowed = allowed_move(model, _check_own(loaded, requests, found))
+        allowed = allowed_move(model, check_own(loaded, requests, found, partial(paged_cannot_run, model.config)))
         for kept in range(1, len(requests)):
             changed = [request if place == kept else _changed(request) for place, request in enumerate(requests)]
             again = generate_probe(engine, changed, sampling)
@@ -114,30 +111,6 @@ def _changed(request: Request) -> Request:
     return Request([request.prompt[-1]] * len(request.prompt), request.seeds, request.adapter)
 
 
-def _check_own(loaded: LoadedModel, requests: Sequence[Request], found: Sequence[Sequence[Completion]]) -> float:
-    """Compares the first and the last sample of each prompt with the model's own forward. Returns the difference that
-    is allowed."""
-    model, adapters = loaded.model, row_adapters(loaded.model)
-    own, sampled, allowed = [], [], []
-    for request, group in zip(requests, found, strict=True):
-        some = [group[0], group[-1]] if len(group) > 1 else group
-        sequences = [ProbeSequence(request.prompt, one.tokens) for one in some]
-        with adapters.chosen(torch.tensor([request.adapter], device=model.device)):
-            mine = [own_logprobs(model, loaded.generate_attention, one) for one in sequences]
-            if some:
-                allowed.append(tolerance(model, loaded.generate_attention, sequences, mine, UNKNOWN))
-        own += mine
-        sampled += [_logprobs(one) for one in some]
-    difference, most = (torch.cat(own).cpu() - torch.cat(sampled)).abs().mean().item(), max(allowed)
-    if not difference <= most:
-        raise paged_cannot_run(
-            model.config,
-            f"its log-probs are {difference:.3g} nats from the model's own on average, which is more than rounding"
-            f" ({most:.2g}): something in its attention or its layers is computed otherwise",
-        )
-    return most
-
-
 def _check_kept(
     config: PretrainedConfig, before: Sequence[Completion], after: Sequence[Completion], allowed: float
 ) -> None:
@@ -145,17 +118,13 @@ def _check_kept(
     is another sequence, whose log-probs were compared with the model's own if it comes from more than rounding."""
     for one, other in zip(before, after, strict=True):
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.tokens, other.tokens, strict=True)))
-        moved = (_logprobs(one) - _logprobs(other))[:same].abs()
+        moved = (plain_logprobs(one) - plain_logprobs(other))[:same].abs()
         if not same or not moved.max() <= allowed:
             raise paged_cannot_run(
                 config,
                 f"log-probs of a sample move by {moved.max() if same else float('inf'):.3g} nats when other prompts of"
                 " the batch change: it computes something over all tokens of a batch",
             )
-
-
-def _logprobs(completion: Completion) -> Tensor:
-    return torch.tensor(completion.plain_logprobs)
 
 
 def why_not_exact_sampler(policy: Policy, engine: Engine, samples: int) -> str:

@@ -158,7 +158,7 @@ class Reply:
 
     async def _encoded(self, cut: Callable[[], None]) -> QueuedRequest:
         """Encodes one prompt at a time, so that the prompts of other requests get their turn in between."""
-        loop, served = asyncio.get_running_loop(), self._served
+        loop, served = asyncio.get_running_loop(), self._served.for_body(self._body)
         prompts = [
             await loop.run_in_executor(self._encoder, encode_prompt, prompt, served)
             for prompt in parse_prompts(self._body, served)

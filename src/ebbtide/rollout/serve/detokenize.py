@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -14,9 +14,11 @@ MANY = 64  # pending tokens after which the window is shortened
 class Detokenizer:
     """Turns the tokens of one sample into text."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], shown: Collection[int] = ()) -> None:
+        """`shown`: special tokens that are part of the text; all others are not."""
+        self._tokenizer, self._stop, self._shows_special = tokenizer, stop, bool(shown)
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = special.difference(shown)
         # The pending tokens, after some whose text is final: the text of a token depends on those before it.
         self._window: list[int] = []
         self._pending = 0  # tokens at the end of the window whose text is not final
@@ -60,7 +62,7 @@ class Detokenizer:
         return new
 
     def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not self._shows_special)
         return text
 
     def _shorten_window(self, text: str) -> bool:

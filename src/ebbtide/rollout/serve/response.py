@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ebbtide.rollout.reasoning import ReasoningSplitter
 from ebbtide.rollout.serve.detokenize import Detokenizer
 from ebbtide.rollout.serve.queue import QueuedRequest, TokenEvent
 from ebbtide.rollout.serve.schema import Body, ChatBody
@@ -25,9 +26,12 @@ class SampleDelta:
     offsets: list[int] = field(default_factory=list)
     """The position in the whole text where each token begins."""
     finish: str | None = None
+    reasoning: str = ""
+    """The reasoning before the text, where it is given apart."""
 
     def __iadd__(self, other: SampleDelta) -> SampleDelta:
         self.text += other.text
+        self.reasoning += other.reasoning
         self.tokens += other.tokens
         self.logprobs += other.logprobs
         self.offsets += other.offsets
@@ -42,7 +46,13 @@ class ResponseBuilder:
         self._body, self._served = body, served
         self._chat, self._n = isinstance(body, ChatBody), body.n or 1
         self._prompts = [request.prompt for request in queued.requests]
-        self._texts = [Detokenizer(served.tokenizer, body.stops) for _ in range(queued.sample_count)]
+        parser = served.reasoning if self._chat else None
+        marks = parser.special if parser is not None else ()
+        self._texts = [Detokenizer(served.tokenizer, body.stops, marks) for _ in range(queued.sample_count)]
+        self._splitters: list[ReasoningSplitter] = []
+        if parser is not None:
+            opening = parser.opens(self._prompts[0])
+            self._splitters = [parser.splitter(opening) for _ in self._texts]
         self._started = [False] * queued.sample_count
         self._left = queued.sample_count
         self._new_tokens = 0
@@ -72,8 +82,11 @@ class ResponseBuilder:
         offset = text.length
         self._new_tokens += len(event.tokens)
         self._left -= event.finish is not None
-        shown = text.add(event.tokens, last=event.finish is not None)
-        return SampleDelta(event.index, shown, event.tokens, event.logprobs, [offset] * len(event.tokens), event.finish)
+        shown, reasoning = text.add(event.tokens, last=event.finish is not None), ""
+        if self._splitters:
+            reasoning, shown = self._splitters[event.index].add(shown, last=event.finish is not None)
+        offsets = [offset] * len(event.tokens)
+        return SampleDelta(event.index, shown, event.tokens, event.logprobs, offsets, event.finish, reasoning)
 
     def build_response(self, samples: Sequence[SampleDelta]) -> dict[str, Any]:
         """The response that is not streamed."""
@@ -83,7 +96,7 @@ class ResponseBuilder:
 
     def build_chunk(self, delta: SampleDelta) -> dict[str, Any] | None:
         """A chunk of a streamed response; None if there is nothing to show yet."""
-        if not (delta.text or delta.finish or self._logprobs or self._body.return_token_ids):
+        if not (delta.text or delta.reasoning or delta.finish or self._logprobs or self._body.return_token_ids):
             return None
         first = self._chat and not any(self._started)
         found = {
@@ -126,14 +139,18 @@ class ResponseBuilder:
         if not self._chat:
             found["text"] = delta.text
         elif first is None:
-            found["message"] = {"role": "assistant", "content": delta.text}
+            found["message"] = {"role": "assistant", "content": delta.text} | self._reasoning(delta)
         else:
-            found["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}
+            content = {"content": delta.text} if delta.text or not delta.reasoning else {}
+            found["delta"] = ({"role": "assistant"} if first else {}) | content | self._reasoning(delta)
         if self._body.return_token_ids:
             found["token_ids"] = delta.tokens
             if not self._chat and first is not False:
                 found["prompt_token_ids"] = self._prompts[delta.index // self._n]
         return found
+
+    def _reasoning(self, delta: SampleDelta) -> dict[str, str]:
+        return {"reasoning_content": delta.reasoning} if delta.reasoning else {}
 
     def _format_logprobs(self, delta: SampleDelta) -> dict[str, Any] | None:
         if not self._logprobs:

@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ebbtide.config.model import find_template_problem
 from ebbtide.rollout.serve.error import ApiError
+from ebbtide.tasks.task import Message
 
 # Fields that change no response here. They are accepted with any value.
 HARMLESS = {
@@ -40,7 +42,7 @@ NO_EFFECT_VALUES: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
+    "chat_template_kwargs": ({},),  # of a completion; ChatBody has the field
     "continue_final_message": (False,),
     "continuous_usage_stats": (False,),
     "detokenize": (True,),
@@ -111,10 +113,19 @@ class TextPart(CheckedFields):
 class ChatMessage(CheckedFields):
     role: Annotated[str, Field(min_length=1)]
     content: str | Many[TextPart]
+    reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def message(self) -> Message:
+        """As the chat template has it."""
+        found: Message = {"role": self.role, "content": self.text}
+        if self.reasoning_content:
+            found["reasoning_content"] = self.reasoning_content
+        return found
 
 
 class StreamOptions(CheckedFields):
@@ -176,10 +187,13 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Limit | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
         _check_top("top_logprobs", self.top_logprobs)
+        if problem := find_template_problem(self.chat_template_kwargs or {}):
+            raise ApiError(400, f"`chat_template_kwargs`: {problem}", "chat_template_kwargs")
         for place, message in enumerate(self.messages):
             message.check_extra(f"messages[{place}].", "messages")
             for part in () if isinstance(message.content, str) else message.content:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ebbtide.config.reasoning import ReasoningFormat
 from ebbtide.errors import UserError
 from ebbtide.model.load import LoadedModel
 from ebbtide.rollout.encoder import Encoder
 from ebbtide.rollout.engine import Request, SamplingParams
+from ebbtide.rollout.reasoning import ReasoningParser
 from ebbtide.rollout.serve.error import ApiError
 from ebbtide.rollout.serve.queue import QueuedRequest
 from ebbtide.rollout.serve.schema import AnyBody, ChatBody, CompletionBody, GenerateBody, SamplingFields
@@ -55,23 +57,38 @@ class ServedModel:
     """The number of characters of the longest token."""
     adapter: int = 0
     """The number of its adapter, if it is the model with one of several (`lora`)."""
+    reasoning: ReasoningParser | None = None
+    """If chats are answered with the reasoning apart, what tells it from the answer."""
 
-    def with_adapter(self, name: str, number: int, templated: bool) -> ServedModel:
+    def for_body(self, body: AnyBody) -> ServedModel:
+        """The model as this request wants it: with its own arguments of the chat template."""
+        given = body.chat_template_kwargs if isinstance(body, ChatBody) else None
+        return replace(self, encoder=self.encoder.with_arguments(given)) if given else self
+
+    def with_adapter(self, name: str, number: int, templated: bool, arguments: Mapping[str, Any]) -> ServedModel:
         """The model with one of its adapters, under a name of its own."""
-        encoder = Encoder(self.tokenizer, templated=templated)
+        encoder = Encoder(self.tokenizer, templated=templated, arguments=arguments)
         return replace(self, name=name, adapter=number, encoder=encoder)
 
 
-def describe_served_model(name: str, loaded: LoadedModel, limits: RequestLimits, templated: bool) -> ServedModel:
-    """Describes a loaded model to clients. `templated`: chats use the chat template, if the model has one."""
+def describe_served_model(
+    name: str,
+    loaded: LoadedModel,
+    limits: RequestLimits,
+    templated: bool,
+    arguments: Mapping[str, Any] | None = None,
+    reasoning: ReasoningFormat | None = None,
+) -> ServedModel:
+    """Describes a loaded model to clients. `templated`: chats use the chat template, if the model has one, with these
+    `arguments`. `reasoning`: they are answered with the reasoning apart."""
     tokenizer = copy.deepcopy(loaded.tokenizer)
     # The first call removes the truncation and padding that the tokenizer's file may set. Doing that later, while
     # another thread decodes, would fail.
     tokenizer("")
     longest = max(map(len, tokenizer.get_vocab()))  # byte-level tokens have one character per byte
-    return ServedModel(
-        name, tokenizer, loaded.vocabulary_rows, Encoder(tokenizer, templated=templated), limits, longest
-    )
+    encoder = Encoder(tokenizer, templated=templated, arguments=arguments)
+    parser = None if reasoning is None else ReasoningParser(reasoning, tokenizer, "reasoning_parser")
+    return ServedModel(name, tokenizer, loaded.vocabulary_rows, encoder, limits, longest, reasoning=parser)
 
 
 def parse_prompts(body: AnyBody, served: ServedModel) -> list[PromptInput]:
@@ -124,7 +141,7 @@ def _prompts(body: AnyBody) -> list[PromptInput]:
     if isinstance(body, GenerateBody):
         return [body.token_ids]
     if isinstance(body, ChatBody):
-        return [tuple({"role": one.role, "content": one.text} for one in body.messages)]
+        return [tuple(one.message for one in body.messages)]
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if given and isinstance(given[0], int):
         given = [given]
@@ -142,7 +159,7 @@ def _check_size(given: PromptInput, served: ServedModel, param: str) -> None:
         raise ApiError(
             400, f"there are {len(given)} messages, more than the limit of {limit} tokens", "messages", TOO_LONG
         )
-    size = len(given) if isinstance(given, str) else sum(len(one["role"]) + len(one["content"]) for one in given)
+    size = len(given) if isinstance(given, str) else sum(len(str(text)) for one in given for text in one.values())
     if size > limit * served.longest_token:
         raise ApiError(
             400,

@@ -35,9 +35,9 @@ def serve_during_training(
     defaults = ServeConfig()
     queue = RequestQueue(defaults.max_queue)
     lengths = rollout.max_prompt_tokens, rollout.max_new_tokens
-    model = describe_served_model(
-        config.run.name, loaded, RequestLimits(*lengths, sum(lengths), defaults.max_queue), config.model.chat_template
-    )
+    limits = RequestLimits(*lengths, sum(lengths), defaults.max_queue)
+    policy = config.model
+    model = describe_served_model(config.run.name, loaded, limits, policy.chat_template, policy.chat_template_kwargs)
     key, body = read_api_key(None), 1024 * defaults.max_body_kib
     with (
         listen(defaults.host, rollout.serve_port) as listening,
