@@ -40,11 +40,13 @@ class FileTaskConfig(Section):
     """Path of a file with the held-out problems; `null` sets the last `task.held_out` rows of `train` aside."""
 
     prompt_field: str = "prompt"
-    """Field with the prompt: a text, or a list of messages with `role` and `content`."""
+    """Field with the prompt: a text, or a list of messages with `role` and `content`. `a.b` is the field `b` of the
+    field `a`."""
 
     answer_field: str | None = "answer"
-    """Field with the expected answer; `null`: there are none, and completions are not scored, which distillation does
-    not need."""
+    """Field with the expected answer, such as `answer`, or `reward_model.ground_truth` for the field `ground_truth` of
+    the field `reward_model`; `null`: there are none, and completions are not scored, which distillation does not
+    need."""
 
     scorer: Literal["exact", "numeric", "gsm8k", "regex", "math_verify"] = "exact"
     """How a completion is compared with the answer: `exact`, the same text; `numeric`, the same number; `gsm8k`, the

@@ -16,6 +16,29 @@ from ebbtide.tasks.task import Message, Problem, Problems, Score, ask, find_mess
 HUB = "hf://datasets/"
 
 
+class Row(dict[str, Any]):
+    """A row of a file. `a.b` is the field `b` of the field `a`, unless a field has that whole name."""
+
+    def __missing__(self, name: str) -> Any:
+        found: Any = self
+        for part in name.split("."):
+            # `get`, as the row itself would ask for this name again.
+            if not isinstance(found, dict) or (found := found.get(part, _MISSING)) is _MISSING:
+                raise KeyError(name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        try:
+            return isinstance(name, str) and self[name] is not _MISSING
+        except KeyError:
+            return False
+
+
+_MISSING = object()
+
+
 class FileTask:
     """A task whose problems are the rows of a file, scored by the configured scorer."""
 
@@ -45,7 +68,7 @@ class FileTask:
             raise UserError(f"the dataset {path} is empty: write one row per problem")
         return problems
 
-    def _problem(self, row: dict[str, Any], where: str) -> Problem:
+    def _problem(self, row: Row, where: str) -> Problem:
         if is_too_deep(row):
             raise UserError(f"{where} has lists or objects nested more than {DEEPEST} deep: flatten them")
         fields = {"prompt_field": self.config.prompt_field, "answer_field": self.config.answer_field}
@@ -71,7 +94,7 @@ class FileTask:
         )
 
 
-def read_rows(path: str, section: str = "task.file") -> Iterator[tuple[dict[str, Any], str]]:
+def read_rows(path: str, section: str = "task.file") -> Iterator[tuple[Row, str]]:
     """Each row of the file, with its place in the file for error messages. `section`: the section of the config that
     names it."""
     file = _from_hub(path) if path.startswith(HUB) else Path(path).expanduser()
@@ -108,7 +131,7 @@ def _from_hub(path: str) -> Path:
     )
 
 
-def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def _jsonl(file: Path) -> Iterator[tuple[Row, str]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -120,10 +143,10 @@ def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
                 raise UserError(f"{where} is not JSON in UTF-8: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where} must be a JSON object with fields, but is a {type(row).__name__}")
-            yield row, where
+            yield Row(row), where
 
 
-def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -134,7 +157,7 @@ def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{file} is not a readable Parquet file: {error}") from None
     for number, row in enumerate(rows):
-        yield row, f"{file}, row {number},"
+        yield Row(row), f"{file}, row {number},"
 
 
 def read_messages(prompt: Any, where: str) -> list[Message]:
