@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from math import inf
+from typing import Annotated, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ebbtide.config.base import NotNegative, Positive, Section
@@ -42,21 +43,27 @@ class KlConfig(Section):
     the true reverse KL), `k3` is exp(-d) + d - 1. The gradient of `k1` is zero on average: it monitors the KL without
     limiting it."""
 
+    importance_ratio: Literal["old", "current", "rollout"] | None = None
+    """If set, multiply the estimate by the ratio p / q of the policy, with its gradient, which makes the gradient of
+    `k1` and `k3` that of the true reverse KL. `old`: q is the denominator of the loss's own ratio (TRL's
+    `use_bias_correction_kl`); `current`: q is p itself, so that the ratio is 1 and only its gradient counts (NeMo RL's
+    default); `rollout`: q is the sampler's (NeMo RL's `use_on_policy_kl_approximation`)."""
+
 
 class ImportanceSamplingConfig(Section):
     """Importance sampling: the loss of each token is weighted by the ratio p_trainer / p_rollout, within a band."""
 
-    level: Literal["token", "sequence", "geometric"] = "token"
+    level: Literal["token", "sequence", "geometric"] | None = None
     """What has the ratio: each `token`; its `sequence`, the product over all tokens; or the `geometric` mean over
-    them."""
+    them. `null` is `token`, or `sequence` for `loss.kind: gspo`, whose own ratio is a sequence's."""
 
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """What happens to a ratio outside the band. `truncate`: above `high` it counts as `high`, and there is no lower
     bound (TIS); `clip`: it counts as the bound that it exceeds; `mask`: its tokens have no loss (IcePop for tokens, MIS
     for sequences)."""
 
-    high: Positive = 2.0
-    """Upper bound of the ratio."""
+    high: Positive | None = 2.0
+    """Upper bound of the ratio; `null` is none."""
 
     low: Positive | None = None
     """Lower bound of the ratio, for `clip` and `mask`; `null` is 1 / `high`."""
@@ -68,17 +75,27 @@ class ImportanceSamplingConfig(Section):
                 "`loss.importance_sampling.low` is for `mode: clip` and `mode: mask`; `mode: truncate` has no lower"
                 " bound: remove it, or set `loss.importance_sampling.mode`"
             )
-        if self.mode != "truncate" and self.lower_bound > self.high:
+        if self.mode != "truncate" and self.high is None and self.low is None:
             raise ValueError(
-                f"`loss.importance_sampling.low: {self.lower_bound:g}` is above `high: {self.high:g}`: no ratio is in"
-                " that band"
+                f"`loss.importance_sampling.mode: {self.mode}` needs a bound, and `high: null` is none: set `low` or"
+                " `high`, or `mode: truncate` for ratios without bounds"
+            )
+        if self.mode != "truncate" and self.lower_bound > self.upper_bound:
+            raise ValueError(
+                f"`loss.importance_sampling.low: {self.lower_bound:g}` is above `high: {self.upper_bound:g}`: no ratio"
+                " is in that band"
             )
         return self
 
     @property
     def lower_bound(self) -> float:
         """The lower bound that applies to `clip` and `mask`."""
-        return self.low if self.low is not None else 1 / self.high
+        return self.low if self.low is not None else 1 / self.upper_bound
+
+    @property
+    def upper_bound(self) -> float:
+        """The upper bound that applies."""
+        return self.high if self.high is not None else inf
 
 
 class LossConfig(Section):
@@ -96,6 +113,10 @@ class LossConfig(Section):
     clip_high: Positive | None = None
     """Upper clipping bound of the ratio: 1 + clip_high; `null` is the kind's usual value: 0.2 (grpo), 4e-4 (gspo),
     0.28 (cispo). A value larger than clip_low clips asymmetrically (clip-higher)."""
+
+    clip_ratio_c: Annotated[float, Field(gt=1.0)] | None = None
+    """Dual clip, for `grpo` and `gspo`: where the advantage is negative, the ratio counts as at most this (usually 3);
+    `null` has no such bound. TRL's `delta`, and NeMo RL's `ratio_clip_c`."""
 
     normalise: Literal["sequence", "token", "constant"] | None = None
     """Weight of a token, over all sequences of a step: 1 / (length of its sequence x sequences) (`sequence`, GRPO);
@@ -151,7 +172,12 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _clip_needs_a_ratio(self) -> LossConfig:
-        for key in ("clip_low", "clip_high"):
+        if self.clip_ratio_c is not None and self.kind == "cispo":
+            raise ValueError(
+                f"`loss.clip_ratio_c: {self.clip_ratio_c:g}` bounds the ratio of grpo and gspo, and `loss.kind: cispo`"
+                " already clips every ratio from above (`loss.clip_high`): remove one of the two"
+            )
+        for key in ("clip_low", "clip_high", "clip_ratio_c"):
             if ":" in self.kind and getattr(self, key) is not None:
                 raise ValueError(
                     f"`loss.{key}` clips the ratio of grpo, gspo and cispo, and `loss.kind: {self.kind}` is a function"

@@ -57,7 +57,7 @@ def read_example_rows(config: DataConfig, *, evaluated: bool) -> ExampleRows:
 
 
 def _read_file(path: str) -> Rows:
-    rows = list(read_rows(path, "data"))
+    rows: Rows = list(read_rows(path, "data"))
     if not rows:
         raise UserError(f"the dataset {path} is empty: write one row per example")
     return rows
