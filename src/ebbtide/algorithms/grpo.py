@@ -11,7 +11,7 @@ from ebbtide.algorithms.task import TaskRollouts
 from ebbtide.algorithms.updates import StepResult, train_on
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.policy.losses import build_loss
-from ebbtide.rollout.batch import Sample, assemble
+from ebbtide.rollout.batch import Sample, assemble, penalise_rewards
 from ebbtide.rollout.unmatched import UnmatchedGuard
 from ebbtide.worker import Worker
 
@@ -37,6 +37,8 @@ class Run(Algorithm):
                 worker.logprobs(batch.data, "old_logprobs", progress)
             if config.has_reference:
                 worker.logprobs(batch.data, "reference_logprobs", progress, model="reference")
+        if config.has_kl_in_reward:
+            batch = penalise_rewards(config, batch)
 
         done = train_on(worker, batch.data, self._loss, step, recorded=config.records_old_logprobs)
         metrics = batch.metrics(config.pass_reward) | self._rollouts.metrics() | done.metrics

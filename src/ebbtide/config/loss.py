@@ -9,27 +9,48 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from ebbtide.config.base import NotNegative, Positive, Section
+from ebbtide.config.base import Count, NotNegative, Positive, Section
 
 KINDS = ("grpo", "gspo", "cispo")
+
+
+class OverlongBufferConfig(Section):
+    """Overlong reward shaping (DAPO's soft overlong punishment): a completion that ends in the last tokens that it may
+    have loses reward, and more the later it ends."""
+
+    length: Count
+    """Tokens of the buffer before `rollout.max_new_tokens`, in which the penalty grows from 0 to `penalty`."""
+
+    penalty: Positive = 1.0
+    """What a completion of `rollout.max_new_tokens` loses."""
 
 
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
-    kind: Literal["group_std", "group_mean", "rloo", "reinforce_pp"] = "group_std"
+    kind: Literal["group_std", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "group_std"
     """`group_std`: reward minus the group's mean, divided by the group's standard deviation (GRPO); `group_mean`:
     minus the group's mean only (Dr. GRPO); `rloo`: minus the mean of the group's other samples; `reinforce_pp`: minus
-    the batch's mean, divided by the batch's standard deviation (REINFORCE++)."""
+    the batch's mean, divided by the batch's standard deviation (REINFORCE++); `reinforce_pp_baseline`: minus the
+    group's mean, then divided by the batch's standard deviation (REINFORCE++-baseline)."""
+
+    whiten: Literal["sequence", "token"] = "sequence"
+    """Over what `reinforce_pp` and `reinforce_pp_baseline` take the mean and the standard deviation of the batch: its
+    sequences, or its tokens, so that a long sequence counts for more (verl, NeMo RL, OpenRLHF)."""
+
+    overlong_buffer: OverlongBufferConfig | None = None
+    """If set, completions that are almost too long lose reward before advantages are computed. Rewards are reported
+    without that, and evaluations have none of it."""
 
     turns: Literal["episode", "to_go"] = "episode"
     """With `task.environment`, what the tokens of a turn are rewarded for. `episode`: all that the episode gained, so
     that all of its tokens have one advantage. `to_go`: what it gained from this turn on, compared with that of the
     same turn of the others in its group that have one (in the batch, for `reinforce_pp`)."""
 
-    drop_zero_std_groups: bool = True
+    drop_zero_std_groups: bool | None = None
     """Skip groups in which every advantage is 0. They still count in the normalisation, so the policy gradient is
-    the same and cheaper to compute; an entropy bonus and a KL penalty then cover the other groups only."""
+    the same and cheaper to compute; an entropy bonus and a KL penalty then cover the other groups only. `null`: skip
+    them where there is neither `loss.entropy` nor `loss.kl`, which otherwise cover all samples."""
 
 
 class KlConfig(Section):
@@ -48,6 +69,20 @@ class KlConfig(Section):
     `k1` and `k3` that of the true reverse KL. `old`: q is the denominator of the loss's own ratio (TRL's
     `use_bias_correction_kl`); `current`: q is p itself, so that the ratio is 1 and only its gradient counts (NeMo RL's
     default); `rollout`: q is the sampler's (NeMo RL's `use_on_policy_kl_approximation`)."""
+
+    in_reward: bool = False
+    """Subtract the penalty from the reward, in place of adding it to the loss: `coefficient` times the estimate, by the
+    old log-probs, summed over a completion; with `advantage.kind: reinforce_pp` and `whiten: token`, from each token
+    on. Costs a forward for old log-probs where none is needed otherwise."""
+
+    @model_validator(mode="after")
+    def _rewards_have_no_gradient(self) -> KlConfig:
+        if self.in_reward and self.importance_ratio is not None:
+            raise ValueError(
+                f"`loss.kl.importance_ratio: {self.importance_ratio}` is for the gradient of a penalty in the loss, and"
+                " `loss.kl.in_reward` puts it into the reward: remove one of the two"
+            )
+        return self
 
 
 class ImportanceSamplingConfig(Section):

@@ -149,7 +149,8 @@ def policy_loss(config: LossConfig, inputs: LossInputs, custom: Loss | None = No
         reported["kl"] = penalty.detach().sum()
         if config.kl.importance_ratio is not None:
             penalty = penalty * _kl_ratio(config, config.kl.importance_ratio, inputs, old)
-        per_token = per_token + config.kl.coefficient * penalty
+        if not config.kl.in_reward:
+            per_token = per_token + config.kl.coefficient * penalty
     return (per_token * inputs["weights"]).sum(), reported
 
 
