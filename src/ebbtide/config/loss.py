@@ -25,6 +25,15 @@ class OverlongBufferConfig(Section):
     """What a completion of `rollout.max_new_tokens` loses."""
 
 
+class DynamicSamplingConfig(Section):
+    """Dynamic sampling (DAPO): groups whose samples all have the same reward are replaced by groups of other prompts,
+    until a step has `rollout.prompts_per_step` groups of different rewards."""
+
+    max_num_gen_batches: Annotated[int, Field(ge=2)] = 10
+    """Generations of a step at most. Each draws as many prompts as groups are missing. After the last one the step
+    goes on with the groups that it has, filled up with some of equal rewards."""
+
+
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
@@ -51,6 +60,9 @@ class AdvantageConfig(Section):
     """Skip groups in which every advantage is 0. They still count in the normalisation, so the policy gradient is
     the same and cheaper to compute; an entropy bonus and a KL penalty then cover the other groups only. `null`: skip
     them where there is neither `loss.entropy` nor `loss.kl`, which otherwise cover all samples."""
+
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """If set, groups of equal rewards, as the task gives them, are replaced by others before a step trains."""
 
 
 class KlConfig(Section):

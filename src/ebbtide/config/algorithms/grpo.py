@@ -84,6 +84,27 @@ class GrpoConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _dynamic_sampling_is_possible(self) -> GrpoConfig:
+        if self.advantage.dynamic_sampling is None:
+            return self
+        rollout = self.rollout
+        if rollout.group_size == 1:
+            raise ValueError(
+                "`advantage.dynamic_sampling` replaces groups of equal rewards, and every group of"
+                " `rollout.group_size: 1` is one: raise it, or remove `advantage.dynamic_sampling`"
+            )
+        found = {
+            "rollout.partial.extra_prompts": rollout.partial.extra_prompts,
+            "rollout.save_to": rollout.save_to,
+            "rollout.replay": rollout.replay,
+        }
+        if other := next((name for name, value in found.items() if value), None):
+            raise ValueError(
+                f"`advantage.dynamic_sampling` and `{other}` cannot be combined yet: remove one of the two"
+            )
+        return self
+
     @property
     def drops_zero_std_groups(self) -> bool:
         """Whether groups in which every advantage is 0 are skipped. The default of `null` is decided here."""
