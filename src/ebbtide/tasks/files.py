@@ -42,9 +42,12 @@ _MISSING = object()
 class FileTask:
     """A task whose problems are the rows of a file, scored by the configured scorer."""
 
-    def __init__(self, config: FileTaskConfig, *, held_out: int) -> None:
-        self.config, self.held_out = config, held_out
-        self._scorer = find_scorer(config.scorer)
+    def __init__(self, config: FileTaskConfig, *, held_out: int, keeps_rows: bool = False) -> None:
+        """`keeps_rows`: the metadata of a problem is its whole row, and the answer is not one for the scorer: a
+        reward function scores it."""
+        self.config, self.held_out, self._keeps_rows = config, held_out, keeps_rows
+        self._scorer_name = config.scorer or "exact"
+        self._scorer = find_scorer(self._scorer_name)
 
     def problems(self) -> Problems:
         rows = self._problems(self.config.train)
@@ -60,7 +63,7 @@ class FileTask:
 
     def score(self, problem: Problem, completion: str) -> Score:
         value = self._scorer(completion, problem.answer)
-        return Score(value, {self.config.scorer: value})
+        return Score(value, {self._scorer_name: value})
 
     def _problems(self, path: str) -> list[Problem]:
         problems = [self._problem(row, where) for row, where in read_rows(path)]
@@ -82,13 +85,15 @@ class FileTask:
         if self.config.answer_field is not None:
             answer = row[self.config.answer_field]
             try:
-                check_answer(self.config.scorer, answer)
+                if not self._keeps_rows:
+                    check_answer(self._scorer_name, answer)
             except ValueError as error:
                 raise UserError(
-                    f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot use,"
+                    f"{where} has an answer that `task.file.scorer: {self._scorer_name}` cannot use,"
                     f" {str(answer)[:60]!r}: {error}. Fix the row, or choose another scorer"
                 ) from None
         rest = {key: value for key, value in row.items() if key not in fields.values()}
+        rest = row if self._keeps_rows else rest
         return Problem(
             read_messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest
         )
