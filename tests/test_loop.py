@@ -32,6 +32,19 @@ EVERYTHING = {
 }
 
 
+SHAPED = {
+    "advantage.dynamic_sampling": {"max_num_gen_batches": 3},
+    "advantage.kind": "reinforce_pp",
+    "advantage.whiten": "token",
+    "advantage.overlong_buffer": {"length": 3, "penalty": 0.5},
+    "loss.kl": {"coefficient": 0.05, "estimator": "k1", "in_reward": True},
+    "loss.clip_ratio_c": 3.0,
+    "train.minibatches": 2,
+    "task.size": 10,  # so that prompts are drawn in several epochs
+    "task.builtin.options": {"digits": 1},
+}
+
+
 def run(tiny, folder, changes=None):
     """(metrics without what is measured, rollouts, weights) of one run."""
     config = tiny({"run.folder": str(folder), **(changes or {})})
@@ -42,7 +55,9 @@ def run(tiny, folder, changes=None):
     return metrics, (folder / "rollouts.jsonl").read_text(), policy.model.state_dict()
 
 
-@pytest.mark.parametrize("changes", [{}, EVERYTHING, family("qwen3_moe")], ids=["plain", "everything", "moe"])
+@pytest.mark.parametrize(
+    "changes", [{}, EVERYTHING, SHAPED, family("qwen3_moe")], ids=["plain", "everything", "shaped", "moe"]
+)
 def test_one_seed_gives_one_run_to_the_bit(tiny, tmp_path, changes) -> None:
     first, again = (run(tiny, tmp_path / name, changes) for name in ("a", "b"))
     assert first[0] == again[0]

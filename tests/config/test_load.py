@@ -156,6 +156,12 @@ def test_strict_types_are_not_coerced() -> None:
         (["loss.kind=gspo", "loss.normalise=token"], ["`loss.kind: gspo`", "`loss.normalise: token`"]),
         (["run.overwrite=true"], ["`run.overwrite`", "`run.folder`"]),
         (["optimizer.final_lr_fraction=0.1"], ["`optimizer.final_lr_fraction: 0.1`", "`optimizer.schedule"]),
+        (["optimizer.min_lr=1e-7"], ["`optimizer.min_lr: 1e-07`", "`optimizer.schedule: constant`"]),
+        (["optimizer.min_lr=1", "optimizer.schedule=linear"], ["`optimizer.min_lr: 1` is above `optimizer.lr"]),
+        (
+            ["optimizer.min_lr=0", "optimizer.schedule=linear", "optimizer.final_lr_fraction=0.1"],
+            ["`optimizer.min_lr: 0` and `optimizer.final_lr_fraction: 0.1` both"],
+        ),
         (["memory.activations.offload=[]"], ["`memory.activations.offload: []` names no module"]),
         (
             ["memory.activations.offload=[mlp_act]", "memory.activations.recompute=[mlp_act]"],

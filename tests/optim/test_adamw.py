@@ -114,3 +114,22 @@ def test_schedules() -> None:
     assert curve[5] == pytest.approx(0.55)
     assert curve[10] == pytest.approx(0.1)
     assert all_steps(schedule="linear", warmup_steps=11)[-1] == pytest.approx(11 / 12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_floors_of_the_learning_rate_are_those_of_megatron_and_verl(schedule) -> None:
+    """Megatron: min_lr + coefficient * (lr - min_lr); verl, for a cosine: lr * (cos * (1 - m) / 2 + (1 + m) / 2), with
+    the ratio m = min_lr / lr. Both count progress from 0 at the end of the warm-up to 1."""
+    lr, floor, warmup, steps = 3e-6, 5e-7, 4, 25
+    by_value = OptimizerConfig(lr=lr, min_lr=floor, schedule=schedule, warmup_steps=warmup)
+    by_ratio = OptimizerConfig(lr=lr, final_lr_fraction=floor / lr, schedule=schedule, warmup_steps=warmup)
+    for step in range(warmup, steps):
+        progress = (step - warmup) / (steps - 1 - warmup)
+        cosine, ratio = math.cos(math.pi * progress), floor / lr
+        megatron = floor + (1 - progress if schedule == "linear" else 0.5 * (cosine + 1)) * (lr - floor)
+        assert learning_rate(by_value, step, steps) == pytest.approx(megatron, rel=1e-12)
+        assert learning_rate(by_ratio, step, steps) == pytest.approx(megatron, rel=1e-12)
+        if schedule == "cosine":
+            verl = lr * max(ratio, cosine * (1 - ratio) / 2 + (1 + ratio) / 2)
+            assert learning_rate(by_value, step, steps) == pytest.approx(verl, rel=1e-12)
+    assert learning_rate(by_value, steps - 1, steps) == floor

@@ -7,7 +7,7 @@ from ranks import runs, together
 
 from conftest import TINY, assert_trained_alike, merged
 from ebbtide.config.algorithms.grpo import GrpoConfig
-from test_loop import EVERYTHING
+from test_loop import EVERYTHING, SHAPED
 from toy import MODES
 
 BASE = {
@@ -29,6 +29,7 @@ CASES = {
         f"optimizer, {name}": {f"optimizer.{key}": value for key, value in mode.items()} for name, mode in MODES.items()
     },
     "everything": {**EVERYTHING, "train.steps": 2, "memory.preset": "lean"},
+    "shaped": {**SHAPED, "advantage.drop_zero_std_groups": None},
     "activations": {"memory.activations": {"preset": "offload", "keep_last": 0, "minimum_kib": 0}, "train.steps": 2},
     "activations, by module": {
         "memory.activations": {

@@ -79,7 +79,9 @@ def weigh(items: list[Datum], config) -> None:
 
 def importance_weight(config, item: Datum, old: list[torch.Tensor], t: int) -> float:
     logs = [before.item() - sampled for before, sampled in zip(old, item.values["rollout_logprobs"], strict=True)]
-    ratio = math.exp({"token": logs[t], "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level])
+    ratio = math.exp(
+        {"token": logs[t], "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[config.level or "token"]
+    )
     low = config.low or 1 / config.high
     if config.mode == "mask":
         return ratio if low <= ratio <= config.high else 0.0

@@ -167,6 +167,15 @@ def test_assistant_turns_of_a_prompt_carry_no_loss(encoded, template) -> None:
     assert marked == "d!<|end|>"
 
 
+def test_dotted_fields_of_examples_and_pairs(encoded) -> None:
+    row = {"data": {"q": "2+2=", "a": "4", "b": "5"}}
+    one = encoded(row, template=None, prompt_field="data.q", completion_field="data.a")
+    assert one == [("2+2=4<|end|>", "4<|end|>")]
+    names = {"prompt_field": "data.q", "chosen_field": "data.a", "rejected_field": "data.b"}
+    pair = encoded({"chosen": None, **row}, template=None, **names)
+    assert [marked for _, marked in pair] == ["4<|end|>", "5<|end|>"]
+
+
 def test_texts_and_which_field_decides(encoded) -> None:
     assert encoded({"text": "abc"}) == [("abc<|end|>", "bc<|end|>")]
     row = {"text": "abc", "prompt": "a?", "completion": "b!", "messages": None}

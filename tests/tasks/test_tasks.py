@@ -166,6 +166,25 @@ def test_files_with_messages_and_their_own_held_out_file(tmp_path) -> None:
     assert [message["content"] for message in problems.held_out[0].messages] == ["be brief", "text"]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_dotted_name_is_a_field_of_a_field(tmp_path, kind) -> None:
+    path = tmp_path / f"data.{kind}"
+    row = {"data": {"prompt": "1+1="}, "reward_model": {"style": "rule", "ground_truth": "2"}, "a.b": "3", "a": "x"}
+    write(path, [row])
+
+    def problem(**fields):
+        files = {"train": str(path), "prompt_field": "data.prompt", **fields}
+        return build(file=files, held_out=0).problems().train[0]
+
+    found = problem(answer_field="reward_model.ground_truth")
+    assert (text(found), found.answer) == ("1+1=", "2")
+    assert found.metadata == row  # its other parts may be of use to a scorer
+    assert problem(answer_field="a.b").answer == "3"  # a field of the whole name comes first
+    for name in ("reward_model.truth", "reward_model.ground_truth.deeper", "a.c", "none.at.all"):
+        with pytest.raises(UserError, match=rf"has no field `{name}` \(`task.file.answer_field`\)"):
+            problem(answer_field=name)
+
+
 @pytest.mark.parametrize(
     ("scorer", "answer"),
     [

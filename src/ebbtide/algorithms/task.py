@@ -18,7 +18,7 @@ from ebbtide.rollout.partitioned_scoring import PartitionedScoring
 from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, prompts_digest
 from ebbtide.rollout.reasoning import Parsed, ReasoningParser, reasoning_metrics
 from ebbtide.rollout.serve.train_server import serve_during_training
-from ebbtide.rollout.sources import build_source
+from ebbtide.rollout.sources import FreshRollouts, build_source
 from ebbtide.tasks.sampler import Sampler
 from ebbtide.tasks.score_message import ScoreResult
 from ebbtide.tasks.scoring import ScoringPool
@@ -149,17 +149,28 @@ class TaskRollouts(HeldOutTask):
     def next(self, step: int) -> Rollouts:
         """The completions of a step, in the phases generate and score."""
         if self._episodes is not None:
-            return self._play(step, self._episodes)
+            return self._play(self._episodes, self._config.rollout.prompts_per_step, step)
         prompts, groups = self._generate(step)
         with self._worker.phase("score") as progress:
             return Rollouts(prompts, groups, self._score(prompts, groups, progress))
 
-    def _play(self, step: int, played: PlayedEpisodes) -> Rollouts:
+    def more(self, count: int, *names: object) -> Rollouts:
+        """Completions of the next `count` prompts, with seeds of their own by these names, in the same phases. Only
+        fresh rollouts have them."""
+        if self._episodes is not None:
+            return self._play(self._episodes, count, *names)
+        assert isinstance(self._source, FreshRollouts)  # the config checks this
+        with self._worker.phase("generate") as progress:
+            prompts, groups = self._source.draw(count, names, progress)
+        with self._worker.phase("score") as progress:
+            return Rollouts(prompts, groups, self._score(prompts, groups, progress))
+
+    def _play(self, played: PlayedEpisodes, count: int, *names: object) -> Rollouts:
         """The episodes of a step. Each of them ends in it."""
         rollout = self._config.rollout
         with self._worker.phase("generate") as progress:
-            prompts = self._order.draw(rollout.prompts_per_step)
-            seeds = sample_seeds(len(prompts), rollout.group_size, self._config.seed, step)
+            prompts = self._order.draw(count)
+            seeds = sample_seeds(len(prompts), rollout.group_size, self._config.seed, *names)
             episodes = played.play(prompts, seeds, training_sampling_params(rollout), progress)
         with self._worker.phase("score") as progress:
             scored = self._score_episodes(episodes, progress)

@@ -38,7 +38,8 @@ class DataConfig(Section):
 
 class ExamplesConfig(DataConfig):
     """Examples from JSONL or Parquet files: conversations, prompts with completions, or plain texts. Which it is, the
-    first of these fields that a row has decides: messages, prompt and completion, text."""
+    first of these fields that a row has decides: messages, prompt and completion, text. `a.b` is the field `b` of the
+    field `a`."""
 
     messages_field: str = "messages"
     """Field with a conversation: a list of messages with `role` and `content`."""
@@ -57,7 +58,8 @@ class ExamplesConfig(DataConfig):
 
 
 class PairsConfig(DataConfig):
-    """Pairs of a better and a worse completion of the same prompt, from JSONL or Parquet files."""
+    """Pairs of a better and a worse completion of the same prompt, from JSONL or Parquet files. Of the fields below,
+    `a.b` is the field `b` of the field `a`."""
 
     prompt_field: str = "prompt"
     """Field with the prompt: a text, or a list of messages. Where a row has none, or a text although its completions

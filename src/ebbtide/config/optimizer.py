@@ -34,7 +34,10 @@ class OptimizerConfig(Section):
     """How the learning rate decays after the warm-up."""
 
     final_lr_fraction: Fraction = 0.0
-    """Learning rate at the end of `linear` and `cosine`, as a fraction of `lr`."""
+    """Learning rate at the end of `linear` and `cosine`, as a fraction of `lr` (`min_lr_ratio`)."""
+
+    min_lr: NotNegative | None = None
+    """Learning rate at the end of `linear` and `cosine`, in place of `final_lr_fraction`."""
 
     place: Literal["device", "streamed", "cpu"] = "device"
     """Where the optimizer state is and where the step is computed: `device` is the GPU for both; `streamed` offloads
@@ -67,6 +70,23 @@ class OptimizerConfig(Section):
             raise ValueError(
                 f"`optimizer.final_lr_fraction: {self.final_lr_fraction}` needs `optimizer.schedule: linear` or"
                 " `cosine`"
+            )
+        if self.min_lr is None:
+            return self
+        if self.schedule == "constant":
+            raise ValueError(
+                f"`optimizer.min_lr: {self.min_lr:g}` is where a schedule ends, and `optimizer.schedule: constant`"
+                " stays at `optimizer.lr`: set `linear` or `cosine`, or remove `min_lr`"
+            )
+        if self.final_lr_fraction:
+            raise ValueError(
+                f"`optimizer.min_lr: {self.min_lr:g}` and `optimizer.final_lr_fraction: {self.final_lr_fraction:g}`"
+                " both say where the schedule ends: remove one of the two"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"`optimizer.min_lr: {self.min_lr:g}` is above `optimizer.lr: {self.lr:g}`, from which the schedule"
+                " decays: lower it"
             )
         return self
 

@@ -41,26 +41,30 @@ class FileTaskConfig(Section):
     """Path of a file with the held-out problems; `null` sets the last `task.held_out` rows of `train` aside."""
 
     prompt_field: str = "prompt"
-    """Field with the prompt: a text, or a list of messages with `role` and `content`."""
+    """Field with the prompt: a text, or a list of messages with `role` and `content`. `a.b` is the field `b` of the
+    field `a`."""
 
     answer_field: str | None = "answer"
-    """Field with the expected answer; `null`: there are none, and completions are not scored, which distillation does
-    not need."""
+    """Field with the expected answer, such as `answer`, or `reward_model.ground_truth` for the field `ground_truth` of
+    the field `reward_model`; `null`: there are none, and completions are not scored, which distillation does not
+    need."""
 
-    scorer: Literal["exact", "numeric", "gsm8k", "regex", "math_verify"] = "exact"
+    scorer: Literal["exact", "numeric", "gsm8k", "regex", "math_verify"] | None = None
     """How a completion is compared with the answer: `exact`, the same text; `numeric`, the same number; `gsm8k`, the
     same number after `####`, or at the end if the worked answer has no such mark; `regex`, the answer is a pattern
-    that the completion must match; `math_verify`, mathematically equal (package `math-verify`)."""
+    that the completion must match; `math_verify`, mathematically equal (package `math-verify`). `null` is `exact`, or
+    the reward function that `task.python` names."""
 
 
 class PythonTaskConfig(Section):
-    """A task of your own, as a Python object."""
+    """A task of your own, as a Python object; or, beside `task.file`, a reward function for its rows."""
 
     object: str
-    """`module:name` of a Task, or of a class or function that returns one."""
+    """`module:name` of a Task, or of a class or function that returns one. Beside `task.file`: of a reward function,
+    as TRL has it, `f(completions, **columns)`, or verl, `f(data_source, solution_str, ground_truth, extra_info)`."""
 
     options: dict[str, Any] = {}
-    """Keyword arguments for a class or function."""
+    """Keyword arguments for a class or function; of a reward function, in every call."""
 
 
 class ScoringConfig(Section):
@@ -79,7 +83,7 @@ SOURCES = ("builtin", "gym", "file", "python")
 
 class TaskConfig(Section):
     """The problems to train on: exactly one of `builtin`, `gym`, `file` and `python`, or an `environment` that has its
-    own."""
+    own; or `file` with a reward function in `python`."""
 
     builtin: BuiltinTaskConfig | None = None
     """A task that ships with Ebbtide."""
@@ -91,7 +95,7 @@ class TaskConfig(Section):
     """Problems from a JSONL or Parquet file."""
 
     python: PythonTaskConfig | None = None
-    """A task of your own."""
+    """A task of your own; or, beside `file`, a reward function for its rows."""
 
     system: str | None = None
     """System message put before every problem."""
@@ -135,7 +139,13 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _exactly_one_source(self) -> TaskConfig:
         named = [name for name in SOURCES if getattr(self, name) is not None]
-        if len(named) != 1 and not (self.environment is not None and not named):
+        if self.is_scored_by_function:
+            if self.file is not None and self.file.scorer is not None:
+                raise ValueError(
+                    f"`task.file.scorer: {self.file.scorer}` and the reward function in `task.python` both score"
+                    " completions: remove one of the two"
+                )
+        elif len(named) != 1 and not (self.environment is not None and not named):
             found = " and ".join(f"`task.{name}`" for name in named) or "none"
             off = (
                 f": switch off the others, with {' or '.join(f'`task.{name}=null`' for name in named)}" if named else ""
@@ -150,7 +160,13 @@ class TaskConfig(Section):
     def has_scorer(self) -> bool:
         """Whether the source of problems can score a text."""
         has_source = any(getattr(self, name) is not None for name in SOURCES)
-        return has_source and (self.file is None or self.file.answer_field is not None)
+        has_answers = self.file is None or self.file.answer_field is not None
+        return has_source and (has_answers or self.is_scored_by_function)
+
+    @property
+    def is_scored_by_function(self) -> bool:
+        """Whether `python` names a reward function for the rows of `file`."""
+        return [name for name in SOURCES if getattr(self, name) is not None] == ["file", "python"]
 
     @property
     def is_scored(self) -> bool:
@@ -160,4 +176,4 @@ class TaskConfig(Section):
     @property
     def has_own_held_out(self) -> bool:
         """Whether the held-out problems are the task's own, so that `held_out` sets none aside."""
-        return self.python is not None or (self.file is not None and self.file.held_out is not None)
+        return self.python is not None if self.file is None else self.file.held_out is not None

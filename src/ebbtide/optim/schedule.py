@@ -15,4 +15,6 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         return config.lr
     done = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
     left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    if config.min_lr is not None:
+        return config.min_lr + (config.lr - config.min_lr) * left
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)

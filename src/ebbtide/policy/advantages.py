@@ -11,11 +11,14 @@ from torch import Tensor
 
 EPSILON = 1e-6  # Keeps almost equal rewards from giving huge advantages; the usual value of GRPO implementations.
 
-Kind = Literal["group_std", "group_mean", "rloo", "reinforce_pp"]
+LEAST_VARIANCE = 1e-8  # Of what is whitened over tokens, as in OpenRLHF, the authors' own code of REINFORCE++.
+
+Kind = Literal["group_std", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 
 
-def compute_advantages(rewards: Tensor, kind: Kind) -> Tensor:
-    """The advantages [prompts, samples] of rewards [prompts, samples]."""
+def compute_advantages(rewards: Tensor, kind: Kind, tokens: Tensor | None = None) -> Tensor:
+    """The advantages [prompts, samples] of rewards [prompts, samples]. `tokens`: [prompts, samples], how often each
+    sample counts in the mean and the standard deviation of the batch; None is once."""
     group_mean = rewards.mean(1, keepdim=True)  # [prompts, 1]
     if kind == "group_mean":
         return _zero_where_equal(rewards - group_mean, rewards)
@@ -25,8 +28,24 @@ def compute_advantages(rewards: Tensor, kind: Kind) -> Tensor:
         # r - mean of the others = (r - mean of all) * n / (n - 1)
         samples = rewards.shape[1]
         return _zero_where_equal((rewards - group_mean) * (samples / (samples - 1)), rewards)
+    if kind == "reinforce_pp_baseline":
+        rewards = _zero_where_equal(rewards - group_mean, rewards)
+        if tokens is None:  # Their mean is 0: what is left of it is rounding.
+            return rewards / (rewards.std(correction=0) + EPSILON)
+    if tokens is not None:
+        return whiten(rewards, tokens)
     centred = (rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)
     return _zero_where_equal(centred.view(1, -1), rewards.view(1, -1)).view_as(rewards)
+
+
+def whiten(values: Tensor, counts: Tensor) -> Tensor:
+    """Values with mean 0 and variance 1, where each counts as often as `counts` says. Values that are all equal become
+    0."""
+    total = counts.sum()
+    if total == 0 or (values == values.flatten()[0]).all():
+        return torch.zeros_like(values)
+    centred = values - (values * counts).sum() / total
+    return centred * ((centred.square() * counts).sum() / total).clamp(min=LEAST_VARIANCE).rsqrt()
 
 
 def turn_advantages(rewards: Sequence[Sequence[Sequence[float]]], kind: Kind) -> list[list[list[float]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from statistics import fmean
 
@@ -14,8 +14,9 @@ import torch
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.config.root import Config
-from ebbtide.policy.advantages import compute_advantages, turn_advantages
+from ebbtide.policy.advantages import compute_advantages, turn_advantages, whiten
 from ebbtide.policy.datum import Datum, trajectory
+from ebbtide.policy.losses.kl import kl_estimate
 from ebbtide.policy.losses.normalise import token_weights
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
 from ebbtide.rollout.episodes import Episode, episode_data, episode_metrics
@@ -47,6 +48,10 @@ class Batch:
     data: list[Datum]
     groups: int
     zero_std_groups: int
+    rewards: list[float]
+    """The rewards of all samples that advantages are computed from."""
+    overlong_penalty: float | None = None
+    """What samples lose on average because they are almost too long."""
 
     def metrics(self, pass_reward: float) -> dict[str, float]:
         """Returns the metrics of the step's rollouts, for metrics.jsonl."""
@@ -54,6 +59,7 @@ class Batch:
             "zero_std_groups": self.zero_std_groups,
             "groups_with_signal": 1 - self.zero_std_groups / self.groups,
             "samples_trained": sum(sample.trained for sample in self.samples),
+            **({} if self.overlong_penalty is None else {"overlong_penalty": self.overlong_penalty}),
         }
 
 
@@ -122,18 +128,20 @@ def assemble(
 ) -> Batch:
     """Computes the advantages of all samples, and data with their loss weights for those that are trained on."""
     size = config.rollout.group_size
-    turns = _advantages(config, scored, episodes)  # [prompts * samples][turns]
     completions = [completion for group in groups for completion in group]
-    owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
-    flat = [
-        not any(value for turn in turns[first : first + size] for value in turn) for first in range(0, len(turns), size)
-    ]
     # An episode whose environment failed before its first turn has no tokens.
     counted = [
         bool(completion.tokens) and not (config.loss.mask_overlong and completion.finish == "length")
         for completion in completions
     ]
-    drop = config.advantage.drop_zero_std_groups
+    shaped = _shape_rewards(config, scored, completions)
+    tokens = [len(completion.tokens) * counts for completion, counts in zip(completions, counted, strict=True)]
+    turns = _advantages(config, shaped, episodes, tokens)  # [prompts * samples][turns]
+    owners = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in group]
+    flat = [
+        not any(value for turn in turns[first : first + size] for value in turn) for first in range(0, len(turns), size)
+    ]
+    drop = config.drops_zero_std_groups
     trained = [counts and not (drop and flat[place // size]) for place, counts in enumerate(counted)]
     played: Sequence[Episode | None] = episodes or [None] * len(completions)
     samples = [
@@ -151,11 +159,30 @@ def assemble(
         elif sample.trained:
             done = sample.completion
             data.append(trajectory(sample.prompt.tokens, done.tokens, done.logprobs, sample.advantage, weight))
-    return Batch(samples, data, len(prompts), sum(flat))
+    lost = [one.value - less.value for one, less in zip(scored, shaped, strict=True)]
+    overlong_penalty = fmean(lost) if config.advantage.overlong_buffer is not None else None
+    return Batch(samples, data, len(prompts), sum(flat), [one.value for one in shaped], overlong_penalty)
+
+
+def _shape_rewards(
+    config: GrpoConfig, scored: Sequence[ScoreResult], completions: Sequence[Completion]
+) -> Sequence[ScoreResult]:
+    """The scores, less what completions lose that are almost too long."""
+    buffer, longest = config.advantage.overlong_buffer, config.rollout.max_new_tokens
+    if buffer is None:
+        return scored
+    shaped = []
+    for one, completion in zip(scored, completions, strict=True):
+        beyond = max(0, len(completion.tokens) - (longest - buffer.length))
+        shaped.append(replace(one, value=one.value - buffer.penalty * min(1.0, beyond / buffer.length)))
+    return shaped
 
 
 def _advantages(
-    config: GrpoConfig, scored: Sequence[ScoreResult], episodes: Sequence[Episode]
+    config: GrpoConfig,
+    scored: Sequence[ScoreResult],
+    episodes: Sequence[Episode],
+    tokens: Sequence[int],  # [prompts * samples]: those that carry loss
 ) -> list[list[float]]:  # [prompts * samples][turns]
     """The advantages of each sample's turns: a completion without an episode is one turn."""
     size, kind = config.rollout.group_size, config.advantage.kind
@@ -164,9 +191,47 @@ def _advantages(
         rewards = [one.turn_rewards(score) or [score.value] for one, score in zip(episodes, scored, strict=True)]
         groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
         return [turns for group in turn_advantages(groups, kind) for turns in group]
-    values = compute_advantages(torch.tensor([one.value for one in scored], dtype=torch.float64).view(-1, size), kind)
+    values = _sample_advantages(config, [one.value for one in scored], tokens)
     counts = [max(1, len(one.turns)) for one in episodes] or [1] * len(scored)
-    return [[value] * count for value, count in zip(values.flatten().tolist(), counts, strict=True)]
+    return [[value] * count for value, count in zip(values, counts, strict=True)]
+
+
+def _sample_advantages(config: GrpoConfig, rewards: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """The advantage of each sample [prompts * samples]."""
+    shape = (-1, config.rollout.group_size)
+    counts = torch.tensor(tokens).view(shape) if config.advantage.whiten == "token" else None
+    values = torch.tensor(rewards, dtype=torch.float64).view(shape)
+    found: list[float] = compute_advantages(values, config.advantage.kind, counts).flatten().tolist()
+    return found
+
+
+def penalise_rewards(config: GrpoConfig, batch: Batch) -> Batch:
+    """The batch with advantages of rewards from which a KL penalty is subtracted (`loss.kl.in_reward`). All samples of
+    it are trained on, and their data have old and reference log-probs."""
+    kl = config.loss.kl
+    assert kl is not None
+    lost = []  # [samples][tokens]
+    for datum in batch.data:
+        recorded = datum.values.get("old_logprobs", datum.values.get("rollout_logprobs"))
+        old, reference = (
+            torch.as_tensor(values, dtype=torch.float64, device="cpu")
+            for values in (recorded, datum.values["reference_logprobs"])
+        )
+        lost.append(kl.coefficient * kl_estimate(old, reference, kl.estimator))
+    if config.advantage.kind == "reinforce_pp" and config.advantage.whiten == "token":
+        # A token is worth the reward, less the penalties from it on.
+        to_go = [reward - one.flip(0).cumsum(0).flip(0) for reward, one in zip(batch.rewards, lost, strict=True)]
+        joined = torch.cat(to_go)
+        whitened = torch.split(whiten(joined, torch.ones_like(joined)), [len(one) for one in to_go])
+        advantages = [one.tolist() for one in whitened]
+    else:
+        rewards = [reward - one.sum().item() for reward, one in zip(batch.rewards, lost, strict=True)]
+        values = _sample_advantages(config, rewards, [len(one) for one in lost])
+        advantages = [[value] * len(one) for value, one in zip(values, lost, strict=True)]
+    for datum, found in zip(batch.data, advantages, strict=True):
+        datum.values["advantages"] = found
+    samples = [replace(sample, advantage=found[0]) for sample, found in zip(batch.samples, advantages, strict=True)]
+    return replace(batch, samples=samples)
 
 
 def minibatches(config: Config, data: Sequence[Datum], step: int) -> Iterator[list[Datum]]:

@@ -19,7 +19,7 @@ from ebbtide.model.tokenizer import UNKNOWN
 from ebbtide.policy.datum import Datum
 from ebbtide.progress import Progress
 from ebbtide.rollout.encoder import Encoder, Prepared
-from ebbtide.tasks.files import read_messages, read_rows
+from ebbtide.tasks.files import Row, read_messages, read_rows
 from ebbtide.tasks.task import Message, ask, find_message_problem
 
 TOGETHER = 1000  # rows whose texts are tokenized together: enough for all cores, and seconds between signs of progress
@@ -57,7 +57,7 @@ def read_example_rows(config: DataConfig, *, evaluated: bool) -> ExampleRows:
 
 
 def _read_file(path: str) -> Rows:
-    rows = list(read_rows(path, "data"))
+    rows: Rows = list(read_rows(path, "data"))
     if not rows:
         raise UserError(f"the dataset {path} is empty: write one row per example")
     return rows
@@ -267,7 +267,7 @@ def _encode_rows(
     for start in range(0, len(rows), TOGETHER):
         drafts = [
             # Parquet has all columns in every row.
-            draft({name: value for name, value in columns.items() if value is not None}, where)
+            draft(Row({name: value for name, value in columns.items() if value is not None}), where)
             for columns, where in rows[start : start + TOGETHER]
         ]
         encoded = iter(encoder.encode([one for some in drafts for one in some]))

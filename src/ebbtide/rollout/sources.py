@@ -76,9 +76,13 @@ class FreshRollouts:
         self._config, self._engine, self._sampler = config, engine, sampler
 
     def next(self, step: int, progress: Progress) -> Groups:
+        return self.draw(self._config.rollout.prompts_per_step, (step,), progress)
+
+    def draw(self, count: int, names: Sequence[object], progress: Progress) -> Groups:
+        """Returns groups of the next `count` prompts, with seeds of their own by these names."""
         config = self._config
-        prompts = self._sampler.draw(config.rollout.prompts_per_step)
-        group_requests = make_requests(prompts, config.rollout.group_size, config.seed, step)
+        prompts = self._sampler.draw(count)
+        group_requests = make_requests(prompts, config.rollout.group_size, config.seed, *names)
         return prompts, self._engine.generate(group_requests, training_sampling_params(config.rollout), progress)
 
     def metrics(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from ebbtide.tasks.builtin import build_builtin
 from ebbtide.tasks.environment_task import EnvironmentTask
 from ebbtide.tasks.files import FileTask
 from ebbtide.tasks.gym import GymTask
-from ebbtide.tasks.python_task import load_python_task
+from ebbtide.tasks.python_task import load_python_task, load_reward_function_task
 from ebbtide.tasks.task import Problem, Problems, Score, Task
 
 DEFAULT_SIZE = 1000
@@ -29,6 +29,8 @@ def _source(config: TaskConfig, seed: int, held_out: int) -> Task:
         return build_builtin(config.builtin.name, config.builtin.options, size=size, held_out=held_out, seed=seed)
     if config.gym is not None:
         return GymTask(config.gym.dataset, config.gym.options, size=size, held_out=held_out, seed=seed)
+    if config.file is not None and config.python is not None:
+        return load_reward_function_task(config.python, config.file, held_out=held_out)
     if config.file is not None:
         return FileTask(config.file, held_out=held_out)
     if config.python is not None:

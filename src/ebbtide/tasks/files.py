@@ -16,12 +16,38 @@ from ebbtide.tasks.task import Message, Problem, Problems, Score, ask, find_mess
 HUB = "hf://datasets/"
 
 
+class Row(dict[str, Any]):
+    """A row of a file. `a.b` is the field `b` of the field `a`, unless a field has that whole name."""
+
+    def __missing__(self, name: str) -> Any:
+        found: Any = self
+        for part in name.split("."):
+            # `get`, as the row itself would ask for this name again.
+            if not isinstance(found, dict) or (found := found.get(part, _MISSING)) is _MISSING:
+                raise KeyError(name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        try:
+            return isinstance(name, str) and self[name] is not _MISSING
+        except KeyError:
+            return False
+
+
+_MISSING = object()
+
+
 class FileTask:
     """A task whose problems are the rows of a file, scored by the configured scorer."""
 
-    def __init__(self, config: FileTaskConfig, *, held_out: int) -> None:
-        self.config, self.held_out = config, held_out
-        self._scorer = find_scorer(config.scorer)
+    def __init__(self, config: FileTaskConfig, *, held_out: int, keeps_rows: bool = False) -> None:
+        """`keeps_rows`: the metadata of a problem is its whole row, and the answer is not one for the scorer: a
+        reward function scores it."""
+        self.config, self.held_out, self._keeps_rows = config, held_out, keeps_rows
+        self._scorer_name = config.scorer or "exact"
+        self._scorer = find_scorer(self._scorer_name)
 
     def problems(self) -> Problems:
         rows = self._problems(self.config.train)
@@ -37,7 +63,7 @@ class FileTask:
 
     def score(self, problem: Problem, completion: str) -> Score:
         value = self._scorer(completion, problem.answer)
-        return Score(value, {self.config.scorer: value})
+        return Score(value, {self._scorer_name: value})
 
     def _problems(self, path: str) -> list[Problem]:
         problems = [self._problem(row, where) for row, where in read_rows(path)]
@@ -45,7 +71,7 @@ class FileTask:
             raise UserError(f"the dataset {path} is empty: write one row per problem")
         return problems
 
-    def _problem(self, row: dict[str, Any], where: str) -> Problem:
+    def _problem(self, row: Row, where: str) -> Problem:
         if is_too_deep(row):
             raise UserError(f"{where} has lists or objects nested more than {DEEPEST} deep: flatten them")
         fields = {"prompt_field": self.config.prompt_field, "answer_field": self.config.answer_field}
@@ -59,19 +85,21 @@ class FileTask:
         if self.config.answer_field is not None:
             answer = row[self.config.answer_field]
             try:
-                check_answer(self.config.scorer, answer)
+                if not self._keeps_rows:
+                    check_answer(self._scorer_name, answer)
             except ValueError as error:
                 raise UserError(
-                    f"{where} has an answer that `task.file.scorer: {self.config.scorer}` cannot use,"
+                    f"{where} has an answer that `task.file.scorer: {self._scorer_name}` cannot use,"
                     f" {str(answer)[:60]!r}: {error}. Fix the row, or choose another scorer"
                 ) from None
         rest = {key: value for key, value in row.items() if key not in fields.values()}
+        rest = row if self._keeps_rows else rest
         return Problem(
             read_messages(row[self.config.prompt_field], f"{where} field `{self.config.prompt_field}`,"), answer, rest
         )
 
 
-def read_rows(path: str, section: str = "task.file") -> Iterator[tuple[dict[str, Any], str]]:
+def read_rows(path: str, section: str = "task.file") -> Iterator[tuple[Row, str]]:
     """Each row of the file, with its place in the file for error messages. `section`: the section of the config that
     names it."""
     file = _from_hub(path) if path.startswith(HUB) else Path(path).expanduser()
@@ -108,7 +136,7 @@ def _from_hub(path: str) -> Path:
     )
 
 
-def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def _jsonl(file: Path) -> Iterator[tuple[Row, str]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -120,10 +148,10 @@ def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
                 raise UserError(f"{where} is not JSON in UTF-8: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where} must be a JSON object with fields, but is a {type(row).__name__}")
-            yield row, where
+            yield Row(row), where
 
 
-def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -134,7 +162,7 @@ def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{file} is not a readable Parquet file: {error}") from None
     for number, row in enumerate(rows):
-        yield row, f"{file}, row {number},"
+        yield Row(row), f"{file}, row {number},"
 
 
 def read_messages(prompt: Any, where: str) -> list[Message]:

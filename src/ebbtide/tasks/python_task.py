@@ -1,46 +1,36 @@
-"""The user's own task as a Python object: imports it, and checks its problems before anything else is loaded."""
+"""The user's own task or reward function as a Python object: imports it, and checks a task's problems before anything
+else is loaded."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ebbtide.config.task import PythonTaskConfig
+from ebbtide.config.task import FileTaskConfig, PythonTaskConfig
 from ebbtide.errors import UserError
+from ebbtide.tasks.reward_functions import RewardFunctionTask, reward_function_kind
 from ebbtide.tasks.task import Problem, Problems, Score, Task, find_message_problem
+
+NAMES = {"trl": "TRL", "verl": "verl"}
 
 
 def load_python_task(config: PythonTaskConfig) -> Task:
     """The task object that a config names, or the one that it returns when it is called."""
-    module_name, colon, name = config.object.partition(":")
-    if not colon or not module_name or not name:
-        raise UserError(f"`task.python.object` is `{config.object}` and should be `module:name`")
-    try:
-        found: Any = getattr(importlib.import_module(module_name), name)
-    except SystemExit as error:
+    found = _import_object(config)
+    if (kind := reward_function_kind(found)) is not None:
         raise UserError(
-            f"`task.python.object: {config.object}` exits the process when it is imported (exit code {error.code}):"
-            " remove that from the module"
-        ) from None
-    except (ImportError, AttributeError, TypeError) as error:  # TypeError: for a name that begins with a dot.
-        raise UserError(
-            f"`task.python.object: {config.object}` cannot be imported (from {os.getcwd()} or the installed packages):"
-            f" {error}"
-        ) from None
+            f"`task.python.object: {config.object}` is a reward function as {NAMES[kind]} has it, and has no problems:"
+            " name those that it scores in `task.file`"
+        )
     if isinstance(found, type) or not _is_task(found):
         if not callable(found):
             raise UserError(
                 f"`task.python.object: {config.object}` is a {type(found).__name__}: it needs the methods `problems`"
                 " and `score`"
             )
-        try:
-            found = found(**config.options)
-        except TypeError as error:
-            raise UserError(
-                f"`task.python.object: {config.object}` could not be called with `task.python.options`: {error}"
-            ) from None
+        found = _call(found, config)
     elif config.options:
         raise UserError(
             f"`task.python.options` are for a class or function, but `{config.object}` is already a task: remove them"
@@ -51,6 +41,48 @@ def load_python_task(config: PythonTaskConfig) -> Task:
             " and `score`"
         )
     return _CheckedTask(found, f"`task.python.object: {config.object}`")
+
+
+def load_reward_function_task(python: PythonTaskConfig, file: FileTaskConfig, *, held_out: int) -> Task:
+    """The rows of a file, scored by the reward function that a config names."""
+    found, options = _import_object(python), python.options
+    if isinstance(found, type):  # a class whose objects can be called
+        found, options = _call(found, python), {}
+    if reward_function_kind(found) is None:
+        raise UserError(
+            f"`task.python.object: {python.object}` is not a reward function for the rows of `task.file`: it has"
+            " neither a parameter `completions`, as TRL's have, nor `solution_str`, as verl's have. A task with"
+            " problems of its own needs no `task.file`: set `task.file=null`"
+        )
+    return RewardFunctionTask(file, found, options, held_out=held_out)
+
+
+def _import_object(config: PythonTaskConfig) -> Any:
+    """The object that a config names."""
+    module_name, colon, name = config.object.partition(":")
+    if not colon or not module_name or not name:
+        raise UserError(f"`task.python.object` is `{config.object}` and should be `module:name`")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except SystemExit as error:
+        raise UserError(
+            f"`task.python.object: {config.object}` exits the process when it is imported (exit code {error.code}):"
+            " remove that from the module"
+        ) from None
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: for a name that begins with a dot.
+        raise UserError(
+            f"`task.python.object: {config.object}` cannot be imported (from {os.getcwd()} or the installed packages):"
+            f" {error}"
+        ) from None
+
+
+def _call(found: Callable[..., Any], config: PythonTaskConfig) -> Any:
+    try:
+        return found(**config.options)
+    except TypeError as error:
+        raise UserError(
+            f"`task.python.object: {config.object}` could not be called with `task.python.options`: {error}"
+        ) from None
 
 
 def _is_task(found: object) -> bool:

@@ -51,6 +51,72 @@ class GrpoConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _advantages_agree(self) -> GrpoConfig:
+        advantage, kl = self.advantage, self.loss.kl
+        if advantage.whiten == "token" and not advantage.kind.startswith("reinforce_pp"):
+            raise ValueError(
+                f"`advantage.whiten: token` is for `advantage.kind: reinforce_pp` and `reinforce_pp_baseline`, and"
+                f" `{advantage.kind}` does not whiten: remove it, or change the kind"
+            )
+        if advantage.turns == "to_go" and (advantage.whiten == "token" or advantage.kind == "reinforce_pp_baseline"):
+            key = "whiten: token" if advantage.whiten == "token" else "kind: reinforce_pp_baseline"
+            raise ValueError(f"`advantage.turns: to_go` and `advantage.{key}` cannot be combined yet: remove one")
+        buffer = advantage.overlong_buffer
+        if buffer is not None and buffer.length > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"`advantage.overlong_buffer.length: {buffer.length}` exceeds `rollout.max_new_tokens:"
+                f" {self.rollout.max_new_tokens}`, of which it is the last part: lower it"
+            )
+        if kl is None or not kl.in_reward:
+            return self
+        if self.task.environment is not None:
+            raise ValueError("`loss.kl.in_reward` and `task.environment` cannot be combined yet: remove one of the two")
+        if self.loss.mask_overlong:
+            raise ValueError(
+                "`loss.mask_overlong` leaves completions out whose rewards still count, and `loss.kl.in_reward` needs"
+                " the log-probs of all of them: remove one of the two"
+            )
+        if advantage.drop_zero_std_groups:
+            raise ValueError(
+                "`advantage.drop_zero_std_groups: true` skips groups of equal rewards, which `loss.kl.in_reward` makes"
+                " unequal: remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dynamic_sampling_is_possible(self) -> GrpoConfig:
+        if self.advantage.dynamic_sampling is None:
+            return self
+        rollout = self.rollout
+        if rollout.group_size == 1:
+            raise ValueError(
+                "`advantage.dynamic_sampling` replaces groups of equal rewards, and every group of"
+                " `rollout.group_size: 1` is one: raise it, or remove `advantage.dynamic_sampling`"
+            )
+        found = {
+            "rollout.partial.extra_prompts": rollout.partial.extra_prompts,
+            "rollout.save_to": rollout.save_to,
+            "rollout.replay": rollout.replay,
+        }
+        if other := next((name for name, value in found.items() if value), None):
+            raise ValueError(
+                f"`advantage.dynamic_sampling` and `{other}` cannot be combined yet: remove one of the two"
+            )
+        return self
+
+    @property
+    def drops_zero_std_groups(self) -> bool:
+        """Whether groups in which every advantage is 0 are skipped. The default of `null` is decided here."""
+        if self.advantage.drop_zero_std_groups is not None:
+            return self.advantage.drop_zero_std_groups
+        return self.loss.kl is None and not self.loss.entropy
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether advantages need the log-probs of the policy and of the reference."""
+        return self.loss.kl is not None and self.loss.kl.in_reward
+
     @property
     def cycle(self) -> tuple[str, ...]:
         return ("generate", "score", "logprob", "train", "step")
@@ -60,7 +126,8 @@ class GrpoConfig(Config):
         """Whether an extra forward computes the old log-probs; with one update per batch, the log-probs of the training
         forward are the old ones, and with exact ones, those that were recorded."""
         several = self.train.minibatches > 1 or self.train.epochs > 1
-        return self.loss.old_logprobs == "trainer" and several and not self.records_old_logprobs
+        wanted = several or self.has_kl_in_reward
+        return self.loss.old_logprobs == "trainer" and wanted and not self.records_old_logprobs
 
     @property
     def records_old_logprobs(self) -> bool:

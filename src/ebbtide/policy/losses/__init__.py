@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ebbtide.errors import UserError
 from ebbtide.policy.head import Head
 from ebbtide.policy.losses.cispo import cispo
 from ebbtide.policy.losses.grpo import grpo
-from ebbtide.policy.losses.gspo import gspo
+from ebbtide.policy.losses.gspo import gspo, sequence_mean
 from ebbtide.policy.losses.importance_sampling import importance_weights
 from ebbtide.policy.losses.kl import kl_estimate
 
@@ -123,15 +123,22 @@ def policy_loss(config: LossConfig, inputs: LossInputs, custom: Loss | None = No
         low, high = CLIPS[config.kind]
         low, high = config.clip_low or low, config.clip_high or high
         if config.kind == "grpo":
-            per_token, cut = grpo(logprobs, old, advantages, low, high)
+            per_token, cut = grpo(logprobs, old, advantages, low, high, config.clip_ratio_c)
         elif config.kind == "gspo":
-            per_token, cut = gspo(logprobs, old, advantages, inputs.sequence, inputs.sequences, low, high)
+            per_token, cut = gspo(
+                logprobs, old, advantages, inputs.sequence, inputs.sequences, low, high, config.clip_ratio_c
+            )
         else:
             per_token, cut = cispo(logprobs, old, advantages, low, high)
         reported["clip_fraction"] = cut.float().sum()
     if config.importance_sampling is not None:
         weights, outside = importance_weights(
-            old, inputs["rollout_logprobs"], inputs.sequence, inputs.sequences, config.importance_sampling
+            old,
+            inputs["rollout_logprobs"],
+            inputs.sequence,
+            inputs.sequences,
+            config.importance_sampling,
+            default="sequence" if config.kind == "gspo" else "token",
         )
         per_token = per_token * weights
         reported["importance_outside"] = outside.float().sum()
@@ -139,9 +146,26 @@ def policy_loss(config: LossConfig, inputs: LossInputs, custom: Loss | None = No
         per_token = per_token - config.entropy * inputs.entropies
     if config.kl is not None:
         penalty = kl_estimate(logprobs, inputs["reference_logprobs"], config.kl.estimator)
-        per_token = per_token + config.kl.coefficient * penalty
         reported["kl"] = penalty.detach().sum()
+        if config.kl.importance_ratio is not None:
+            penalty = penalty * _kl_ratio(config, config.kl.importance_ratio, inputs, old)
+        if not config.kl.in_reward:
+            per_token = per_token + config.kl.coefficient * penalty
     return (per_token * inputs["weights"]).sum(), reported
+
+
+def _kl_ratio(
+    config: LossConfig, kind: Literal["old", "current", "rollout"], inputs: LossInputs, old: Tensor
+) -> Tensor:
+    """The ratio [P], with gradient, by which the KL estimate is multiplied: without it, the gradient of an estimate
+    ignores that the policy also decides which tokens are sampled."""
+    logprobs = inputs.logprobs
+    if kind == "current":
+        return (logprobs - logprobs.detach()).exp()
+    logs = logprobs - (old if kind == "old" else inputs["rollout_logprobs"])
+    if kind == "old" and config.kind == "gspo":  # the ratio of its loss
+        logs = sequence_mean(logs, inputs.sequence, inputs.sequences)
+    return logs.exp()
 
 
 def _import_loss(name: str) -> Loss:

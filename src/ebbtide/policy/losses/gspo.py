@@ -16,9 +16,15 @@ def gspo(
     sequences: int,
     clip_low: float,
     clip_high: float,
+    clip_ratio_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss of each token [P], which is that of its sequence; whether clipping removed its gradient [P])."""
-    zeros = torch.zeros(sequences, dtype=logprobs.dtype, device=logprobs.device)
-    lengths = zeros.index_add(0, sequence, torch.ones_like(logprobs))  # [S]
-    mean_difference = zeros.index_add(0, sequence, logprobs - old_logprobs) / lengths  # [S]
-    return grpo(mean_difference[sequence], torch.zeros_like(logprobs), advantages, clip_low, clip_high)
+    mean_difference = sequence_mean(logprobs - old_logprobs, sequence, sequences)
+    return grpo(mean_difference, torch.zeros_like(logprobs), advantages, clip_low, clip_high, clip_ratio_c)
+
+
+def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """[P] -> [P]: the mean over its sequence."""
+    zeros = torch.zeros(sequences, dtype=values.dtype, device=values.device)
+    lengths = zeros.index_add(0, sequence, torch.ones_like(values))  # [S]
+    return (zeros.index_add(0, sequence, values) / lengths)[sequence]
