@@ -20,11 +20,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from torch import Tensor
 
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.memory.plan import HoldingName
 from ebbtide.memory.residency import Residency
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import make_requests, training_sampling_params
@@ -138,12 +136,9 @@ class PartialRollouts:
         sizes = engine.cache_tensor_bytes(kept_blocks(rollout, engine.block_size), kept_sequences(rollout))
         self._holdings = list(sizes)
         for name in sizes:
-            residency.register(name, partial(self._kept, name))
+            residency.register(name, partial(self._persistent.kept_of, name))
             if keep and residency.plan.is_ever_offloaded(name):
                 residency.arena.reserve(sizes[name])
-
-    def _kept(self, name: HoldingName) -> list[Tensor]:
-        return self._persistent.kept.get(name, [])
 
     def next(self, step: int, progress: Progress) -> Groups:
         config = self._config

@@ -265,6 +265,10 @@ class PersistentSession:
         """What is in use while the session is suspended: of the KV cache the keys, then the values of each layer, and
         the states beside it."""
 
+    def kept_of(self, name: HoldingName) -> list[Tensor]:
+        """Returns the tensors of one holding that are kept while the session is suspended."""
+        return self.kept.get(name, [])
+
     @property
     def session(self) -> Session:
         """The session itself; requests can be added to it at any time, also while it is suspended."""
