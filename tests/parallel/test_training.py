@@ -30,6 +30,15 @@ CASES = {
     },
     "everything": {**EVERYTHING, "train.steps": 2, "memory.preset": "lean"},
     "shaped": {**SHAPED, "advantage.drop_zero_std_groups": None},
+    "mixed": {
+        "task": {
+            "mix": {name: {"builtin": {"name": name, "options": {"digits": 2}}} for name in ("copy", "reverse")},
+            "scoring": TINY["task"]["scoring"],
+        },
+        "task.mix.copy.weight": 3,
+        "task.mix.copy.size": 20,
+        "task.mix.reverse.size": 20,
+    },
     "activations": {"memory.activations": {"preset": "offload", "keep_last": 0, "minimum_kib": 0}, "train.steps": 2},
     "activations, by module": {
         "memory.activations": {

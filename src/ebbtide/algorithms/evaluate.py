@@ -11,6 +11,7 @@ from statistics import fmean
 from ebbtide.checkpoint.store import Checkpoint
 from ebbtide.config.root import Config
 from ebbtide.progress import Progress
+from ebbtide.rollout.batch import by_task
 from ebbtide.rollout.engine import Completion, SamplingParams
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.score_message import ScoreResult
@@ -81,9 +82,19 @@ class _Trial:
         right = [score.failure is None and score.value >= self.config.evaluate.pass_reward for score in scored]
         passed = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
         failures = Counter(score.failure for score in scored if score.failure is not None)
+
+        def figures(places: Sequence[int]) -> dict[str, float]:
+            """Of the prompts at these places."""
+            values = [scored[place * samples + number].value for place in places for number in range(samples)]
+            return {
+                "reward": fmean(values),
+                **{f"pass@{k}": fmean(pass_at_k(samples, passed[place], k) for place in places) for k in ks},
+            }
+
+        parts = by_task(range(len(prompts)), lambda place: prompts[place].problem)
         return {
-            "reward": fmean(score.value for score in scored),
-            **{f"pass@{k}": fmean(pass_at_k(samples, count, k) for count in passed) for k in ks},
+            **figures(range(len(prompts))),
+            **{f"task/{name}/{key}": value for name, some in parts.items() for key, value in figures(some).items()},
             "completion_tokens": fmean(len(one.tokens) for one in completions),
             "finished": fmean(one.finish == "stop" for one in completions),
             **{f"score_failures/{name}": float(number) for name, number in failures.items()},

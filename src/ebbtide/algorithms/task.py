@@ -19,7 +19,7 @@ from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, 
 from ebbtide.rollout.reasoning import Parsed, ReasoningParser, reasoning_metrics
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.sources import FreshRollouts, build_source
-from ebbtide.tasks.sampler import Sampler
+from ebbtide.tasks.sampler import MixedSampler, Order, Sampler
 from ebbtide.tasks.score_message import ScoreResult
 from ebbtide.tasks.scoring import ScoringPool
 from ebbtide.tasks.task import Problem, Problems
@@ -128,7 +128,7 @@ class TaskRollouts(HeldOutTask):
             f"{len(prompts):,} problems, {len(self._held_out)} held-out ones for evaluation,"
             f" {rollout.prompts_per_step} x {rollout.group_size} samples per step"
         )
-        self._order = order = Sampler(prompts, self._config.seed)
+        self._order = order = self._make_order(prompts)
         self._source = build_source(
             self._config,
             worker.engine,
@@ -139,6 +139,18 @@ class TaskRollouts(HeldOutTask):
             writes=worker.comm.is_main,
         )
         worker.track(order, prompts_digest(prompts), self._source)
+
+    def _make_order(self, prompts: Sequence[Prompt]) -> Order[Prompt]:
+        mix, seed = self._task.mix, self._config.seed
+        if mix is None:
+            return Sampler(prompts, seed)
+        by_task = {name: [prompt for prompt in prompts if prompt.problem.task == name] for name in mix}
+        if empty := next((name for name, some in by_task.items() if not some), None):
+            raise UserError(
+                f"no problem of `task.mix.{empty}` is left: all of its prompts have more than"
+                f" `rollout.max_prompt_tokens` = {self._config.rollout.max_prompt_tokens} tokens. Raise the limit"
+            )
+        return MixedSampler(list(by_task.values()), [one.weight for one in mix.values()], seed)
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.base import meaning
 from ebbtide.config.foreign import foreign_names, own_names
-from ebbtide.config.keys import all_keys, section_at, sections
+from ebbtide.config.keys import all_keys, named_sections, section_at, sections
 from ebbtide.config.root import Config
 from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
@@ -129,6 +129,11 @@ def _tables(section: type[BaseModel], above: str, title: str = "The top level") 
     ]
     for name, kind_below in below.items():
         lines += _tables(kind_below, f"{above}{name}.")
+    for name, kind_below in named_sections(section).items():
+        keys = {key: field for key, field in kind_below.model_fields.items() if key not in section.model_fields}
+        same = ", ".join(f"`{above}{key}`" for key in kind_below.model_fields if key in section.model_fields)
+        lines += [f"## `{above}{name}.NAME`", "", " ".join((kind_below.__doc__ or "").split())]
+        lines += [f"It also has, as above: {same}.", "", *_table(keys, f"{above}{name}.NAME.", sections(kind_below))]
     return lines
 
 

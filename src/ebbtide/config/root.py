@@ -195,19 +195,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _evaluation_has_problems(self) -> Config:
-        if self.evaluate is None or self.task is None or self.task.has_own_held_out:
+        if self.evaluate is None or self.task is None or (aside := self.task.held_out_problems) is None:
             return self
-        if self.task.held_out == 0:
+        key = "task.held_out" if self.task.mix is None else "task.mix.*.held_out"
+        if aside == 0:
             raise ValueError(
-                "`evaluate` needs held-out problems, but `task.held_out: 0` sets none aside: raise it, or set"
-                " `evaluate: null`"
+                f"`evaluate` needs held-out problems, but `{key}: 0` sets none aside: raise it, or set `evaluate: null`"
             )
         final = self.evaluate.final.problems if self.evaluate.final is not None else None
-        for key, problems in (("evaluate.problems", self.evaluate.problems), ("evaluate.final.problems", final or 0)):
-            if problems > self.task.held_out:
+        for name, problems in (("evaluate.problems", self.evaluate.problems), ("evaluate.final.problems", final or 0)):
+            if problems > aside:
                 raise ValueError(
-                    f"`{key}: {problems}` exceeds the `task.held_out: {self.task.held_out}` problems set aside:"
-                    f" lower it, or raise `task.held_out` to {problems}"
+                    f"`{name}: {problems}` exceeds the `{key}: {aside}` problems set aside: lower it, or raise `{key}`"
+                    f" to {problems}"
                 )
         return self
 

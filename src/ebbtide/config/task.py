@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -79,11 +80,11 @@ class ScoringConfig(Section):
 
 
 SOURCES = ("builtin", "gym", "file", "python")
+NAME = re.compile(r"[\w-]+")  # of a task in a mix: it becomes part of the names of metrics
 
 
-class TaskConfig(Section):
-    """The problems to train on: exactly one of `builtin`, `gym`, `file` and `python`, or an `environment` that has its
-    own; or `file` with a reward function in `python`."""
+class TaskSourceConfig(Section):
+    """Where problems come from, and what is asked and scored of them."""
 
     builtin: BuiltinTaskConfig | None = None
     """A task that ships with Ebbtide."""
@@ -109,10 +110,6 @@ class TaskConfig(Section):
     """Regular expression with one group: only its last match in a completion is scored, and no match scores 0.
     `null` scores the whole completion."""
 
-    unmatched_steps: Count | None = 3
-    """Stop the run after this many steps (and 256 completions) if no completion matched `extract`; `null` never
-    stops it."""
-
     size: Count | None = None
     """Number of training problems: to generate (`builtin`, `gym`; `null` is 1000), or to use of the existing ones
     (`file`, `python`; `null` is all)."""
@@ -120,6 +117,66 @@ class TaskConfig(Section):
     held_out: Natural = 64
     """Number of problems set aside for `evaluate`. Ignored with `task.file.held_out` and for a `python` task, which
     provide their own."""
+
+    @model_validator(mode="after")
+    def _one_scorer(self) -> Self:
+        if self.is_scored_by_function and self.file is not None and self.file.scorer is not None:
+            raise ValueError(
+                f"`task.file.scorer: {self.file.scorer}` and the reward function in `task.python` both score"
+                " completions: remove one of the two"
+            )
+        return self
+
+    @property
+    def named_sources(self) -> list[str]:
+        """The sources that are set: one of them, or `file` and `python`."""
+        return [name for name in SOURCES if getattr(self, name) is not None]
+
+    @property
+    def is_scored_by_function(self) -> bool:
+        """Whether `python` names a reward function for the rows of `file`."""
+        return self.named_sources == ["file", "python"]
+
+    @property
+    def has_scorer(self) -> bool:
+        """Whether the source of problems can score a text."""
+        has_answers = self.file is None or self.file.answer_field is not None
+        return bool(self.named_sources) and (has_answers or self.is_scored_by_function)
+
+    @property
+    def has_own_held_out(self) -> bool:
+        """Whether the held-out problems are the task's own, so that `held_out` sets none aside."""
+        return self.python is not None if self.file is None else self.file.held_out is not None
+
+
+class MixedTaskConfig(TaskSourceConfig):
+    """One of several tasks that are mixed: exactly one of `builtin`, `gym`, `file` and `python`, or `file` with a
+    reward function in `python`."""
+
+    weight: Positive = 1.0
+    """Its share of the prompts, beside the weights of the others."""
+
+    @model_validator(mode="after")
+    def _exactly_one_source(self) -> Self:
+        if len(self.named_sources) != 1 and not self.is_scored_by_function:
+            found = " and ".join(f"`{name}`" for name in self.named_sources) or "none"
+            raise ValueError(
+                "set exactly one of `builtin`, `gym`, `file` and `python` for each task of `task.mix`; set now:"
+                f" {found}"
+            )
+        return self
+
+
+class TaskConfig(TaskSourceConfig):
+    """The problems to train on: exactly one of `builtin`, `gym`, `file` and `python`, or an `environment` that has its
+    own; or `file` with a reward function in `python`; or a `mix` of several."""
+
+    mix: dict[str, MixedTaskConfig] | None = None
+    """Name -> a task: prompts of several tasks are mixed, by their weights. A list in place of `task` is the same."""
+
+    unmatched_steps: Count | None = 3
+    """Stop the run after this many steps (and 256 completions) if no completion matched `extract`; `null` never
+    stops it."""
 
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt of more than `rollout.max_prompt_tokens`."""
@@ -137,15 +194,11 @@ class TaskConfig(Section):
         return check_format(given)
 
     @model_validator(mode="after")
-    def _exactly_one_source(self) -> TaskConfig:
-        named = [name for name in SOURCES if getattr(self, name) is not None]
-        if self.is_scored_by_function:
-            if self.file is not None and self.file.scorer is not None:
-                raise ValueError(
-                    f"`task.file.scorer: {self.file.scorer}` and the reward function in `task.python` both score"
-                    " completions: remove one of the two"
-                )
-        elif len(named) != 1 and not (self.environment is not None and not named):
+    def _exactly_one_source(self) -> Self:
+        named = self.named_sources
+        if self.mix is not None or self.is_scored_by_function:
+            return self
+        if len(named) != 1 and not (self.environment is not None and not named):
             found = " and ".join(f"`task.{name}`" for name in named) or "none"
             off = (
                 f": switch off the others, with {' or '.join(f'`task.{name}=null`' for name in named)}" if named else ""
@@ -156,17 +209,27 @@ class TaskConfig(Section):
             )
         return self
 
-    @property
-    def has_scorer(self) -> bool:
-        """Whether the source of problems can score a text."""
-        has_source = any(getattr(self, name) is not None for name in SOURCES)
-        has_answers = self.file is None or self.file.answer_field is not None
-        return has_source and (has_answers or self.is_scored_by_function)
+    @model_validator(mode="after")
+    def _a_mix_is_all(self) -> Self:
+        if self.mix is None:
+            return self
+        if len(self.mix) < 2:
+            raise ValueError("`task.mix` needs two tasks or more: write a single one as `task` itself")
+        if odd := next((name for name in self.mix if not NAME.fullmatch(name)), None):
+            raise ValueError(f"`task.mix` has a task named {odd!r}: use letters, digits, `_` and `-`")
+        for key in (*SOURCES, "system", "extract", "size"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"`task.{key}` is set beside `task.mix`, whose tasks have their own: move it to"
+                    f" `task.mix.{next(iter(self.mix))}.{key}` and the others that need it"
+                )
+        if self.environment is not None:
+            raise ValueError("`task.mix` and `task.environment` cannot be combined yet: remove one of the two")
+        return self
 
     @property
-    def is_scored_by_function(self) -> bool:
-        """Whether `python` names a reward function for the rows of `file`."""
-        return [name for name in SOURCES if getattr(self, name) is not None] == ["file", "python"]
+    def has_scorer(self) -> bool:
+        return super().has_scorer if self.mix is None else all(one.has_scorer for one in self.mix.values())
 
     @property
     def is_scored(self) -> bool:
@@ -174,6 +237,7 @@ class TaskConfig(Section):
         return self.has_scorer or self.environment is not None
 
     @property
-    def has_own_held_out(self) -> bool:
-        """Whether the held-out problems are the task's own, so that `held_out` sets none aside."""
-        return self.python is not None if self.file is None else self.file.held_out is not None
+    def held_out_problems(self) -> int | None:
+        """The problems that are set aside; None: a task has its own, and only it knows how many."""
+        tasks = list(self.mix.values()) if self.mix is not None else [self]
+        return None if any(one.has_own_held_out for one in tasks) else sum(one.held_out for one in tasks)

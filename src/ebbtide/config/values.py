@@ -6,7 +6,7 @@ Ambiguous values are left as they are, and the config refuses them. Imports no t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -17,7 +17,7 @@ from ebbtide.config.loss import ImportanceSamplingConfig, KlConfig
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.report import WandbConfig
-from ebbtide.config.task import BuiltinTaskConfig, FileTaskConfig, GymTaskConfig, PythonTaskConfig
+from ebbtide.config.task import BuiltinTaskConfig, FileTaskConfig, GymTaskConfig, PythonTaskConfig, TaskConfig
 
 MAIN_KEYS: Mapping[type[BaseModel], str] = {
     KlConfig: "coefficient",
@@ -58,9 +58,19 @@ def main_key(section: type[BaseModel] | None) -> str | None:
 
 def expand_single_value(section: type[BaseModel] | None, value: Any) -> Any:
     """The tree that a single value in place of a section stands for; any other value is returned unchanged."""
+    if section is TaskConfig and isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        return {"mix": _named_tasks(value)}
     if (key := main_key(section)) is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
         return {key: value}
     return value
+
+
+def _named_tasks(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The tasks of a list by their `name`, or else by their place."""
+    return {
+        str(task.get("name", f"task{place}")): {key: value for key, value in task.items() if key != "name"}
+        for place, task in enumerate(tasks, start=1)
+    }
 
 
 def _meant(annotation: Any, value: Any) -> Any:
@@ -75,6 +85,8 @@ def _meant(annotation: Any, value: Any) -> Any:
             if value is None or isinstance(value, dict):
                 return value
             return [_meant(get_args(kind)[0], item) for item in (value if isinstance(value, list) else [value])]
+        if get_origin(kind) is dict and isinstance(value, Mapping):
+            return {name: _meant(get_args(kind)[1], one) for name, one in value.items()}
         if get_origin(kind) is Literal and isinstance(value, str):
             return _option(get_args(kind), value)
     if int in kinds and float not in kinds and isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:

@@ -340,6 +340,7 @@ def _line(step: int, group: int, number: int, sample: Sample) -> dict[str, objec
         "step": step,
         "group": group,
         "sample": number,
+        **({"task": sample.prompt.problem.task} if sample.prompt.problem.task is not None else {}),
         "prompt": sample.prompt.text,
         "answer": sample.prompt.problem.answer,
         "completion": sample.completion.text,

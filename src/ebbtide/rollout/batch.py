@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,11 @@ from ebbtide.rollout.engine import Completion, Request, SamplingParams
 from ebbtide.rollout.episodes import Episode, episode_data, episode_metrics
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.tasks.score_message import ScoreResult
+from ebbtide.tasks.task import Problem
+
+Item = TypeVar("Item")
+BY_TASK = ("reward", "reward_std", "completion_tokens", "finished", "samples")
+"""The metrics that each task of `task.mix` has of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,45 @@ class Batch:
     overlong_penalty: float | None = None
     """What samples lose on average because they are almost too long."""
 
+    def _signal_by_task(self) -> dict[str, float]:
+        """The share of groups with advantages other than 0, of each task of a mix."""
+        size = len(self.samples) // self.groups
+        groups = [self.samples[first : first + size] for first in range(0, len(self.samples), size)]
+        return {
+            f"task/{name}/groups_with_signal": fmean(any(one.advantage for one in group) for group in some)
+            for name, some in by_task(groups, lambda group: group[0].prompt.problem).items()
+        }
+
     def metrics(self, pass_reward: float) -> dict[str, float]:
         """Returns the metrics of the step's rollouts, for metrics.jsonl."""
         return sample_metrics(self.samples, pass_reward) | {
             "zero_std_groups": self.zero_std_groups,
             "groups_with_signal": 1 - self.zero_std_groups / self.groups,
             "samples_trained": sum(sample.trained for sample in self.samples),
+            **self._signal_by_task(),
             **({} if self.overlong_penalty is None else {"overlong_penalty": self.overlong_penalty}),
         }
 
 
+def by_task(samples: Sequence[Item], problem: Callable[[Item], Problem]) -> dict[str, list[Item]]:
+    """The samples of each task of `task.mix`; nothing where there is no mix."""
+    found: dict[str, list[Item]] = {}
+    for sample in samples:
+        if (name := problem(sample).task) is not None:
+            found.setdefault(name, []).append(sample)
+    return dict(sorted(found.items()))
+
+
 def sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, float]:
-    """Returns the metrics of sampled and scored completions."""
+    """Returns the metrics of sampled and scored completions, of all and of each task of a mix."""
+    figures = _sample_metrics(samples, pass_reward)
+    for name, some in by_task(samples, lambda sample: sample.prompt.problem).items():
+        own = _sample_metrics(some, pass_reward)
+        figures |= {f"task/{name}/{key}": own[key] for key in BY_TASK if key in own}
+    return figures
+
+
+def _sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, float]:
     lengths = [len(sample.completion.tokens) for sample in samples]
     by_outcome: dict[str, list[int]] = {"passed": [], "failed": []}
     rewards: list[float] = []

@@ -32,7 +32,7 @@ from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.session import SampleState
 from ebbtide.rollout.prompts import Prompt
 from ebbtide.system.jsonl import append_lines, drop_lines_after
-from ebbtide.tasks.sampler import Sampler
+from ebbtide.tasks.sampler import Order
 
 Groups = tuple[list[Prompt], list[list[Completion]]]
 """Prompts, and the completions of each."""
@@ -70,7 +70,7 @@ def _refuse_unfinished(groups: Sequence[dict[str, Any]]) -> None:
 class FreshRollouts:
     """Fresh rollouts: every step has prompts of its own, and all of their completions end in it."""
 
-    def __init__(self, config: Config, engine: Engine, sampler: Sampler[Prompt]) -> None:
+    def __init__(self, config: Config, engine: Engine, sampler: Order[Prompt]) -> None:
         self._config, self._engine, self._sampler = config, engine, sampler
 
     def next(self, step: int, progress: Progress) -> Groups:
@@ -117,7 +117,7 @@ class PartialRollouts:
         self,
         config: Config,
         engine: PagedEngine,
-        sampler: Sampler[Prompt],
+        sampler: Order[Prompt],
         prompts: Sequence[Prompt],
         residency: Residency,
         rows: int,
@@ -375,7 +375,7 @@ class ReplayedRollouts:
 def build_source(
     config: Config,
     engine: Engine,
-    sampler: Sampler[Prompt],
+    sampler: Order[Prompt],
     prompts: Sequence[Prompt],
     residency: Residency,
     *,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from ebbtide.config.task import TaskConfig
+from ebbtide.config.task import TaskConfig, TaskSourceConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.builtin import build_builtin
 from ebbtide.tasks.environment_task import EnvironmentTask
 from ebbtide.tasks.files import FileTask
 from ebbtide.tasks.gym import GymTask
+from ebbtide.tasks.mixed import MixedTask
 from ebbtide.tasks.python_task import load_python_task, load_reward_function_task
 from ebbtide.tasks.task import Problem, Problems, Score, Task
 
@@ -20,10 +21,17 @@ EXTRACTED = "extracted"  # The part of a score that says whether `task.extract` 
 def build_task(config: TaskConfig, seed: int, evaluated: bool = True) -> Task:
     """The configured task, wrapped with the system message and the extraction of answers. Held-out problems are set
     aside if `evaluated`."""
+    if config.mix is None:
+        return _build(config, seed, evaluated)
+    tasks = {name: _build(one, seed, evaluated) for name, one in config.mix.items()}
+    return MixedTask(tasks, [one.weight for one in config.mix.values()])
+
+
+def _build(config: TaskSourceConfig, seed: int, evaluated: bool) -> Task:
     return _WrappedTask(_source(config, seed, config.held_out if evaluated else 0), config)
 
 
-def _source(config: TaskConfig, seed: int, held_out: int) -> Task:
+def _source(config: TaskSourceConfig, seed: int, held_out: int) -> Task:
     size = config.size or DEFAULT_SIZE
     if config.builtin is not None:
         return build_builtin(config.builtin.name, config.builtin.options, size=size, held_out=held_out, seed=seed)
@@ -41,7 +49,7 @@ def _source(config: TaskConfig, seed: int, held_out: int) -> Task:
 class _WrappedTask:
     """A task with a system message before its problems, which scores only the extracted answer of a completion."""
 
-    def __init__(self, task: Task, config: TaskConfig) -> None:
+    def __init__(self, task: Task, config: TaskSourceConfig) -> None:
         self._task, self._system, self._size, extract = task, config.system, config.size, config.extract
         try:
             self._extract = re.compile(extract, re.DOTALL) if extract is not None else None

@@ -1,14 +1,29 @@
-"""Draws the next problems: every problem once per epoch, in an order that depends on the seed."""
+"""Draws the next problems: every problem once per epoch, in an order that depends on the seed; of several tasks in
+turns."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ebbtide.errors import UserError
+from ebbtide.tasks.mixed import turns
 
 Item = TypeVar("Item")
+
+
+class Order(Protocol[Item]):
+    """An order in which items are drawn, whose state is two numbers."""
+
+    epoch: int
+    position: int
+
+    def seek(self, epoch: int, position: int) -> None: ...
+
+    def draw(self, count: int) -> list[Item]:
+        """The next items."""
+        ...
 
 
 class Sampler(Generic[Item]):
@@ -44,3 +59,33 @@ class Sampler(Generic[Item]):
             drawn.append(self._items[self._order[self.position]])
             self.position += 1
         return drawn
+
+
+class MixedSampler(Generic[Item]):
+    """Draws of several lists in turns by their weights, of each as a sampler of its own does. Its state is how many
+    items it has drawn."""
+
+    def __init__(self, items: Sequence[Sequence[Item]], weights: Sequence[float], seed: int) -> None:
+        self._items, self._weights, self._seed = items, weights, seed
+        self.seek(0, 0)
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Continues where another sampler of the same items, weights and seed was."""
+        if epoch:
+            raise UserError(
+                "the checkpoint is of a run with one task, and this run has `task.mix`: resume with the `task` of the"
+                " checkpoint"
+            )
+        self.epoch, self.position = 0, position
+        self._samplers = [Sampler(some, self._seed) for some in self._items]
+        self._turns = turns(self._weights)
+        counts = [0] * len(self._items)
+        for _ in range(position):
+            counts[next(self._turns)] += 1
+        for sampler, some, count in zip(self._samplers, self._items, counts, strict=True):
+            sampler.seek(*divmod(count, len(some)))
+
+    def draw(self, count: int) -> list[Item]:
+        """The next items."""
+        self.position += count
+        return [self._samplers[next(self._turns)].draw(1)[0] for _ in range(count)]

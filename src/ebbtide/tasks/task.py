@@ -22,6 +22,8 @@ class Problem:
     messages: list[Message]
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    task: str | None = None
+    """The task of `task.mix` that it is of."""
 
     @property
     def question(self) -> str:
