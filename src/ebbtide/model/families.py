@@ -2,7 +2,8 @@
 
 A family is one entry of `FAMILIES`, found by its `model_type` in transformers. Plans, fused blocks, activations and
 tensor parallelism read it. A model of any other family runs without an entry: where its modules have the usual names,
-its activations can be placed as well; a plan and fused blocks need an entry. Imports neither torch nor transformers.
+its activations can be placed by name as well. Its plan needs a trace (planner/trace.py), and fused blocks an entry.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -23,12 +23,13 @@ from ebbtide.model.load import head_weight, layers_of, model_config, pick_device
 from ebbtide.model.lora import add_adapters
 from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape
-from ebbtide.model.state_layers import state_layers
 from ebbtide.optim.costs import state_bytes
+from ebbtide.planner.traced_kernels import traced_kernels
 from ebbtide.policy.model_costs import frozen_bytes, frozen_size
 from ebbtide.policy.stream_costs import BLOCKS
 from ebbtide.rollout.paged.attention import model_cache_costs
 from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES
+from ebbtide.rollout.paged.state_memory import StateMemory
 from ebbtide.system.units import ceil_div, gib
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
     device |= frozen_bytes(config, updated, dtype.itemsize, others)
     if config.generates and config.rollout.partial.kv_cache == "keep":
         block = BLOCK_SIZES[pick_device(config.device).type]
-        costs = replace(model_cache_costs(model.config), state_bytes=state_layers(model).bytes_per_slot())
+        with traced_kernels(model):
+            costs = replace(model_cache_costs(model.config), state_bytes=StateMemory(model).slot_bytes)
         device |= costs.kept_bytes(config.rollout, dtype.itemsize, block)
     needs: dict[str, int] = host_bytes_of(plan, HoldingBytes(device, host))
     if saved:

@@ -7,8 +7,8 @@ only the first ones run. Every tensor that is made is counted
 until it is freed, so that the bytes are those of the code that will run. Attention is a stand-in with the memory of
 the kernels that a GPU has; gradients of parameters are left out, for they are a holding of their own.
 
-What a trace cannot know: kernels that are chosen on the device alone (`flash-linear-attention`, which saves less than
-transformers' own loops), and temporary copies as large as a parameter.
+What a trace cannot know: temporary copies as large as a parameter, and kernels of other packages, for which stand-ins
+run (traced_kernels.py).
 """
 
 from __future__ import annotations
@@ -283,7 +283,8 @@ class Tracer:
                 peaks.append(counter.peak)
         for parameter in self._parameters:
             parameter.grad = None
-        in_norm, in_blocks, in_first = (peaks[0], max(peaks[1:]), peaks[-1])
+        # A run holds neither the decoder's output nor its gradient any more when the backward is in the blocks.
+        in_norm, *in_blocks = peaks[0], *(peak - 2 * hidden.nbytes for peak in peaks[1:])
         all_saved, grad = begins[-1], hidden.nbytes
         saved = [self._by_token(last - first) for first, last in pairwise(begins)]
         done = counter.work
@@ -297,8 +298,8 @@ class Tracer:
             outside=self._by_token(begins[0]),
             norm_saved=self._by_token(end - all_saved),
             in_final_norm=self._by_token(in_norm - all_saved),
-            in_backward=self._by_token(in_blocks - all_saved - grad),
-            in_first=self._by_token(in_first),
+            in_backward=self._by_token(max(in_blocks) - all_saved - grad),
+            in_first=self._by_token(in_blocks[-1]),
             backward=_per_token(backward, self._tokens),
         )
         return found, inputs

@@ -13,14 +13,15 @@ from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.model.load import blocks_of, layers_of
 from ebbtide.model.shape import LoraShape, Tensor
-from ebbtide.model.state_layers import state_layers
 from ebbtide.model.traced_shape import TracedShape
 from ebbtide.planner.host_memory import meta_model
 from ebbtide.planner.trace import Tracer
+from ebbtide.planner.traced_kernels import traced_kernels
 from ebbtide.policy.activation_costs import PROBE_TOKENS, probe_length
 from ebbtide.policy.attention_calls import record_calls
 from ebbtide.policy.block_activations import have_named_modules
 from ebbtide.rollout.paged.attention import layout_of, model_cache_costs
+from ebbtide.rollout.paged.state_memory import StateMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,17 +51,18 @@ def shape_of_model(built: PreTrainedModel, config: Config, length: int, itemsize
     named, listed = list(built.named_parameters()), layers_of(built)
     assert listed is not None  # It has blocks.
     try:
-        calls = record_calls(built)
-        if config.generates and config.rollout.engine == "paged":
-            layout_of(calls, built.config)  # It refuses what the engine cannot run.
-        costs, states = model_cache_costs(built.config), state_layers(built).bytes_per_slot()
-        shares_keys = any(call.source != call.layer for call in calls)
-        trace = Tracer(built, listed, length, shares_keys=shares_keys).trace()
+        with traced_kernels(built):
+            calls, states = record_calls(built), StateMemory(built).slot_bytes
+            if config.generates and config.rollout.engine == "paged":
+                layout_of(calls, built.config)  # It refuses what the engine cannot run.
+            shares_keys = any(call.source != call.layer for call in calls)
+            trace = Tracer(built, listed, length, shares_keys=shares_keys).trace()
     except NOT_TRACED as error:
         raise UserError(
             f"`model.path: {model.path}` is of the family `{family}`, which cannot be planned: a trace of it fails"
             f" ({type(error).__name__}: {' '.join(str(error).split())})"
         ) from error
+    costs = model_cache_costs(built.config)
     embedding, inside = built.get_input_embeddings().weight, {id(one) for block in blocks for one in block.parameters()}
     outside = [(name, one) for name, one in named if id(one) not in inside]
     first = [one for name, one in outside if "embed" in name or one is embedding]

@@ -60,8 +60,8 @@ def activation_bytes(shape: Shape, itemsize: int, choice: ActivationPolicy, keep
         # With `in_backward` and the gradient of the block's output it makes what the trace has in the first block.
         first_block=first.in_first - whole.in_backward - itemsize * shape.hidden,
         in_backward=whole.in_backward,
-        norm_saved=keep.norm_saved,
-        in_final_norm=keep.in_final_norm,
+        norm_saved=whole.norm_saved,
+        in_final_norm=whole.in_final_norm,
         offloaded=sum(offloadable[: max(0, layers - keep_last)]),
     )
 

@@ -29,13 +29,17 @@ class StateMemory:
         """Whether the model has layers with states."""
         return bool(self._layers)
 
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of the states of one sequence."""
+        return sum(state.nbytes for layer in self._layers for state in layer.sizes.values())
+
     def count(self, useful: int, free: int) -> int | None:
         """Returns how many sequences have states at once: `useful` ones, or as many as fit into a part of the `free`
         bytes; None if there are no states."""
         if not self.exist:
             return None
-        each = sum(self.tensor_bytes(0))
-        useful = max(FEWEST_STATES, useful)
+        each, useful = self.slot_bytes, max(FEWEST_STATES, useful)
         if (fitting := fitting_states(each, useful, free)) < FEWEST_STATES:
             raise UserError(
                 f"the states of a sequence need {each / 2**20:,.0f} MiB, and there is no room for {FEWEST_STATES} of"
