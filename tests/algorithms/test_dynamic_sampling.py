@@ -88,6 +88,23 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path) -> None:
     assert (tmp_path / "stopped" / "rollouts.jsonl").read_text() == straight[1]
 
 
+def test_episodes_are_replaced_as_well(tiny, tmp_path) -> None:
+    changes = {
+        "model.scratch.alphabet": "0123456789+=?",
+        "task": {"environment": {"object": "calculator", "max_turns": 2, "max_turn_tokens": 3}, "size": 20},
+        "task.held_out": 6,
+        "rollout.max_new_tokens": 10,
+        "rollout.stop": ["?"],
+        "advantage.turns": "to_go",
+        "advantage.dynamic_sampling": {"max_num_gen_batches": 6},
+        "checkpoint": None,
+    }
+    metrics, rollouts, _ = run(tiny, tmp_path / "run", changes)
+    assert max(line["gen_batches"] for line in metrics) > 1
+    assert [line["samples"] for line in metrics] == [16, 16]
+    assert len(rollouts.splitlines()) == 32
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

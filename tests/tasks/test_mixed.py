@@ -33,7 +33,7 @@ def test_every_whole_period_has_exact_shares(weights) -> None:
         assert [found[place] for place in range(len(weights))] == [round(period * one / total) for one in weights]
 
 
-@pytest.mark.parametrize("weights", [[3, 1], [0.7, 0.2, 0.1], [1, 2, 3]])
+@pytest.mark.parametrize("weights", [[3, 1], [0.7, 0.2, 0.1], [1, 2, 3], [5, 50, 50, 5, 1, 1, 1], [20, 1, 20, 20, 1]])
 def test_no_share_is_ever_off_by_a_whole_turn(weights) -> None:
     counts = [0] * len(weights)
     for done, turn in enumerate(islice(turns(weights), 200), start=1):

@@ -116,7 +116,7 @@ class TaskSourceConfig(Section):
 
     held_out: Natural = 64
     """Number of problems set aside for `evaluate`. Ignored with `task.file.held_out` and for a `python` task, which
-    provide their own."""
+    provide their own, and beside `task.mix`, whose tasks each set some aside."""
 
     @model_validator(mode="after")
     def _one_scorer(self) -> Self:
