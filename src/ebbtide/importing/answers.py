@@ -92,12 +92,12 @@ class Answers:
         if entry.not_needed is not None:
             self.not_needed[key] = entry.not_needed
         elif entry.none is not None:
-            if value in OFF or value in ([], {}) or value in entry.off:
+            if value in OFF or value in ([], {}) or value in entry.idle:
                 self.not_needed[key] = "it is off, or at a value that changes nothing"
             else:
                 self.none[key] = entry.none
         elif entry.by is not None:
-            self.not_needed[key] = f"{entry.by} does not depend on it here"
+            self.not_needed[key] = f"it changes nothing for {entry.by} here"
         elif isinstance(value, Unread):
             self.none[key] = f"its value, `{value}`, is only known where it runs: set `{entry.to}`"
         elif entry.values and str(value) not in entry.values:

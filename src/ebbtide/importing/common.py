@@ -1,4 +1,4 @@
-"""What the settings of all tools come down to: models, ranks, adapters, steps and lengths, with the arithmetic shown."""
+"""What the settings of all tools come down to: models, ranks, adapters, files and lengths, with the arithmetic."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def is_sparse(model: Any) -> bool:
     """Whether a model is known to be a mixture of experts."""
     family = known_models().get(str(model), {}).get("model_type")
     return family is not None and FAMILIES[family].sparse
+
+
+def is_dense(model: Any) -> bool:
+    """Whether a model is known to have no experts."""
+    return str(model) in known_models() and not is_sparse(model)
 
 
 def take_ranks(

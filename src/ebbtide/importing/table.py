@@ -25,7 +25,7 @@ class Entry:
     """Why nothing has to be set."""
     none: str | None = None
     """The nearest thing to a counterpart that is not there."""
-    off: tuple[Any, ...] = ()
+    idle: tuple[Any, ...] = ()
     """With `none`: values, beside null, false and empty ones, at which the key changes nothing."""
 
 
@@ -63,7 +63,7 @@ def read_table(tool: str, algorithm: str) -> Table:
     tree: Any = read_yaml(file.read_text(), f"{tool}.yaml")
     own = tree["algorithms"].get(algorithm) or {}
     found = {
-        name: Entry(**{**entry, "off": tuple(entry.get("off", ()))})
+        name: Entry(**{**entry, "idle": tuple(entry.get("idle", ()))})
         for part in (tree, own)
         for group in ("keys", "soon")
         for name, entry in (part.get(group) or {}).items()

@@ -47,7 +47,8 @@ def read_calls(text: str, file: str) -> Calls:
                 else:
                     found |= {name: known.found(one, file) for name, one in known.unpacked(keyword.value)}
         elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Attribute):
-            if isinstance(target.value, ast.Name) and target.value.id.endswith(("args", "config")):
+            owner = target.value.id if isinstance(target.value, ast.Name) else ""
+            if owner.endswith(("args", "config")):
                 calls.assigned[target.attr] = known.found(node.value, file)
     return calls
 
