@@ -19,6 +19,7 @@ from ebbtide.importing.common import (
 from ebbtide.importing.nemo_rl_worker import take_memory, take_optimizer
 
 SECTIONS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "distill": "distillation"}
+VALIDATION_SAMPLES = ("val_num_generations_per_prompt", "num_val_generations_per_prompt")
 KL_BETAS = {"forward": 0.0, "reverse": 1.0}
 
 
@@ -157,10 +158,11 @@ def _problems(answers: Answers, section: str) -> None:
         source.count(f"{section}.max_val_samples", 0) or None,
         f"{section}.max_val_samples",
     )
-    many = source.count(f"{section}.val_num_generations_per_prompt", 1)
+    samples = next((key for key in VALIDATION_SAMPLES if f"{section}.{key}" in source.keys), VALIDATION_SAMPLES[0])
+    many = source.count(f"{section}.{samples}", 1)
     if many > 1 and "evaluate.every" in answers.taken:
-        answers.take("evaluate.samples", many, f"{section}.val_num_generations_per_prompt")
-        answers.take("evaluate.k", [1, many], f"{section}.val_num_generations_per_prompt")
+        answers.take("evaluate.samples", many, f"{section}.{samples}")
+        answers.take("evaluate.k", [1, many], f"{section}.{samples}")
         temperature = source.number("policy.generation.val_temperature", 1.0) or 1.0
         answers.take("evaluate.temperature", temperature, "policy.generation.val_temperature")
 

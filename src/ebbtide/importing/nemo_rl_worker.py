@@ -21,6 +21,10 @@ RECOMPUTED = {
 
 def take_optimizer(answers: Answers, is_megatron: bool) -> None:
     """AdamW and its schedule."""
+    clip = "policy.megatron_cfg.optimizer.clip_grad" if is_megatron else "policy.max_grad_norm"
+    if clip in answers.source.keys:
+        norm = answers.source.number(clip, 0.0)
+        answers.take("optimizer.clip_norm", norm or None, clip, how="" if norm else "0 never clips")
     if is_megatron:
         _megatron_optimizer(answers)
         answers.drop("the Megatron worker has its own", *answers.source.under("policy.optimizer"))
