@@ -138,3 +138,11 @@ def take_evaluation(answers: Answers, every: int, every_key: str, problems: int 
     if problems:
         answers.take("evaluate.problems", problems, problems_key)
         answers.take("task.held_out", problems, problems_key)
+
+
+def take_advantage(answers: Answers, kind: str, *theirs: str) -> None:
+    """How rewards become advantages. A group of one sample has nothing to be compared with."""
+    if kind != "reinforce_pp" and answers.taken["rollout.group_size"].value == 1:
+        answers.lack(theirs[0], "`advantage.kind: reinforce_pp`, which compares with the batch: a group has one sample")
+        kind = "reinforce_pp"
+    answers.take("advantage.kind", kind, *theirs)

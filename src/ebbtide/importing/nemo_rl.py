@@ -9,6 +9,7 @@ from ebbtide.importing.common import (
     TODO,
     is_dense,
     take_adapters,
+    take_advantage,
     take_evaluation,
     take_file,
     take_lengths,
@@ -66,6 +67,8 @@ def _ranks(answers: Answers, worker: str, is_megatron: bool) -> None:
         answers.drop("ranks that train also generate, with the policy's own weights", f"{colocated}.enabled", *resources)
     tensor = f"{worker}.{'tensor_model_parallel_size' if is_megatron else 'tensor_parallel_size'}"
     take_ranks(answers, node * nodes, rollout, source.count(tensor, 1), theirs, tensor)
+    if source.count(f"{worker}.dp_replicate_size", 1) > 1 and "parallel.gpus" in answers.taken:
+        answers.take("parallel.replicate", source.count(f"{worker}.dp_replicate_size", 1), f"{worker}.dp_replicate_size")
 
 
 def _rollouts(answers: Answers, section: str) -> None:
@@ -230,7 +233,7 @@ def _advantage(answers: Answers) -> None:
     kind = "reinforce_pp" if name.startswith("reinforce_plus_plus") else "group_std" if std else "group_mean"
     if kind == "group_mean" and others:
         kind = "rloo"
-    answers.take("advantage.kind", kind, *keys)
+    take_advantage(answers, kind, *keys)
     if name not in ("grpo", "reinforce_plus_plus"):
         answers.lack(f"{part}.name", f"`advantage.kind: {kind}` is the nearest to `{name}`")
     if kind == "group_std" and others:

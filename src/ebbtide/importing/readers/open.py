@@ -136,7 +136,7 @@ def _read_shell(path: Path) -> Source:
     script = read_script(read_text(path))
     for words in script.commands:
         texts = [word.text for word in words]
-        if any(text.startswith("verl.trainer.") or "main_ppo" in text or "main_dapo" in text for text in texts):
+        if any(text.startswith("verl.") or "main_ppo" in text or "main_dapo" in text for text in texts):
             return _verl(path, words)
         if (source := _trl_command(words, path.name, path.parent)) is not None:
             return source

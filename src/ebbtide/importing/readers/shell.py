@@ -146,7 +146,7 @@ class _Reader:
                     texts += [word.text for word in self._word()]
             self._take()
         else:
-            texts = ["".join(word.text for word in self._word())]
+            texts = [" ".join(word.text for word in self._word())]
         if self.branches:
             is_else, names = self.branches[-1]
             if is_else and name in names:
@@ -190,7 +190,10 @@ class _Reader:
         elif one == "`":
             texts[-1] += f"{MARK}`{self._until('`')}`{MARK}"
         elif one == "$":
-            first, *others = self._expansion() or [""]
+            found = self._expansion() or [""]
+            if not quoted and len(found) == 1 and MARK not in found[0]:
+                found = found[0].split() or [""]
+            first, *others = found
             texts[-1] += first
             texts += others
         else:
