@@ -9,6 +9,9 @@ from typing import Any
 from ebbtide.importing.source import Found, Source, Unread
 from ebbtide.importing.table import Entry, Table
 
+TODO = "to do:"
+"""Begins what a person has to do before the run."""
+
 OFF = (None, False, "", "null", "none", "None", "disabled")
 
 
@@ -40,9 +43,14 @@ class Answers:
 
     _used: set[str] = field(default_factory=set)
 
-    def take(self, key: str, value: Any, *theirs: str, how: str = "") -> None:
-        """Sets a key of ours, made of these keys of theirs."""
+    def take(self, key: str, value: Any, *theirs: str, how: str = "", read: bool = False) -> None:
+        """Sets a key of ours, made of these keys of theirs. `read`: the value is right although one of them could not
+        be read."""
         self._used.update(theirs)
+        unread = [one for one in theirs if one in self.source.keys and not self.source.keys[one].is_read]
+        if unread and not read and TODO not in how:
+            text = self.source.keys[unread[0]].value
+            how = f"{how}; {TODO} `{text}` is only known where it runs".removeprefix("; ")
         self.taken[key] = Taken(value, "; ".join(self._origin(one) for one in theirs if one in self.source.keys), how)
 
     def drop(self, why: str, *theirs: str) -> None:
@@ -74,6 +82,8 @@ class Answers:
                 self._unknown(key, found)
             else:
                 self._by_table(key, found, entry)
+        # What nobody set needs no answer, unless it is taken or missing here.
+        self.not_needed = {key: why for key, why in self.not_needed.items() if not self.source.keys[key].is_default}
         for ours, (value, why) in self.table.implied.items():
             if ours not in self.taken:
                 self.taken[ours] = Taken(value, "", why)
@@ -120,4 +130,4 @@ def with_defaults(source: Source, defaults: Mapping[str, Any], tool: str) -> Non
     """Adds the keys that the source does not set, with the values that they have in its tool."""
     for key, value in defaults.items():
         if key not in source.keys:
-            source.keys[key] = Found(value, f"{tool}'s default")
+            source.keys[key] = Found(value, f"{tool}'s default", is_default=True)

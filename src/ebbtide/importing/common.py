@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.importing.answers import Answers
+from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.source import Unread
 from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import hub_id_of, known_models
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
-TODO = "to do:"
 
 
 def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbtide.importing.answers import Answers
+from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
-    TODO,
     is_dense,
     take_adapters,
     take_advantage,
@@ -64,11 +63,15 @@ def _ranks(answers: Answers, worker: str, is_megatron: bool) -> None:
         rollout = source.count(resources[0], node) * source.count(resources[1], 1)
         theirs += [f"{colocated}.enabled", *resources]
     else:
-        answers.drop("ranks that train also generate, with the policy's own weights", f"{colocated}.enabled", *resources)
+        answers.drop(
+            "ranks that train also generate, with the policy's own weights", f"{colocated}.enabled", *resources
+        )
     tensor = f"{worker}.{'tensor_model_parallel_size' if is_megatron else 'tensor_parallel_size'}"
     take_ranks(answers, node * nodes, rollout, source.count(tensor, 1), theirs, tensor)
     if source.count(f"{worker}.dp_replicate_size", 1) > 1 and "parallel.gpus" in answers.taken:
-        answers.take("parallel.replicate", source.count(f"{worker}.dp_replicate_size", 1), f"{worker}.dp_replicate_size")
+        answers.take(
+            "parallel.replicate", source.count(f"{worker}.dp_replicate_size", 1), f"{worker}.dp_replicate_size"
+        )
 
 
 def _rollouts(answers: Answers, section: str) -> None:
@@ -101,7 +104,10 @@ def _rollouts(answers: Answers, section: str) -> None:
         new, how = total - prompt, f"{total} of a sequence, less {prompt} of a prompt"
     elif new + prompt > total:
         prompt = max(1, min(total // 4, 2048))
-        new, how = total - prompt, f"there a prompt and its completion share {total}: a quarter, at most 2048, to the prompt"
+        new, how = (
+            total - prompt,
+            f"there a prompt and its completion share {total}: a quarter, at most 2048, to the prompt",
+        )
     answers.take("rollout.max_prompt_tokens", prompt, prompt_key, "policy.max_total_sequence_length", how=how)
     answers.take("rollout.max_new_tokens", new, new_key, "policy.max_total_sequence_length", how=how)
     take_lengths(answers, prompt + new, ["policy.max_total_sequence_length"])
@@ -138,11 +144,19 @@ def _problems(answers: Answers, section: str) -> None:
     else:
         path = "data.train.data_path" if source.get("data.train.data_path") else "data.train.dataset_name"
         take_file(
-            answers, source.get(path, "train"), path, "task.file.train", "with the fields `prompt_field` and `answer_field`"
+            answers,
+            source.get(path, "train"),
+            path,
+            "task.file.train",
+            "with the fields `prompt_field` and `answer_field`",
         )
     if source.get("data.validation.data_path"):
         take_file(
-            answers, source.get("data.validation.data_path"), "data.validation.data_path", "task.file.held_out", "as above"
+            answers,
+            source.get("data.validation.data_path"),
+            "data.validation.data_path",
+            "task.file.held_out",
+            "as above",
         )
     environments = {key.split(".")[1] for key in source.under("env") if key.split(".")[1] != "should_use_nemo_gym"}
     used = source.get("data.default.env_name") or source.get("data.train.env_name") or next(iter(environments), "math")
@@ -226,7 +240,9 @@ def _advantage(answers: Answers) -> None:
     source, part = answers.source, "grpo.adv_estimator"
     name = str(source.get(f"{part}.name", "grpo"))
     std = bool(source.get(f"{part}.normalize_rewards", source.get("grpo.normalize_rewards", True)))
-    others = bool(source.get(f"{part}.use_leave_one_out_baseline", source.get("grpo.use_leave_one_out_baseline", False)))
+    others = bool(
+        source.get(f"{part}.use_leave_one_out_baseline", source.get("grpo.use_leave_one_out_baseline", False))
+    )
     keys = [f"{part}.name", f"{part}.normalize_rewards", f"{part}.use_leave_one_out_baseline", f"{part}.minus_baseline"]
     keys += ["grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"]
     keys = [key for key in keys if key in source.keys]
@@ -282,7 +298,9 @@ def _correction(answers: Answers) -> None:
     answers.take(f"{ours}.level", level, kind_key)
     answers.take(f"{ours}.mode", {"icepop": "mask", "seq-mask-tis": "mask"}.get(kind, "truncate"), kind_key)
     if kind == "seq-mask-tis":
-        answers.lack(kind_key, f"`{ours}`: masked by the geometric mean, which is then the weight as well, not the token's")
+        answers.lack(
+            kind_key, f"`{ours}`: masked by the geometric mean, which is then the weight as well, not the token's"
+        )
     low = source.number(low_key, 0.0)
     if low > 0 and kind in ("icepop", "seq-mask-tis"):
         answers.take(f"{ours}.low", low, low_key)
@@ -323,13 +341,20 @@ def _checkpoints(answers: Answers) -> None:
     answers.drop("`checkpoint` is there by default", f"{part}.enabled")
     metric, higher = str(source.get(f"{part}.metric_name", "")), source.get(f"{part}.higher_is_better", True)
     keys = [f"{part}.metric_name", f"{part}.higher_is_better"]
-    if answers.source.algorithm == "grpo" and metric.startswith("val:") and "evaluate.every" in answers.taken and higher:
+    if (
+        answers.source.algorithm == "grpo"
+        and metric.startswith("val:")
+        and "evaluate.every" in answers.taken
+        and higher
+    ):
         answers.take("checkpoint.metric", "evaluate/reward", *keys, how=f"`{metric}` there")
     deadline = source.get(f"{part}.checkpoint_must_save_by")
     if deadline is not None:
         parts = [float(one) for one in str(deadline).split(":") if one.replace(".", "").isdigit()]
         minutes = sum(one * size for one, size in zip(reversed(parts), (1 / 60, 1, 60, 1440), strict=False))
-        answers.take("checkpoint.deadline_minutes", minutes, f"{part}.checkpoint_must_save_by", how="days:hours:minutes:seconds")
+        answers.take(
+            "checkpoint.deadline_minutes", minutes, f"{part}.checkpoint_must_save_by", how="days:hours:minutes:seconds"
+        )
 
 
 def _reports(answers: Answers) -> None:
@@ -339,7 +364,9 @@ def _reports(answers: Answers) -> None:
         name = source.get("logger.wandb.name")
         if name:
             answers.take("run.name", _plain(name), "logger.wandb.name")
-    answers.drop("`report.wandb` is on where it is set", "logger.wandb_enabled", "logger.wandb.project", "logger.wandb.name")
+    answers.drop(
+        "`report.wandb` is on where it is set", "logger.wandb_enabled", "logger.wandb.project", "logger.wandb.name"
+    )
 
 
 def _plain(name: Any) -> str:

@@ -115,7 +115,11 @@ def take_memory(answers: Answers, worker: str, is_megatron: bool) -> None:
 
 def _cpu_optimizer(answers: Answers) -> None:
     source, part = answers.source, "policy.megatron_cfg.optimizer"
-    keys = [f"{part}.optimizer_cpu_offload", f"{part}.optimizer_offload_fraction", f"{part}.overlap_cpu_optimizer_d2h_h2d"]
+    keys = [
+        f"{part}.optimizer_cpu_offload",
+        f"{part}.optimizer_offload_fraction",
+        f"{part}.overlap_cpu_optimizer_d2h_h2d",
+    ]
     if source.get(keys[0]) is not True:
         answers.drop("the optimizer is not offloaded: the plan decides (`optimizer.place`)", *keys)
         return

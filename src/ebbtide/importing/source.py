@@ -23,6 +23,8 @@ class Found:
 
     value: Any
     place: str
+    is_default: bool = False
+    """Whether nobody set it: the tool has it by default."""
 
     @property
     def is_read(self) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.errors import UserError
-from ebbtide.importing.answers import Answers
+from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
-    TODO,
     is_dense,
     take_adapters,
     take_advantage,
@@ -127,9 +126,7 @@ def _problems(answers: Answers) -> None:
     own = source.get("custom_reward_function.path")
     how = f"by the names of the files: verl scores by each row's `data_source`{'' if own is None else '; see below'}"
     answers.take("task.file.scorer", scorer, "data.train_files", how=how)
-    take_evaluation(
-        answers, source.count("trainer.test_freq", -1), "trainer.test_freq", None, "data.val_batch_size"
-    )
+    take_evaluation(answers, source.count("trainer.test_freq", -1), "trainer.test_freq", None, "data.val_batch_size")
     samples = source.count(f"{ROLLOUT}.val_kwargs.n", 1)
     if "evaluate.every" in answers.taken and samples > 1:
         answers.take("evaluate.samples", samples, f"{ROLLOUT}.val_kwargs.n")
@@ -212,7 +209,9 @@ def _correction(answers: Answers) -> None:
     if source.get(f"{part}.bypass_mode") is True:
         answers.take("loss.old_logprobs", "rollout", f"{part}.bypass_mode")
         if level in ("token", "sequence"):
-            answers.lack(f"{part}.rollout_is", "`loss.old_logprobs: rollout`: the ratio is over the sampler's log-probs")
+            answers.lack(
+                f"{part}.rollout_is", "`loss.old_logprobs: rollout`: the ratio is over the sampler's log-probs"
+            )
     elif level in ("token", "sequence"):
         answers.take(f"{ours}.level", level, f"{part}.rollout_is")
         answers.take(f"{ours}.high", high, f"{part}.rollout_is_threshold")
@@ -232,7 +231,7 @@ def _schedule(answers: Answers, part: str) -> None:
         answers.take("optimizer.warmup_steps", round(ratio * updates), f"{part}.lr_warmup_steps_ratio", how=how)
     names = [f"{part}.lr_scheduler_type", f"{part}.warmup_style", f"{part}.lr_scheduler", f"{part}.lr_decay_style"]
     set_by = [key for key in names if source.get(key) is not None]
-    given = [key for key in set_by if not source.keys[key].place.endswith("default")] or set_by
+    given = [key for key in set_by if not source.keys[key].is_default] or set_by
     if given:
         kind = str(source.get(given[0]))
         if kind in ("constant", "linear", "cosine"):
@@ -308,6 +307,8 @@ def _supervised(answers: Answers) -> None:
     take_file(answers, _files(source.keys.get("data.train_files")), "data.train_files", "data.train", columns)
     if "data.val_files" in source.keys:
         take_file(answers, _files(source.keys["data.val_files"]), "data.val_files", "data.held_out", columns)
+    if source.count("trainer.test_freq", -1) > 0:
+        answers.take("evaluate.every", source.count("trainer.test_freq", -1), "trainer.test_freq")
     truncation = {"error": "error", "right": "truncate", "left": "drop"}
     answers.take("data.overlong", truncation.get(str(source.get("data.truncation")), "error"), "data.truncation")
     _schedule(answers, "optim")

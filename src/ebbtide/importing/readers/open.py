@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -235,13 +236,13 @@ def _read_python(path: Path) -> Source:
     calls = read_calls(_code(path), path.name)
     kinds = [name for name in calls.calls if name in TRL_CONFIGS]
     command = _docstring_command(calls, path)
-    named = [name for name in TRL_CONFIGS if name in read_text(path)]
-    if not kinds and command is None:
+    named = [name for name in TRL_CONFIGS if re.search(rf"\b{name}\b", calls.text)]
+    if not kinds and (command is None or not named):
         raise UserError(
-            f"{path} calls none of {', '.join(TRL_CONFIGS)}, and its docstring has no command that sets"
+            f"{path} calls none of {', '.join(TRL_CONFIGS)}, nor has its docstring a command for one of them that sets"
             " `--model_name_or_path`: import the command line that starts it"
         )
-    kind = (kinds or named or ["GRPOConfig"])[0]
+    kind = (kinds or named)[0]
     keys = dict(command.keys) if command is not None else {}
     for name in kinds:
         keys |= calls.calls[name]
@@ -279,6 +280,11 @@ def _docstring_command(calls: Calls, path: Path) -> Source | None:
     for words in read_script(calls.docstring.replace("```sh", "").replace("```", "")).commands:
         source = _trl_command(words, path.name, path.parent)
         if source is not None:
+            place = f"{path.name}, in its docstring"
+            source.keys = {
+                key: Found(found.value, place if found.place.startswith(path.name) else found.place)
+                for key, found in source.keys.items()
+            }
             return source
     return None
 

@@ -23,6 +23,7 @@ class Calls:
     assigned: dict[str, Found] = field(default_factory=dict)
     """Name of an attribute -> what is assigned to it, as in `training_args.beta = 0.1`."""
     docstring: str = ""
+    text: str = ""
 
 
 def read_calls(text: str, file: str) -> Calls:
@@ -35,7 +36,7 @@ def read_calls(text: str, file: str) -> Calls:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{file} is not valid Python: {error}") from None
     known = _Known(tree)
-    calls = Calls(docstring=ast.get_docstring(tree, clean=False) or "")
+    calls = Calls(docstring=ast.get_docstring(tree, clean=False) or "", text=text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             found = calls.calls.setdefault(_name(node.func), {})
@@ -67,13 +68,20 @@ class _Known:
         self.names: dict[str, ast.expr] = {}
         self.arguments: dict[str, ast.expr] = {}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                self.names.setdefault(node.targets[0].id, node.value)
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                self._assign(node.targets[0], node.value)
             elif isinstance(node, ast.Call) and _name(node.func) == "add_argument" and node.args:
                 flag = next((one.value for one in node.args if _is_flag(one)), None)  # type: ignore[attr-defined]
                 default = next((one.value for one in node.keywords if one.arg == "default"), None)
                 if flag is not None and default is not None:
                     self.arguments[str(flag).lstrip("-").replace("-", "_")] = default
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            self.names.setdefault(target.id, value)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for one, part in zip(target.elts, value.elts, strict=True):
+                self._assign(one, part)
 
     def found(self, node: ast.expr, file: str) -> Found:
         return Found(self.value(node, 0), f"{file}:{node.lineno}")
