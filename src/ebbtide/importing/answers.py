@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from ebbtide.config.keys import all_keys
+from ebbtide.config.roots import roots
 from ebbtide.importing.source import Found, Source, Unread
 from ebbtide.importing.table import Entry, Table
 
@@ -38,10 +41,14 @@ class Answers:
     arithmetic: list[str] = field(default_factory=list)
     """Lines that show how batches were computed."""
 
-    def is_answered(self, key: str) -> bool:
-        return key in self.not_needed or key in self.none or key in self._used
+    @cached_property
+    def _our_keys(self) -> set[str]:
+        return set(all_keys(roots()[self.source.algorithm]))
 
     _used: set[str] = field(default_factory=set)
+
+    def is_answered(self, key: str) -> bool:
+        return key in self.not_needed or key in self.none or key in self._used
 
     def take(self, key: str, value: Any, *theirs: str, how: str = "", read: bool = False) -> None:
         """Sets a key of ours, made of these keys of theirs. `read`: the value is right although one of them could not
@@ -51,7 +58,8 @@ class Answers:
         if unread and not read and TODO not in how:
             text = self.source.keys[unread[0]].value
             how = f"{how}; {TODO} `{text}` is only known where it runs".removeprefix("; ")
-        self.taken[key] = Taken(value, "; ".join(self._origin(one) for one in theirs if one in self.source.keys), how)
+        origin = "; ".join(self._origin(one) for one in theirs if one in self.source.keys)
+        self.taken[key] = Taken(value, origin, how if origin or how else f"{self.table.name}'s default")
 
     def drop(self, why: str, *theirs: str) -> None:
         """These keys need nothing here."""
@@ -108,6 +116,8 @@ class Answers:
                 self.none[key] = entry.none
         elif entry.by is not None:
             self.not_needed[key] = f"it changes nothing for {entry.by} here"
+        elif entry.to not in self._our_keys:
+            self.not_needed[key] = f"it has no meaning for {self.source.algorithm.upper()}"
         elif isinstance(value, Unread):
             self.none[key] = f"its value, `{value}`, is only known where it runs: set `{entry.to}`"
         elif entry.values and str(value) not in entry.values:

@@ -41,8 +41,8 @@ def import_file(
         typer.Option(metavar="GPU", help=f"Also plan it, for this GPU: {', '.join(KNOWN)}.", show_default=False),
     ] = None,
 ) -> None:
-    """Turn a config of NeMo RL, verl or TRL into one of Ebbtide, and say what became of each of its keys. Nothing of the
-    file is executed."""
+    """Turn a config of NeMo RL, verl or TRL into one of Ebbtide, and say what became of each of its keys. Nothing of
+    the file is executed."""
     imported = import_config(file, overrides or [])
     if out is None:
         typer.echo(printable_lines(imported.text.removesuffix("\n")))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.errors import UserError
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.source import Unread
 from ebbtide.model.families import FAMILIES
@@ -19,8 +20,11 @@ def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:
     """The model's path. Where it is a folder that is not here, and the folder's name is that of a known model, it is
     that model's hub id."""
     found = answers.source.keys.get(theirs)
-    if found is None:
+    if ours in answers.source.ours:
+        answers.take(ours, answers.source.ours[ours].value, theirs, read=True)
         return
+    if found is None or found.value is None:
+        raise UserError(f"the file names no model (`{theirs}`): add an override, as in `{ours}=Qwen/Qwen3-0.6B`")
     text = str(found.value)
     name = os.path.basename(text.rstrip("/"))
     hub = hub_id_of(name)
@@ -98,13 +102,11 @@ def take_lengths(answers: Answers, longest: int, theirs: Sequence[str]) -> None:
         )
 
 
-def take_adapters(answers: Answers, rank: Any, alpha: Any, targets: Any, keys: Sequence[str]) -> None:
+def take_adapters(answers: Answers, rank: int, alpha: float, targets: Sequence[str], keys: Sequence[str]) -> None:
     """LoRA: `keys` are those of rank, alpha and targets."""
     answers.take("model.lora.rank", rank, keys[0])
-    if alpha is not None:
-        answers.take("model.lora.alpha", alpha, keys[1])
-    names = [targets] if isinstance(targets, str) else list(targets or [])
-    names = [str(name).strip(" ,").rpartition(".")[2] for name in names]
+    answers.take("model.lora.alpha", alpha, keys[1])
+    names = [name.strip(" ,").rpartition(".")[2] for name in targets]
     everything = {"all-linear", "all_linear", "linear", "*", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
     if names and not set(names) & everything:
         answers.take("model.lora.targets", names, keys[2])

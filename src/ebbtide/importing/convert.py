@@ -53,8 +53,6 @@ def import_config(path: Path, overrides: Sequence[str] = ()) -> Imported:
     for key, found in source.ours.items():
         answers.taken = {one: taken for one, taken in answers.taken.items() if not one.startswith(f"{key}.")}
         answers.take(key, found.value, how=COMMAND_LINE)
-    if "model.path" not in answers.taken:
-        raise UserError(f"{path} names no model: add an override, as in `model.path=Qwen/Qwen3-0.6B`")
     text = write_yaml(answers, path.name)
     return Imported(text, load_text(text, f"{path}, as it was imported,", path.stem), answers, table.name)
 

@@ -56,7 +56,7 @@ def answer(answers: Answers) -> None:
 
 def _ranks(answers: Answers, worker: str, is_megatron: bool) -> None:
     source = answers.source
-    node, nodes = source.count("cluster.gpus_per_node", 1), source.count("cluster.num_nodes", 1)
+    node, nodes = source.size("cluster.gpus_per_node", 1), source.size("cluster.num_nodes", 1)
     theirs, colocated, rollout = ["cluster.gpus_per_node", "cluster.num_nodes"], "policy.generation.colocated", 0
     resources = [f"{colocated}.resources.gpus_per_node", f"{colocated}.resources.num_nodes"]
     if source.get(f"{colocated}.enabled") is False and source.algorithm in ("grpo", "distill"):
@@ -67,7 +67,7 @@ def _ranks(answers: Answers, worker: str, is_megatron: bool) -> None:
             "ranks that train also generate, with the policy's own weights", f"{colocated}.enabled", *resources
         )
     tensor = f"{worker}.{'tensor_model_parallel_size' if is_megatron else 'tensor_parallel_size'}"
-    take_ranks(answers, node * nodes, rollout, source.count(tensor, 1), theirs, tensor)
+    take_ranks(answers, node * nodes, rollout, source.size(tensor, 1), theirs, tensor)
     if source.count(f"{worker}.dp_replicate_size", 1) > 1 and "parallel.gpus" in answers.taken:
         answers.take(
             "parallel.replicate", source.count(f"{worker}.dp_replicate_size", 1), f"{worker}.dp_replicate_size"
@@ -78,25 +78,25 @@ def _rollouts(answers: Answers, section: str) -> None:
     """Prompts, samples, updates and lengths."""
     source = answers.source
     keys = [f"{section}.num_prompts_per_step", f"{section}.num_generations_per_prompt"]
-    prompts, group = source.count(keys[0], 32), source.count(keys[1], 1)
+    prompts, group = source.size(keys[0], 32), source.size(keys[1], 1)
     answers.take("rollout.prompts_per_step", prompts, keys[0])
     answers.take("rollout.group_size", group, keys[1])
     batch, micro = "policy.train_global_batch_size", "policy.train_micro_batch_size"
-    update = source.count(batch, prompts * group)
+    update = source.size(batch, prompts * group)
     updates = take_updates(answers, prompts * group, update, "samples", [*keys, batch])
     answers.arithmetic += [
         f"{prompts} prompts x {group} samples = {prompts * group} sequences a step",
         f"{prompts * group} sequences / {update} of an update = {updates} updates a step (`train.minibatches`)",
-        _accumulation(answers, update, source.count(micro, 1), "sequences"),
+        _accumulation(answers, update, source.size(micro, 1), "sequences"),
     ]
     _steps(answers, section, f"its epochs are rows / {prompts} steps each")
     answers.drop(
         "with one update a step the ratio is 1 already" if updates == 1 else "the ratio is that of the policies",
         "loss_fn.force_on_policy_ratio",
     )
-    total = source.count("policy.max_total_sequence_length", 1024)
+    total = source.size("policy.max_total_sequence_length", 1024)
     new_key, prompt_key = "policy.generation.max_new_tokens", "data.max_input_seq_length"
-    new, prompt = min(source.count(new_key, total), total), min(source.count(prompt_key, total), total)
+    new, prompt = min(source.size(new_key, total), total), min(source.size(prompt_key, total), total)
     how = ""
     if new + prompt > total and new < total:
         prompt, how = total - new, f"{total} of a sequence, less {new} of a completion"
@@ -207,15 +207,15 @@ def _sampling(answers: Answers) -> None:
 def _examples(answers: Answers, section: str) -> None:
     """SFT and DPO: a file of examples or pairs."""
     source, batch = answers.source, "policy.train_global_batch_size"
-    size = source.count(batch, 32)
+    size = source.size(batch, 32)
     unit = "pairs" if section == "dpo" else "examples"
     answers.take("data.batch_size", size, batch)
-    total = source.count("policy.max_total_sequence_length", 1024)
+    total = source.size("policy.max_total_sequence_length", 1024)
     answers.take("data.max_tokens", total, "policy.max_total_sequence_length")
     answers.take("data.overlong", "truncate", "policy.max_total_sequence_length", how="as NeMo RL does")
     longest = total * (2 if section == "dpo" else 1)
     take_lengths(answers, longest, ["policy.max_total_sequence_length"])
-    answers.arithmetic.append(_accumulation(answers, size, source.count("policy.train_micro_batch_size", 1), unit))
+    answers.arithmetic.append(_accumulation(answers, size, source.size("policy.train_micro_batch_size", 1), unit))
     _steps(answers, section, f"an epoch is rows / {size} steps")
     path = "data.train.data_path" if source.get("data.train.data_path") else "data.train.dataset_name"
     if isinstance(source.get("data.train"), list):
@@ -229,7 +229,7 @@ def _examples(answers: Answers, section: str) -> None:
     keys = [f"{section}.val_batches", f"{section}.val_global_batch_size"]
     if every > 0:
         answers.take("evaluate.every", every, f"{section}.val_period")
-        rows = source.count(keys[0], 1) * source.count(keys[1], 1)
+        rows = source.count(keys[0], 1) * source.size(keys[1], 1)
         if rows > 0:
             answers.take("data.held_out_rows", rows, *keys, how=f"{source.get(keys[0])} x {source.get(keys[1])}")
     else:
@@ -324,10 +324,10 @@ def _adapters(answers: Answers, worker: str, is_megatron: bool) -> None:
     if source.get(f"{part}.enabled") is not True:
         return
     keys = [f"{part}.dim", f"{part}.alpha", f"{part}.target_modules"]
-    targets = [] if source.get(f"{part}.match_all_linear") is True else source.get(keys[2], [])
-    take_adapters(answers, source.count(keys[0], 8), source.number(keys[1], 32), targets, keys)
-    if excluded := source.get(f"{part}.exclude_modules"):
-        names = [str(name).rpartition(".")[2] for name in excluded]
+    targets = [] if source.get(f"{part}.match_all_linear") is True else source.texts(keys[2])
+    take_adapters(answers, source.size(keys[0], 8), source.number(keys[1], 32), targets, keys)
+    if excluded := source.texts(f"{part}.exclude_modules"):
+        names = [name.rpartition(".")[2] for name in excluded]
         answers.take("model.lora.exclude", names, f"{part}.exclude_modules")
     answers.drop("`model.lora` is there", f"{part}.enabled", f"{part}.match_all_linear")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, get_args
 
+from ebbtide.config.activation_rules import RECOMPUTED_ANYWAY
 from ebbtide.config.memory import ActivationName
 from ebbtide.importing.answers import Answers
 
@@ -35,7 +37,7 @@ def take_optimizer(answers: Answers, is_megatron: bool) -> None:
 
 def _megatron_optimizer(answers: Answers) -> None:
     source, part, plan = answers.source, "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
-    rate = source.number(f"{part}.lr", 1e-6)
+    rate = source.number(f"{part}.lr", 1e-6) or 1e-6
     answers.take("optimizer.lr", rate, f"{part}.lr")
     keys = [f"{part}.adam_beta1", f"{part}.adam_beta2"]
     answers.take("optimizer.betas", [source.number(keys[0], 0.9), source.number(keys[1], 0.999)], *keys)
@@ -45,16 +47,16 @@ def _megatron_optimizer(answers: Answers) -> None:
     else:
         answers.lack(f"{plan}.lr_decay_style", "`optimizer.schedule`: constant, linear or cosine")
     if style != "constant":
-        answers.take("optimizer.final_lr_fraction", min(1.0, floor / rate), f"{part}.min_lr", f"{part}.lr")
+        answers.take("optimizer.final_lr_fraction", min(1.0, max(0.0, floor / rate)), f"{part}.min_lr", f"{part}.lr")
         answers.drop("the learning rate decays until the last of `train.steps`", f"{plan}.lr_decay_iters")
     else:
         answers.drop("the learning rate does not decay", f"{part}.min_lr", f"{plan}.lr_decay_iters")
-    _warmup(answers, source.get(f"{plan}.lr_warmup_iters"), f"{plan}.lr_warmup_iters", f"{plan}.lr_warmup_init")
+    _warmup(answers, source.number(f"{plan}.lr_warmup_iters", 0.0), f"{plan}.lr_warmup_iters", f"{plan}.lr_warmup_init")
 
 
 def _torch_optimizer(answers: Answers) -> None:
     source, part = answers.source, "policy.optimizer.kwargs"
-    rate = source.number(f"{part}.lr", 1e-6)
+    rate = source.number(f"{part}.lr", 1e-6) or 1e-6
     answers.take("optimizer.lr", rate, f"{part}.lr")
     name = str(source.get("policy.optimizer.name", "torch.optim.AdamW"))
     if name.rpartition(".")[2] in ("AdamW", "Adam", "FusedAdam"):
@@ -64,18 +66,21 @@ def _torch_optimizer(answers: Answers) -> None:
     schedule = source.get("policy.scheduler")
     parts = schedule if isinstance(schedule, list) else _single(answers)
     decay, floor = "constant", 0.0
-    for one in parts:
-        kind, options = str(one.get("name", "")).rpartition(".")[2], one.get("kwargs") or {}
-        if kind == "LinearLR" and float(options.get("end_factor", 1.0)) >= float(options.get("start_factor", 1.0)):
-            _warmup(answers, options.get("total_iters"), "policy.scheduler")
+    for one in [part for part in parts if isinstance(part, dict) and "name" in part]:
+        kind, given = str(one["name"]).rpartition(".")[2], one.get("kwargs")
+        options = {key: _number(value) for key, value in given.items()} if isinstance(given, dict) else {}
+        if kind == "LinearLR" and options.get("end_factor", 1.0) >= options.get("start_factor", 1.0):
+            _warmup(answers, options.get("total_iters", 0.0), "policy.scheduler")
         elif kind == "LinearLR":
-            decay, floor = "linear", float(options.get("end_factor", 0.0))
+            decay, floor = "linear", options.get("end_factor", 0.0)
         elif kind == "CosineAnnealingLR":
-            decay, floor = "cosine", float(options.get("eta_min") or 0.0) / rate
+            decay, floor = "cosine", options.get("eta_min", 0.0) / rate
+        elif kind != "ConstantLR":
+            answers.lack("policy.scheduler", f"`optimizer.schedule`: constant, linear or cosine, and no {kind}")
     theirs = ["policy.scheduler"] if isinstance(schedule, list) else source.under("policy.scheduler")
     answers.take("optimizer.schedule", decay, *theirs)
     if floor:
-        answers.take("optimizer.final_lr_fraction", min(1.0, floor), *theirs)
+        answers.take("optimizer.final_lr_fraction", min(1.0, max(0.0, floor)), *theirs)
 
 
 def _single(answers: Answers) -> list[dict[str, Any]]:
@@ -88,13 +93,18 @@ def _single(answers: Answers) -> list[dict[str, Any]]:
     return [{"name": source.get(f"{part}.name"), "kwargs": options}]
 
 
-def _warmup(answers: Answers, steps: Any, key: str, *others: str) -> None:
+def _number(value: Any) -> float:
+    """The number that a value is, also as a text; 0 where it is none."""
     try:
-        count = int(float(steps or 0))
+        number = float(value)
     except (TypeError, ValueError):
-        count = 0
-    if count > 0:
-        answers.take("optimizer.warmup_steps", count, key, how="from 0, in optimizer steps")
+        return 0.0
+    return number if isfinite(number) else 0.0
+
+
+def _warmup(answers: Answers, steps: float, key: str, *others: str) -> None:
+    if steps >= 1:
+        answers.take("optimizer.warmup_steps", int(steps), key, how="from 0, in optimizer steps")
     answers.drop("a warm-up starts from 0", key, *others)
 
 
@@ -136,15 +146,18 @@ def _activations(answers: Answers) -> None:
     source, part = answers.source, "policy.megatron_cfg"
     switch, modules = f"{part}.fine_grained_activation_offloading", f"{part}.offload_modules"
     if source.get(switch) is True:
-        named = [str(name) for name in source.get(modules) or []]
-        known = [name for name in named if name in get_args(ActivationName)]
-        answers.take("memory.activations.offload", known, switch, modules)
-        if len(known) < len(named):
-            answers.lack(modules, f"`memory.activations.offload` has no {', '.join(sorted(set(named) - set(known)))}")
+        named = source.texts(modules)
+        ours = [name for name in named if name in get_args(ActivationName) and name not in RECOMPUTED_ANYWAY]
+        answers.drop("`memory.activations.offload` has the modules", switch)
+        if ours:
+            answers.take("memory.activations.offload", ours, switch, modules)
+        if idle := [name for name in named if name not in ours]:
+            nearest = "is not saved: blocks recompute it from its input anyway, or do not have it"
+            answers.lack(modules, f"`memory.activations.offload`: {', '.join(idle)} {nearest}")
     else:
         answers.drop(PLANNED, switch, modules)
     keys = [f"{part}.activation_checkpointing", f"{part}.recompute_granularity", f"{part}.recompute_modules"]
-    named = [str(name) for name in source.get(keys[2]) or ["core_attn"]]
+    named = source.texts(keys[2]) or ["core_attn"]
     if source.get(keys[0]) is True and source.get(keys[1]) == "selective":
         ours = [module for name in named for module in RECOMPUTED.get(name, [])]
         ours = [module for module in dict.fromkeys(ours) if module not in _offloaded(answers)]

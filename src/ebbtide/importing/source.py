@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 
@@ -60,7 +61,17 @@ class Source:
             return default
 
     def count(self, key: str, default: int) -> int:
-        return int(self.number(key, default))
+        value = self.number(key, default)
+        return int(value) if isfinite(value) else default
+
+    def size(self, key: str, default: int) -> int:
+        """The value of a key that counts things of which there is at least one."""
+        return max(1, self.count(key, default))
+
+    def texts(self, key: str) -> list[str]:
+        """The value of a key that is a list of texts, or one text."""
+        value = self.get(key, [])
+        return [value] if isinstance(value, str) else [str(one) for one in value] if isinstance(value, list) else []
 
     def under(self, section: str) -> list[str]:
         """The keys of a section."""

@@ -29,8 +29,8 @@ def answer(answers: Answers) -> None:
     """Answers what the table does not answer key by key."""
     source = answers.source
     take_model(answers, "model_name_or_path")
-    take_ranks(answers, source.count("accelerate.num_processes", 1), 0, 1, ["accelerate.num_processes"], "")
-    ranks = source.count("accelerate.num_processes", 1)
+    take_ranks(answers, source.size("accelerate.num_processes", 1), 0, 1, ["accelerate.num_processes"], "")
+    ranks = source.size("accelerate.num_processes", 1)
     if source.algorithm == "grpo":
         updates = _rollouts(answers, ranks)
         _problems(answers)
@@ -50,12 +50,12 @@ def _rollouts(answers: Answers, ranks: int) -> int:
     """Completions a step, and the updates that are made of them."""
     source = answers.source
     device, accumulation = (
-        source.count("per_device_train_batch_size", 8),
-        source.count("gradient_accumulation_steps", 1),
+        source.size("per_device_train_batch_size", 8),
+        source.size("gradient_accumulation_steps", 1),
     )
-    group = source.count("num_generations", 8)
-    generations = source.count("steps_per_generation", accumulation)
-    size = source.count("generation_batch_size", device * ranks * generations)
+    group = source.size("num_generations", 8)
+    generations = source.size("steps_per_generation", accumulation)
+    size = source.size("generation_batch_size", device * ranks * generations)
     if "generation_batch_size" in source.keys:
         generations = max(1, size // (device * ranks))
     keys = ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]
@@ -68,7 +68,7 @@ def _rollouts(answers: Answers, ranks: int) -> int:
         answers.lack("num_generations", f"`rollout.group_size`: {size} completions are no multiple of {group}")
     minibatches = max(1, round(generations / accumulation))
     answers.take("train.minibatches", minibatches, *keys, how=f"{generations} / {accumulation}")
-    epochs = source.count("num_iterations", 1)
+    epochs = source.size("num_iterations", 1)
     answers.take("train.epochs", epochs, "num_iterations")
     answers.arithmetic += [
         f"{device} a device x {ranks} processes x {generations} steps per generation = {size} completions a step",
@@ -76,9 +76,9 @@ def _rollouts(answers: Answers, ranks: int) -> int:
         f"{generations} steps per generation / {accumulation} of gradient accumulation = {minibatches} updates a step,"
         f" x {epochs} iterations; here micro-batches are packed by tokens, as the plan chooses",
     ]
-    new = source.count("max_completion_length", 512)
+    new = source.size("max_completion_length", 512)
     prompt_key = "max_prompt_length"
-    prompt = source.count(prompt_key, PROMPT_TOKENS)
+    prompt = source.size(prompt_key, PROMPT_TOKENS)
     how = "" if prompt_key in source.keys else "TRL limits no prompt: Ebbtide's default"
     answers.take("rollout.max_prompt_tokens", prompt, *([prompt_key] if prompt_key in source.keys else []), how=how)
     answers.take("rollout.max_new_tokens", new, "max_completion_length")
@@ -119,8 +119,8 @@ def _examples(answers: Answers, ranks: int) -> None:
     """SFT, DPO and GKD: a file of examples or pairs."""
     source = answers.source
     device, accumulation = (
-        source.count("per_device_train_batch_size", 8),
-        source.count("gradient_accumulation_steps", 1),
+        source.size("per_device_train_batch_size", 8),
+        source.size("gradient_accumulation_steps", 1),
     )
     size = device * accumulation * ranks
     keys = ["per_device_train_batch_size", "gradient_accumulation_steps", "accelerate.num_processes"]
@@ -130,7 +130,7 @@ def _examples(answers: Answers, ranks: int) -> None:
     answers.arithmetic.append(
         f"{device} a device x {accumulation} of gradient accumulation x {ranks} processes = {size} examples an update"
     )
-    longest = source.count("max_length", 1024)
+    longest = source.size("max_length", 1024)
     answers.take("data.max_tokens", longest, "max_length")
     answers.take("data.overlong", "truncate", "max_length", how="as TRL does")
     take_lengths(answers, longest * (2 if source.algorithm == "dpo" else 1), ["max_length"])
@@ -279,8 +279,7 @@ def _adapters(answers: Answers) -> None:
         answers.drop("no adapters: all weights are trained", "use_peft", *keys)
         return
     answers.drop("`model.lora` is there", "use_peft")
-    targets = source.get(keys[2], "all-linear")
-    take_adapters(answers, source.count(keys[0], 16), source.number(keys[1], 32), targets, keys)
+    take_adapters(answers, source.size(keys[0], 16), source.number(keys[1], 32), source.texts(keys[2]), keys)
     if source.get("load_in_4bit") is True or source.get("load_in_8bit") is True:
         key = "load_in_4bit" if source.get("load_in_4bit") is True else "load_in_8bit"
         if "parallel.gpus" in answers.taken:

@@ -43,7 +43,7 @@ def answer(answers: Answers) -> None:
         return
     source = answers.source
     take_model(answers, f"{MODEL}.path")
-    if is_dense(answers.taken.get("model.path") and answers.taken["model.path"].value):
+    if is_dense(answers.taken["model.path"].value):
         answers.drop("the model has no experts", *[key for key in source.keys if "moe_" in key])
     _ranks(answers)
     _batch(answers)
@@ -62,22 +62,22 @@ def _ranks(answers: Answers) -> None:
     source = answers.source
     keys = ["trainer.n_gpus_per_node", "trainer.nnodes"]
     megatron = f"{ACTOR}.megatron.tensor_model_parallel_size"
-    gpus, rollout = source.count(keys[0], 8) * source.count(keys[1], 1), 0
+    gpus, rollout = source.size(keys[0], 8) * source.size(keys[1], 1), 0
     separate = ["rollout.n_gpus_per_node", "rollout.nnodes"]
     if separate[0] in source.keys:  # a trainer that generates on GPUs of its own
         rollout = source.count(separate[0], 0) * source.count(separate[1], 1)
         gpus, keys = gpus + rollout, [*keys, *separate]
-    take_ranks(answers, gpus, rollout, source.count(megatron, 1), keys, megatron)
+    take_ranks(answers, gpus, rollout, source.size(megatron, 1), keys, megatron)
 
 
 def _batch(answers: Answers) -> None:
     source = answers.source
     keys = ["data.train_batch_size", f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size"]
-    prompts, group, update = source.count(keys[0], 1024), source.count(keys[1], 1), source.count(keys[2], 256)
+    prompts, group, update = source.size(keys[0], 1024), source.size(keys[1], 1), source.size(keys[2], 256)
     answers.take("rollout.prompts_per_step", prompts, keys[0])
     answers.take("rollout.group_size", group, keys[1])
     updates = take_updates(answers, prompts, update, "prompts", [keys[0], keys[2]])
-    prompt, new = source.count("data.max_prompt_length", 512), source.count("data.max_response_length", 512)
+    prompt, new = source.size("data.max_prompt_length", 512), source.size("data.max_response_length", 512)
     answers.take("rollout.max_prompt_tokens", prompt, "data.max_prompt_length")
     answers.take("rollout.max_new_tokens", new, "data.max_response_length")
     take_lengths(answers, prompt + new, ["data.max_prompt_length", "data.max_response_length"])
@@ -106,7 +106,7 @@ def _steps(answers: Answers, batch: str) -> None:
         answers.take("train.steps", steps, "trainer.total_training_steps")
         answers.drop("`trainer.total_training_steps` is set", "trainer.total_epochs")
     else:
-        size = source.count(batch, 1024)
+        size = source.size(batch, 1024)
         how = f"{TODO} {epochs} epochs are {epochs} x rows / {size} steps"
         answers.take("train.steps", 100, "trainer.total_epochs", how=how)
 
@@ -271,8 +271,7 @@ def _lora(answers: Answers, part: str) -> None:
     keys.append(f"{part}.lora.target_modules" if nested else f"{part}.target_modules")
     rank = source.count(keys[0], 0)
     if rank > 0:
-        alpha = source.get(keys[1], 16)
-        take_adapters(answers, rank, alpha, source.get(keys[2], "all-linear"), keys)
+        take_adapters(answers, rank, source.number(keys[1], 16), source.texts(keys[2]), keys)
     else:
         answers.drop("no adapters: all weights are trained", *keys)
 
@@ -296,12 +295,12 @@ def _supervised(answers: Answers) -> None:
     source = answers.source
     take_model(answers, "model.partial_pretrain" if "model.partial_pretrain" in source.keys else "model.path")
     keys = ["torchrun.nproc_per_node", "torchrun.nnodes"]
-    gpus = source.count(keys[0], source.count("trainer.n_gpus_per_node", 1))
+    gpus = source.size(keys[0], source.count("trainer.n_gpus_per_node", 1))
     keys = keys if keys[0] in source.keys else ["trainer.n_gpus_per_node", "trainer.nnodes"]
-    take_ranks(answers, gpus * source.count(keys[1], 1), 0, 1, keys, "")
-    answers.take("data.batch_size", source.count("data.train_batch_size", 256), "data.train_batch_size")
-    answers.take("data.max_tokens", source.count("data.max_length", 1024), "data.max_length")
-    take_lengths(answers, source.count("data.max_length", 1024), ["data.max_length"])
+    take_ranks(answers, gpus * source.size(keys[1], 1), 0, 1, keys, "")
+    answers.take("data.batch_size", source.size("data.train_batch_size", 256), "data.train_batch_size")
+    answers.take("data.max_tokens", source.size("data.max_length", 1024), "data.max_length")
+    take_lengths(answers, source.size("data.max_length", 1024), ["data.max_length"])
     _steps(answers, "data.train_batch_size")
     columns = "with `prompt` and `completion`, or `messages`"
     take_file(answers, _files(source.keys.get("data.train_files")), "data.train_files", "data.train", columns)

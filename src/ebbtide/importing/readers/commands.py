@@ -39,8 +39,12 @@ def flag_settings(words: Sequence[Word], file: str) -> dict[str, Found]:
     name, place = "", ""
 
     def finish() -> None:
-        if name:
-            found[name] = Found(True if not values else values[0] if len(values) == 1 else list(values), place)
+        if not name:
+            return
+        value: Any = True if not values else values[0] if len(values) == 1 else list(values)
+        if isinstance(value, list) and any(isinstance(one, Unread) for one in value):
+            value = Unread(" ".join(map(str, value)))
+        found[name] = Found(value, place)
 
     for word in words:
         flag = None if NUMBER.fullmatch(word.text) else FLAG.fullmatch(word.text)

@@ -25,6 +25,7 @@ TRL_CONFIGS = {
     "DPOConfig": "dpo",
     "GKDConfig": "distill",
 }
+COMMAND = re.compile(r"\s*(\w+=\S*\s+)*(accelerate|python3?|torchrun|trl|uv)\s")
 TRL_COMMANDS = {"grpo": "grpo", "rloo": "grpo", "sft": "sft", "dpo": "dpo", "gkd": "distill"}
 # Keys that tell what a YAML of TRL is for, as it does not say so itself.
 TRL_SIGNS = {
@@ -187,7 +188,7 @@ def _find_near(path: Path, name: str) -> Path | None:
 
 
 def _trl_command(words: Sequence[Word], file: str, folder: Path) -> Source | None:
-    """`trl grpo --...`, `accelerate launch ... script.py --...` or `python script.py --...`."""
+    """Reads `trl grpo --...`, `accelerate launch ... script.py --...` or `python script.py --...`."""
     texts = [word.text for word in words]
     start = next((place for place, text in enumerate(texts) if text == "trl" or text.endswith("/trl")), None)
     if start is not None and start + 1 < len(texts) and texts[start + 1] in TRL_COMMANDS:
@@ -277,7 +278,9 @@ def _model(found: Found, calls: Calls) -> Found:
 
 
 def _docstring_command(calls: Calls, path: Path) -> Source | None:
-    for words in read_script(calls.docstring.replace("```sh", "").replace("```", "")).commands:
+    lines = calls.docstring.splitlines()
+    starts = [place for place, line in enumerate(lines) if COMMAND.match(line)]
+    for words in [read_script("\n".join(lines[start:])).commands[0] for start in starts]:
         source = _trl_command(words, path.name, path.parent)
         if source is not None:
             place = f"{path.name}, in its docstring"

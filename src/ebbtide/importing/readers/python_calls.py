@@ -4,6 +4,7 @@ executed."""
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,8 @@ def read_calls(text: str, file: str) -> Calls:
     if len(text) > LARGEST:
         raise UserError(f"{file} has more than {LARGEST:,} characters, which no script of a run has")
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings(action="ignore"):  # about the script's own text, such as `\\d` in a plain string
+            tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{file} is not valid Python: {error}") from None
     known = _Known(tree)

@@ -51,6 +51,7 @@ class _Reader:
         self.text, self.place, self.line = text, 0, 1
         self.script = Script()
         self.variables: dict[str, list[str]] = self.script.variables
+        self.vanished = False  # whether the word that is read had an empty array in it
         self.branches: list[tuple[bool, set[str]]] = []  # of each `if` inside which we are: in its else?, names set
 
     def read(self) -> Script:
@@ -142,6 +143,8 @@ class _Reader:
                     self._until_line_end()
                 elif self._peek() == "\n":
                     self._take()
+                elif self._peek() in ("(", ";", "&", "|"):
+                    self._take()  # no word begins with it
                 elif self._peek() not in (")", ""):
                     texts += [word.text for word in self._word()]
             self._take()
@@ -158,7 +161,7 @@ class _Reader:
 
     def _word(self) -> list[Word]:
         """The word that begins here. An array in it makes it several words, and an empty one makes it none."""
-        line, texts, quoted = self.line, [""], False
+        line, texts, quoted, self.vanished = self.line, [""], False, False
         while (one := self._peek()) not in ("", " ", "\t", "\n", "\r", ";", "&", "|", "(", ")", "<", ">"):
             if one == "'":
                 self._take()
@@ -172,16 +175,17 @@ class _Reader:
                 self._take()
             else:
                 self._part(texts, quoted=False)
-        if self._peek() in ("<", ">"):  # a redirection: its file is no word
-            self._take(len(self._peek()))
-            if not texts[-1].isdigit():
-                return [Word(text, line) for text in texts if text or quoted]
-            return []
-        return [Word(text, line) for text in texts if text or quoted]
+        if self._peek() and self._peek() in "<>":  # a redirection: its file is no word
+            while self._peek() and self._peek() in "<>&":
+                self._take()
+            self._skip_blanks()
+            self._word()
+            texts = [] if texts[-1].isdigit() else texts
+        return [Word(text, line) for text in texts if text or (quoted and not self.vanished)]
 
     def _part(self, texts: list[str], *, quoted: bool) -> None:
         """The next character of a word, or what it expands to."""
-        one = self._take()
+        start, one = self.place, self._take()
         if one == "\\":
             following = self._take()
             texts[-1] += (
@@ -190,10 +194,11 @@ class _Reader:
         elif one == "`":
             texts[-1] += f"{MARK}`{self._until('`')}`{MARK}"
         elif one == "$":
-            found = self._expansion() or [""]
-            if not quoted and len(found) == 1 and MARK not in found[0]:
-                found = found[0].split() or [""]
-            first, *others = found
+            found = self._expansion()
+            self.vanished = self.vanished or not found
+            if not quoted and len(found) == 1 and MARK not in found[0] and '"' not in self.text[start : self.place]:
+                found = found[0].split()
+            first, *others = found or [""]
             texts[-1] += first
             texts += others
         else:
