@@ -22,7 +22,7 @@ policy
 rollout
 checkpoint
 planner
-report rollout.serve
+report rollout.serve importing
 worker
 calibrate algorithms
 launch

@@ -27,6 +27,7 @@ from ebbtide.config.model import ModelConfig
 from ebbtide.config.model_path import check_paths
 from ebbtide.config.train import Rehearsal
 from ebbtide.errors import RunStopped, UserError
+from ebbtide.importing.command import import_file
 from ebbtide.launch.job import Job, read_job
 from ebbtide.launch.start import start_run
 from ebbtide.planner import render
@@ -350,6 +351,9 @@ def show_config(source: Source, overrides: Overrides = None) -> None:
     config = load(source, overrides or [])
     plan_holdings(config)
     _echo(to_annotated_yaml(config).removesuffix("\n"))
+
+
+app.command(name="import", cls=SettingsCommand)(import_file)
 
 
 def _version(wanted: bool) -> None:

@@ -45,6 +45,13 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     return _valid(root, tree, f"the config from {where}")
 
 
+def load_text(text: str, where: str, name: str) -> Config:
+    """The config that a YAML text describes; `where` it comes from begins error messages, and `name` is the run's."""
+    tree = _parse(text, where)
+    tree.setdefault("run", {}).setdefault("name", name)
+    return _valid(find_root(tree, where), tree, where)
+
+
 def replace_overrides(overrides: Sequence[str], changes: Mapping[str, object]) -> list[str]:
     """The overrides with these changes appended; they replace earlier values of the same keys."""
     kept = [override for override in overrides if override.partition("=")[0] not in changes]

@@ -16,6 +16,7 @@ from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
 from ebbtide.model.families import FAMILIES, family_named, has_bias
 from ebbtide.model.gguf import read_gguf_config
+from ebbtide.model.known import known_models
 from ebbtide.model.language_part import text_config
 from ebbtide.model.lora_targets import check_targets, no_quantized_experts
 from ebbtide.system.units import ceil_div
@@ -358,8 +359,8 @@ def from_scratch(scratch: ScratchConfig) -> Shape:
 
 
 def find_shape(config: ModelConfig) -> Shape:
-    """The shape of the configured model, from a folder's or the hub's config.json, the header of a GGUF file, or
-    `model.scratch`. No weights are read."""
+    """The shape of the configured model, from a folder's or the hub's config.json, the table of well-known models, the
+    header of a GGUF file, or `model.scratch`. No weights are read."""
     return with_lora(_find_shape(config), config)
 
 
@@ -385,7 +386,10 @@ def _find_shape(config: ModelConfig) -> Shape:
             )
         return from_scratch(config.scratch)
     assert config.path is not None  # The config has exactly one of the two.
-    called, (folder, gguf) = f"`model.path: {config.path}`", locate(config.path)
+    called = f"`model.path: {config.path}`"
+    if config.path in known_models() and not Path(config.path).exists():
+        return from_config(known_models()[config.path], called)
+    folder, gguf = locate(config.path)
     if gguf is not None:
         return from_config(read_gguf_config(Path(folder) / gguf, called), called, "GGUF header")
     file = Path(folder) / "config.json" if Path(folder).is_dir() else download_config(folder)

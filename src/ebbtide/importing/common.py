@@ -1,0 +1,149 @@
+"""What the settings of all tools come down to: models, ranks, adapters, files and lengths, with the arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import UserError
+from ebbtide.importing.answers import TODO, Answers
+from ebbtide.importing.source import Unread
+from ebbtide.model.families import FAMILIES
+from ebbtide.model.known import hub_id_of, known_models
+
+DEFAULT_MICROBATCH_TOKENS = 16_384
+
+
+def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:
+    """The model's path. Where it is a folder that is not here, and the folder's name is that of a known model, it is
+    that model's hub id."""
+    found = answers.source.keys.get(theirs)
+    if ours in answers.source.ours:
+        answers.take(ours, answers.source.ours[ours].value, theirs, read=True)
+        return
+    if found is None or found.value is None:
+        raise UserError(f"the file names no model (`{theirs}`): add an override, as in `{ours}=Qwen/Qwen3-0.6B`")
+    text = str(found.value)
+    name = os.path.basename(text.rstrip("/"))
+    hub = hub_id_of(name)
+    is_hub_id = text.count("/") == 1 and not text.startswith((".", "~", "/", "$"))
+    if hub is not None and hub != text and not is_hub_id and not Path(os.path.expanduser(text)).exists():
+        answers.take(ours, hub, theirs, how=f"`{text}` is not here: the hub id of that name")
+    elif isinstance(found.value, Unread):
+        answers.take(ours, text, theirs, how=f"{TODO} only known where it runs: name a folder or a hub id")
+    else:
+        answers.take(ours, text, theirs)
+
+
+def is_sparse(model: Any) -> bool:
+    """Whether a model is known to be a mixture of experts."""
+    family = known_models().get(str(model), {}).get("model_type")
+    return family is not None and FAMILIES[family].sparse
+
+
+def is_dense(model: Any) -> bool:
+    """Whether a model is known to have no experts."""
+    return str(model) in known_models() and not is_sparse(model)
+
+
+def take_ranks(
+    answers: Answers, gpus: int, rollout_gpus: int, tensor: int, theirs: Sequence[str], tensor_key: str
+) -> None:
+    """Ranks: those that train, those that only generate, and how many of them share matrices."""
+    train = gpus - rollout_gpus
+    if train < 1:
+        answers.lack(theirs[0], f"`parallel.gpus`: {gpus} GPUs less {rollout_gpus} that only generate leave none")
+        train = 1
+    if train + rollout_gpus == 1:
+        answers.drop("one GPU: `parallel` is not set", *theirs, tensor_key)
+        return
+    answers.take("parallel.gpus", train, *theirs, how=f"{gpus} GPUs" if not rollout_gpus else "")
+    if rollout_gpus:
+        answers.take("parallel.rollout_gpus", rollout_gpus, *theirs)
+    if tensor == 1:
+        answers.drop("1 is the default of `parallel.tensor`", tensor_key)
+    elif is_sparse(answers.taken["model.path"].value):
+        answers.lack(tensor_key, "`parallel.data`: with experts, weights are sharded over all ranks (FSDP2) only")
+    elif train % tensor:
+        answers.lack(tensor_key, f"`parallel.tensor`: {tensor} does not divide the {train} ranks that train")
+    elif not _divides(answers.taken["model.path"].value, tensor):
+        answers.lack(tensor_key, "`parallel.data`: the model's heads do not divide into so many parts")
+    else:
+        answers.take("parallel.tensor", tensor, tensor_key)
+
+
+def _divides(model: Any, tensor: int) -> bool:
+    sizes = known_models().get(str(model))
+    return sizes is None or all(
+        sizes[key] % tensor == 0 for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    )
+
+
+def take_updates(answers: Answers, samples: int, per_update: int, unit: str, theirs: Sequence[str]) -> int:
+    """Updates a step: all of its samples (or prompts) by those of an update."""
+    updates = max(1, round(samples / per_update)) if per_update else 1
+    exact = per_update and samples == updates * per_update
+    answers.take("train.minibatches", updates, *theirs, how=f"{samples} / {per_update} {unit}")
+    if not exact:
+        answers.lack(
+            theirs[-1],
+            f"`train.minibatches`: {samples} {unit} a step are no multiple of {per_update}: {updates} updates",
+        )
+    return updates
+
+
+def take_lengths(answers: Answers, longest: int, theirs: Sequence[str]) -> None:
+    """The size of micro-batches is the plan's choice; only where a sequence would not fit the default it is set."""
+    if longest > DEFAULT_MICROBATCH_TOKENS:
+        answers.take(
+            "train.microbatch_tokens", longest, *theirs, how="one sequence must fit; the plan may not lower it"
+        )
+
+
+def take_adapters(answers: Answers, rank: int, alpha: float, targets: Sequence[str], keys: Sequence[str]) -> None:
+    """LoRA: `keys` are those of rank, alpha and targets."""
+    answers.take("model.lora.rank", rank, keys[0])
+    answers.take("model.lora.alpha", alpha, keys[1])
+    names = [name.strip(" ,").rpartition(".")[2] for name in targets]
+    everything = {"all-linear", "all_linear", "linear", "*", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+    if names and not set(names) & everything:
+        answers.take("model.lora.targets", names, keys[2])
+    else:
+        answers.drop("all linear layers of the blocks are the default of `model.lora.targets`", keys[2])
+
+
+def take_file(answers: Answers, value: Any, key: str, ours: str, columns: str) -> None:
+    """A file of problems or examples. The name of a hub's dataset stands for a file that has to be made of it."""
+    values = value if isinstance(value, list) else [value]
+    if len(values) > 1:
+        answers.lack(key, f"`{ours}`: one file; the first of {len(values)} is taken. Join them")
+    text = str(values[0]) if values else ""
+    if text.endswith((".parquet", ".jsonl")):
+        how = f"{TODO} name the file" if "$" in text else ""
+        answers.take(ours, text, key, how=how)
+    elif text.endswith(".json"):
+        answers.take(ours, f"{text}l", key, how=f"{TODO} save it as JSONL, {columns}")
+    else:
+        name = text.rstrip("/").rpartition("/")[2] or "train"
+        answers.take(ours, f"{name}.jsonl", key, how=f"{TODO} save the dataset as this file, {columns}")
+
+
+def take_evaluation(answers: Answers, every: int, every_key: str, problems: int | None, problems_key: str) -> None:
+    """Evaluation of held-out problems; none where it is never due."""
+    if every <= 0:
+        answers.drop("never due: `evaluate` is not set", every_key, problems_key)
+        return
+    answers.take("evaluate.every", every, every_key)
+    if problems:
+        answers.take("evaluate.problems", problems, problems_key)
+        answers.take("task.held_out", problems, problems_key)
+
+
+def take_advantage(answers: Answers, kind: str, *theirs: str) -> None:
+    """How rewards become advantages. A group of one sample has nothing to be compared with."""
+    if kind != "reinforce_pp" and answers.taken["rollout.group_size"].value == 1:
+        answers.lack(theirs[0], "`advantage.kind: reinforce_pp`, which compares with the batch: a group has one sample")
+        kind = "reinforce_pp"
+    answers.take("advantage.kind", kind, *theirs)

@@ -1,0 +1,28 @@
+"""The config.json sizes of well-known models (known_models.yaml), for plans where no hub is asked. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+
+@cache
+def known_models() -> Mapping[str, Mapping[str, Any]]:
+    """Hub id -> the sizes in its config.json."""
+    text = (resources.files("ebbtide.model") / "known_models.yaml").read_text()
+    return {
+        name: {**group["sizes"], "max_position_embeddings": context}
+        for group in yaml.safe_load(text)
+        for name, context in group["models"].items()
+    }
+
+
+def hub_id_of(name: str) -> str | None:
+    """The known hub id whose last part is this name, if there is exactly one."""
+    found = [one for one in known_models() if one.partition("/")[2].lower() == name.lower()]
+    official = [one for one in found if not one.startswith("unsloth/")]
+    return official[0] if len(official) == 1 else None
