@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.config.memory import ActivationName
+from ebbtide.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -347,6 +348,10 @@ FAMILIES: dict[str, Family] = {
 
 USUAL = Family()
 """What is assumed of a family without an entry."""
+
+
+class UnknownFamilyError(UserError):
+    """A model's family is not described in `FAMILIES`: a plan of it needs a trace."""
 
 
 def family_named(model_type: str) -> Family:

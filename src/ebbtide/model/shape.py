@@ -14,7 +14,7 @@ from typing import Any
 from ebbtide.config.model import BaseKind, ModelConfig, ScratchConfig
 from ebbtide.config.model_path import download_config, locate
 from ebbtide.errors import UserError
-from ebbtide.model.families import FAMILIES, family_named, has_bias
+from ebbtide.model.families import FAMILIES, UnknownFamilyError, family_named, has_bias
 from ebbtide.model.gguf import read_gguf_config
 from ebbtide.model.known import known_models
 from ebbtide.model.language_part import text_config
@@ -280,10 +280,6 @@ class Shape:
 def largest_shard(tensors: Iterable[Tensor], ranks: int) -> int:
     """The number of elements on rank 0, which has the largest shard, if the tensors are sharded by rows."""
     return sum(ceil_div(rows, ranks) * row for rows, row in tensors)
-
-
-class UnknownFamilyError(UserError):
-    """A model's family is not described here: a plan of it needs a trace."""
 
 
 def from_config(found: Mapping[str, Any], called: str, file: str = "config.json") -> Shape:

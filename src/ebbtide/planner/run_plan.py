@@ -17,8 +17,9 @@ from ebbtide.config.train import Rehearsal
 from ebbtide.errors import UserError
 from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.plan import Phase, check_device_budget
+from ebbtide.model.families import UnknownFamilyError
 from ebbtide.model.load import model_config
-from ebbtide.model.shape import Shape, UnknownFamilyError, find_shape, from_config, with_lora
+from ebbtide.model.shape import Shape, find_shape, from_config, with_lora
 from ebbtide.model.workload import Workload, max_workload
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import mesh_shape

@@ -7,7 +7,8 @@ from ebbtide.config.model import ModelConfig
 from ebbtide.config.model_path import locate
 from ebbtide.config.root import Config
 from ebbtide.memory.plan import HoldingName
-from ebbtide.model.shape import Shape, UnknownFamilyError, find_shape
+from ebbtide.model.families import UnknownFamilyError
+from ebbtide.model.shape import Shape, find_shape
 from ebbtide.policy.model_costs import FrozenShape
 
 
