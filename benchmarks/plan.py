@@ -31,10 +31,10 @@ from ebbtide.calibrate import calibrate
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
-from ebbtide.model.shape import find_shape
 from ebbtide.model.workload import max_workload
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.prediction import Prediction
+from ebbtide.planner.shapes import plannable_shape
 from ebbtide.report.report import Report
 from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.machine import Rates, save_rates, this_machine
@@ -144,7 +144,7 @@ def measured(config_options: list[str], file: str = CONFIG) -> tuple[GrpoConfig,
 def predicted(config: GrpoConfig, budget: int | None = None) -> Prediction:
     total = torch.cuda.get_device_properties(0).total_memory
     machine = replace(this_machine(torch.cuda.get_device_name(), total, 0), rates=measured_rates()[0])
-    return Predictor(find_shape(config.model), machine).predict(config, max_workload(config), budget or total)
+    return Predictor(plannable_shape(config, "cuda"), machine).predict(config, max_workload(config), budget or total)
 
 
 @cache
