@@ -42,6 +42,7 @@ def answer(answers: Answers) -> None:
         _supervised(answers)
         return
     source = answers.source
+    _check_estimator(answers)
     take_model(answers, f"{MODEL}.path")
     if is_dense(answers.taken["model.path"].value):
         answers.drop("the model has no experts", *[key for key in source.keys if "moe_" in key])
@@ -148,15 +149,20 @@ def _files(found: Found | None) -> Any:
     return parts if len(parts) > 1 else parts[0]
 
 
-def _advantage(answers: Answers) -> None:
-    source, key = answers.source, "algorithm.adv_estimator"
-    name = str(source.get(key, "gae"))
+def _check_estimator(answers: Answers) -> None:
+    """Refuses what is another algorithm, with a value model or with further rollouts."""
+    name = str(answers.source.get("algorithm.adv_estimator", "gae"))
     if name not in ADVANTAGES:
         raise UserError(
-            f"`{key}={name}` is not in Ebbtide"
+            f"`algorithm.adv_estimator={name}` is not in Ebbtide"
             + (", which has no value model (critic)" if name == "gae" else "")
             + f": it has {', '.join(EXACT)}. `algorithm.adv_estimator=grpo` as an override imports it as that"
         )
+
+
+def _advantage(answers: Answers) -> None:
+    source, key = answers.source, "algorithm.adv_estimator"
+    name = str(source.get(key, "gae"))
     kind = ADVANTAGES[name]
     if kind == "group_std" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
         kind = "group_mean"
