@@ -25,6 +25,7 @@ from ebbtide.errors import UserError
 from ebbtide.importing.convert import import_config
 from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import known_models
+from ebbtide.planner import render
 from ebbtide.planner.offline import Hardware, plan_offline
 
 RESULT = Path(__file__).parent / "results" / "import.json"
@@ -82,6 +83,8 @@ def try_one(path: Path, gpu: str) -> dict[str, Any]:
             said in str(error) for said in ("PPO with a value model", "is not in Ebbtide", "has none of the sections")
         )
         other = other or "another tokenizer" in str(error)
+        if "names no model" in str(error):
+            return {"outcome": "other family", "why": "no model is named"}
         return {"outcome": "other algorithm" if other else "refused", "why": str(error).replace(str(path), path.name)}
     models = [imported.config.model.path, *(model.path for model in imported.config.frozen_models.values())]
     families = [family_of(str(model)) for model in models]
@@ -101,10 +104,13 @@ def try_one(path: Path, gpu: str) -> dict[str, Any]:
     if odd := [family for family in families if family not in FAMILIES]:
         return {**row, "outcome": "other family", "why": odd[0]}
     try:
-        result, _, _ = plan_offline(config, Hardware(gpu, None, None, None, None, 8))
+        result, shape, machine = plan_offline(config, Hardware(gpu, None, None, None, None, 8))
     except UserError as error:
         return {**row, "outcome": "not planned", "why": str(error)}
-    return {**row, "outcome": "fits" if result.fits else "does not fit"}
+    if result.fits:
+        return {**row, "outcome": "fits"}
+    said = render.render_plan(result, config, shape, machine).splitlines()
+    return {**row, "outcome": "does not fit", "why": next(line for line in said if line.startswith("does not fit"))}
 
 
 def rows(folders: list[str], gpu: str) -> Iterator[dict[str, Any]]:

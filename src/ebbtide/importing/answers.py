@@ -47,6 +47,10 @@ class Answers:
 
     _used: set[str] = field(default_factory=set)
 
+    def knows(self, key: str) -> bool:
+        """Whether Ebbtide has this key, for this algorithm."""
+        return key in self._our_keys
+
     def is_answered(self, key: str) -> bool:
         return key in self.not_needed or key in self.none or key in self._used
 
@@ -116,7 +120,7 @@ class Answers:
                 self.none[key] = entry.none
         elif entry.by is not None:
             self.not_needed[key] = f"it changes nothing for {entry.by} here"
-        elif entry.to not in self._our_keys:
+        elif entry.to is None or not self.knows(entry.to):
             self.not_needed[key] = f"it has no meaning for {self.source.algorithm.upper()}"
         elif isinstance(value, Unread):
             self.none[key] = f"its value, `{value}`, is only known where it runs: set `{entry.to}`"

@@ -23,7 +23,7 @@ def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:
     if ours in answers.source.ours:
         answers.take(ours, answers.source.ours[ours].value, theirs, read=True)
         return
-    if found is None or found.value is None:
+    if found is None or found.value in (None, ""):
         raise UserError(f"the file names no model (`{theirs}`): add an override, as in `{ours}=Qwen/Qwen3-0.6B`")
     text = str(found.value)
     name = os.path.basename(text.rstrip("/"))

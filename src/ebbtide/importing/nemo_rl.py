@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ebbtide.importing import pending
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     is_dense,
@@ -246,7 +247,10 @@ def _advantage(answers: Answers) -> None:
     keys = [f"{part}.name", f"{part}.normalize_rewards", f"{part}.use_leave_one_out_baseline", f"{part}.minus_baseline"]
     keys += ["grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"]
     keys = [key for key in keys if key in source.keys]
-    kind = "reinforce_pp" if name.startswith("reinforce_plus_plus") else "group_std" if std else "group_mean"
+    by_group = bool(source.get(f"{part}.minus_baseline"))
+    kind = "group_std" if std else "group_mean"
+    if name.startswith("reinforce_plus_plus"):
+        kind = pending.reinforce_kind(answers, by_group=by_group)
     if kind == "group_mean" and others:
         kind = "rloo"
     take_advantage(answers, kind, *keys)
@@ -257,7 +261,7 @@ def _advantage(answers: Answers) -> None:
             next(key for key in keys if "leave_one_out" in key),
             "`advantage.kind: group_std`: the baseline is the mean of the whole group, not of its other samples",
         )
-    if kind == "reinforce_pp" and source.get(f"{part}.minus_baseline"):
+    if kind == "reinforce_pp" and by_group:
         answers.lack(f"{part}.minus_baseline", "`advantage.kind: reinforce_pp` has the batch's mean, not the prompt's")
 
 
@@ -277,8 +281,18 @@ def _loss(answers: Answers) -> None:
     if kl > 0 and source.get(f"{part}.use_kl_in_reward") is not True:
         answers.take("loss.kl.coefficient", kl, keys[0])
         answers.take("loss.kl.estimator", source.get(keys[1], "k3"), keys[1])
-    elif kl <= 0:
+        approximated = f"{part}.use_on_policy_kl_approximation"
+        pending.take_kl_ratio(answers, "rollout" if source.get(approximated) is True else "current", approximated)
+    elif kl > 0:
+        kind = str(source.get(keys[1], "k3"))
+        pending.take_kl_in_reward(answers, f"{part}.use_kl_in_reward", keys[0], keys[1], kind)
+    else:
         answers.drop("0: without `loss.kl` there is no reference", *keys)
+    pending.take_dual_clip(answers, f"{part}.ratio_clip_c")
+    pending.take_dynamic_sampling(answers, "grpo.use_dynamic_sampling", "grpo.dynamic_sampling_max_gen_batches")
+    shaping = "grpo.reward_shaping"
+    keys = [f"{shaping}.{name}" for name in ("enabled", "overlong_buffer_length", "overlong_buffer_penalty")]
+    pending.take_overlong_buffer(answers, *keys)
     _correction(answers)
 
 

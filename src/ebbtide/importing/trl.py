@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ebbtide.importing import pending
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     take_adapters,
@@ -223,8 +224,11 @@ def _loss(answers: Answers) -> None:
     answers.take("loss.clip_high", value, high)
     if (beta := source.number("beta", 0.0)) > 0:
         answers.take("loss.kl.coefficient", beta, "beta")
+        corrected = source.get("use_bias_correction_kl") is True
+        pending.take_kl_ratio(answers, "old" if corrected else None, "use_bias_correction_kl")
     else:
         answers.drop("0: without `loss.kl` there is no reference", "beta")
+    pending.take_dual_clip(answers, "delta")
     scale = str(source.get("scale_rewards", "group")).lower()
     names = {"group": "group_std", "true": "group_std", "none": "group_mean", "false": "group_mean"}
     kind = "rloo" if source.get("trainer") == "rloo" else names.get(scale, "group_std")

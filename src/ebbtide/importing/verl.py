@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.errors import UserError
+from ebbtide.importing import pending
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     is_dense,
@@ -42,6 +43,7 @@ def answer(answers: Answers) -> None:
         _supervised(answers)
         return
     source = answers.source
+    _check_estimator(answers)
     take_model(answers, f"{MODEL}.path")
     if is_dense(answers.taken["model.path"].value):
         answers.drop("the model has no experts", *[key for key in source.keys if "moe_" in key])
@@ -148,20 +150,27 @@ def _files(found: Found | None) -> Any:
     return parts if len(parts) > 1 else parts[0]
 
 
-def _advantage(answers: Answers) -> None:
-    source, key = answers.source, "algorithm.adv_estimator"
-    name = str(source.get(key, "gae"))
+def _check_estimator(answers: Answers) -> None:
+    """Refuses what is another algorithm, with a value model or with further rollouts."""
+    name = str(answers.source.get("algorithm.adv_estimator", "gae"))
     if name not in ADVANTAGES:
         raise UserError(
-            f"`{key}={name}` is not in Ebbtide"
+            f"`algorithm.adv_estimator={name}` is not in Ebbtide"
             + (", which has no value model (critic)" if name == "gae" else "")
             + f": it has {', '.join(EXACT)}. `algorithm.adv_estimator=grpo` as an override imports it as that"
         )
+
+
+def _advantage(answers: Answers) -> None:
+    source, key = answers.source, "algorithm.adv_estimator"
+    name = str(source.get(key, "gae"))
     kind = ADVANTAGES[name]
+    if kind == "reinforce_pp":
+        kind = pending.reinforce_kind(answers, by_group=name.endswith("_baseline"))
     if kind == "group_std" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
         kind = "group_mean"
     take_advantage(answers, kind, key, "algorithm.norm_adv_by_std_in_grpo")
-    if name not in EXACT:
+    if name not in EXACT and kind != "reinforce_pp_baseline":
         answers.lack(key, f"`advantage.kind: {kind}` is the nearest to `{name}`")
 
 
@@ -187,15 +196,26 @@ def _loss(answers: Answers) -> None:
         answers.take("loss.normalise", AGGREGATIONS.get(aggregation, "constant"), f"{ACTOR}.loss_agg_mode")
     if aggregation not in AGGREGATIONS:
         answers.lack(f"{ACTOR}.loss_agg_mode", "`loss.normalise: constant` is the same up to a factor in the rate")
+    pending.take_dual_clip(answers, f"{ACTOR}.clip_ratio_c")
+    pending.take_dynamic_sampling(
+        answers, "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
+    )
+    for part in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
+        pending.take_overlong_buffer(answers, f"{part}.enable", f"{part}.len", f"{part}.penalty_factor")
     keys = [f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]
     coefficient = source.number(keys[1], 0.001)
+    kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    in_reward = ["algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"]
     if source.get(keys[0]) is True and coefficient > 0:
         answers.take("loss.kl.coefficient", coefficient, keys[0], keys[1])
-        kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
         name = str(source.get(keys[2], "low_var_kl")).rstrip("+")
         answers.take("loss.kl.estimator", kinds.get(name, "k3"), keys[2])
         if name not in kinds:
             answers.lack(keys[2], "`loss.kl.estimator`: k1, k2 or k3")
+    elif source.get(in_reward[0]) is True and answers.knows("loss.kl.in_reward"):
+        kind = kinds.get(str(source.get(in_reward[2], "kl")), "k1")
+        pending.take_kl_in_reward(answers, in_reward[0], in_reward[1], in_reward[2], kind)
+        answers.drop("the KL penalty is in the reward", *keys)
     else:
         answers.drop("without `loss.kl` there is no reference", *keys)
         answers.drop("there is no reference", *source.under("actor_rollout_ref.ref"))

@@ -27,7 +27,7 @@ training_args = GRPOConfig(
     per_device_train_batch_size=16,
     max_completion_length=tokens,
     max_steps=30,
-    output_dir=make_folder("/etc"),
+    output_dir=length_reward(["x"]),
     report_to="wandb",
     temperature=0.7,
 )
