@@ -28,7 +28,7 @@ def sampled(engine, loaded) -> float:
 def test_a_family_that_only_another_engine_computes_is_refused_with_its_name(tiny) -> None:
     loaded, config = family_model("diffllama"), tiny(LONGER)
     Policy(loaded, config).verify()
-    said = "a layer calls attention more than once, or none does"
+    said = "a layer calls attention more than once, or has no number"
     refusal = rf"paged engine cannot run `diffllama` \(.*({said}).*: set `rollout.engine: huggingface`"
     with pytest.raises(UserError, match=refusal):
         build_engine(loaded, config, lambda size: None)
