@@ -24,6 +24,14 @@ def values(found: Imported, *keys: str) -> list[Any]:
     return [found.answers.taken[key].value if key in found.answers.taken else ... for key in keys]
 
 
+def taken_once_known(found: Imported, ours: str, theirs: str) -> Any:
+    """What a key was taken as, where Ebbtide has its counterpart; `...` where it has none, and that is said."""
+    if found.answers.knows(ours):
+        return found.answers.taken[ours].value
+    assert found.answers.none[theirs]
+    return ...
+
+
 @pytest.mark.parametrize("name", IMPORTED)
 def test_every_file_loads_plans_and_has_all_keys_answered(name: str, tmp_path: Path) -> None:
     found = imported(name)
@@ -121,8 +129,8 @@ def test_verl_command() -> None:
     assert values(found, "memory.preset", "parallel.gpus", "optimizer.weight_decay") == ["lean", 8, 0.01]
     assert values(found, "checkpoint.every", "evaluate.every", "report.wandb.project") == [20, 5, "plain"]
     assert "to do: 15 epochs are 15 x rows / 256 steps" in found.text
-    # verl clips twice by default, and that is said although the command does not.
-    assert "dual clip" in found.answers.none["actor_rollout_ref.actor.clip_ratio_c"]
+    # verl clips twice by default, and that has an answer although the command does not say it.
+    assert taken_once_known(found, "loss.clip_ratio_c", "actor_rollout_ref.actor.clip_ratio_c") in (..., 3.0)
 
 
 def test_verl_script_with_arrays() -> None:
@@ -135,7 +143,8 @@ def test_verl_script_with_arrays() -> None:
     assert "one file" in found.answers.none["data.train_files"]
     assert "only known where it runs" in found.answers.taken["parallel.gpus"].how
     assert found.answers.none["some.new_key"].startswith("unknown")
-    assert "algorithm.filter_groups.enable" in found.answers.none
+    ours = "advantage.dynamic_sampling.max_num_gen_batches"
+    assert taken_once_known(found, ours, "algorithm.filter_groups.enable") in (..., 10)
 
 
 def test_verl_hydra_yaml() -> None:

@@ -30,6 +30,7 @@ def answer(answers: Answers) -> None:
     take_model(answers, "policy.model_name")
     if source.get("policy.tokenizer.name") in (source.get("policy.model_name"), None):
         answers.drop("it is the model's own tokenizer", "policy.tokenizer.name")
+    pending.take_template_arguments(answers, "policy.tokenizer.chat_template_kwargs")
     is_megatron = source.get("policy.megatron_cfg.enabled") is True
     worker = "policy.megatron_cfg" if is_megatron else "policy.dtensor_cfg"
     answers.drop("Ebbtide has one worker: FSDP2, with tensor parallelism", f"{worker}.enabled")

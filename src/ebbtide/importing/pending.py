@@ -51,3 +51,13 @@ def reinforce_kind(answers: Answers, *, by_group: bool) -> str:
         return "reinforce_pp"
     answers.take("advantage.whiten", "token", how=f"as {answers.table.name} has it")
     return "reinforce_pp_baseline" if by_group else "reinforce_pp"
+
+
+def take_template_arguments(answers: Answers, section: str) -> None:
+    """Arguments of the chat template: a mapping, or the keys below it."""
+    source, ours = answers.source, "model.chat_template_kwargs"
+    whole, below = source.get(section), source.under(section)
+    found = dict(whole) if isinstance(whole, dict) else {}
+    found |= {key.removeprefix(f"{section}."): source.get(key) for key in below}
+    if answers.knows(ours) and found:
+        answers.take(ours, found, *(below or [section]))

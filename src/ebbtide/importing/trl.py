@@ -42,6 +42,7 @@ def answer(answers: Answers) -> None:
         _examples(answers, ranks)
     _steps(answers, updates)
     _schedule(answers, updates)
+    pending.take_template_arguments(answers, "chat_template_kwargs")
     _dtype(answers)
     _adapters(answers)
     _run(answers)

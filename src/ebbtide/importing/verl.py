@@ -47,6 +47,7 @@ def answer(answers: Answers) -> None:
     take_model(answers, f"{MODEL}.path")
     if is_dense(answers.taken["model.path"].value):
         answers.drop("the model has no experts", *[key for key in source.keys if "moe_" in key])
+    pending.take_template_arguments(answers, "data.apply_chat_template_kwargs")
     _ranks(answers)
     _batch(answers)
     _steps(answers, "data.train_batch_size")
