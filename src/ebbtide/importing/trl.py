@@ -221,8 +221,10 @@ def _loss(answers: Answers) -> None:
     high = "epsilon_high" if source.get("epsilon_high") is not None else "epsilon"
     value = source.number(high, epsilon)
     if kind == "cispo" and high == "epsilon_high":
-        value = max(value - 1, 1e-3)  # TRL's bound is of the ratio itself
-    answers.take("loss.clip_high", value, high)
+        value = max(value - 1, 1e-3)
+        answers.take("loss.clip_high", value, high, how="TRL's bound is of the ratio itself, less 1")
+    elif kind != "cispo":
+        answers.take("loss.clip_high", value, high)
     if (beta := source.number("beta", 0.0)) > 0:
         answers.take("loss.kl.coefficient", beta, "beta")
         corrected = source.get("use_bias_correction_kl") is True
