@@ -4,44 +4,60 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from torch.nn.functional import pad
 
-MOST_STATES = 8  # of one kind in a layer
+CONV, RECURRENT = "conv", "recurrent"
 
 
-class StateCache(Cache):  # type: ignore[misc]
-    """A cache of transformers for one layer with these states, under whatever number that layer has."""
+class StateCache:
+    """What such layers ask of a cache of transformers, for one layer, under whatever number that layer has. Where
+    there is no state yet, the layer begins with none."""
 
     def __init__(self, states: dict[tuple[str, int], Tensor]) -> None:
-        self._layer = LinearAttentionLayer(number_of_states=MOST_STATES)
-        super().__init__(layers=_Always([self._layer]))
-        for (kind, number), state in states.items():
-            getattr(self._layer, f"{kind}_states")[number] = state
-            getattr(self._layer, f"is_{kind}_states_initialized")[number] = True
-            self._layer.has_previous_state[number] = True
-            self._layer.device, self._layer.dtype = state.device, state.dtype
-            if kind == "conv":
-                self._layer.conv_kernel_size[number] = state.shape[-1]
+        self.states = dict(states)
+        """By kind and number; layers also change them in place."""
 
-    def states(self) -> dict[tuple[str, int], Tensor]:
-        kinds = {"conv": self._layer.conv_states, "recurrent": self._layer.recurrent_states}
-        return {
-            (kind, number): state for kind, of in kinds.items() for number, state in of.items() if state is not None
-        }
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution [S, channels, kernel size]."""
+        return self.states.get((CONV, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Adds inputs of a convolution [S, channels, n]. Returns them with those before them."""
+        before = self.states.get((CONV, state_idx))
+        if before is None:
+            size = conv_kernel_size or conv_states.shape[-1]
+            found = pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        else:
+            size = before.shape[-1]
+            found = torch.cat([before, conv_states], -1)
+        self.states[CONV, state_idx] = found[..., -size:].contiguous()
+        return found
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state that was carried from token to token."""
+        return self.states.get((RECURRENT, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Replaces the state that is carried on."""
+        self.states[RECURRENT, state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there is a state to continue from."""
+        return bool(self.states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether states can be taken back: never here."""
+        return False
 
     # The names under which MiniMax asks for its state.
 
-    def get_linear_cache(self, layer: int) -> Tensor | None:
-        state: Tensor | None = self._layer.recurrent_states[0]
-        return state
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx)
 
-    def set_linear_cache(self, layer: int, state: Tensor) -> None:
-        self._layer.recurrent_states[0] = state
-
-
-class _Always(list[Any]):
-    """A list with the same item everywhere."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(0)
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.update_recurrent_state(state, layer_idx)

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ebbtide.errors import UserError
 from ebbtide.model.load import decoder
+from ebbtide.model.state_cache import StateCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,11 +191,9 @@ class StateLayer:
 
     def _step(self, tokens: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
         """(the outputs for sequences [S, n, ...], their states after it), from these states on, or none."""
-        from ebbtide.model.state_cache import StateCache  # transformers' code for caches takes a second to import.
-
         cache = StateCache(states)
         output = self._own(**given, **{self._input: tokens, self._cache: cache})
-        return output, cache.states()
+        return output, cache.states
 
     def _run(self, tokens: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
         """`_step`, token by token where the layer cannot compute several after a state."""
