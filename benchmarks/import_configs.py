@@ -11,7 +11,6 @@ from src/ebbtide/model/known_models.yaml. Writes benchmarks/results/import.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import tempfile
@@ -20,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import Row, save
+
 from ebbtide.config import load
 from ebbtide.errors import UserError
 from ebbtide.importing.convert import import_config
@@ -27,8 +28,6 @@ from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import known_models
 from ebbtide.planner import render
 from ebbtide.planner.offline import Hardware, plan_offline
-
-RESULT = Path(__file__).parent / "results" / "import.json"
 
 # Families of the models that such files name and that known_models.yaml does not have, by their hub ids.
 FAMILIES_BY_NAME = {
@@ -142,6 +141,21 @@ def counts(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def result_rows(found: list[dict[str, Any]], figures_of: dict[str, dict[str, Any]]) -> list[Row]:
+    """The figures of each tool, then what became of each file and why. The commit of a file's row is the tool's."""
+    figures = [
+        Row(tool, name, value, "share" if name == "planned_share" else "files")
+        for tool, figures in figures_of.items()
+        for name, value in figures.items()
+        if isinstance(value, int | float)
+    ]
+    files = [
+        Row(f"{row['tool']}: {row['file']}", "outcome", 1, row["outcome"], row["commit"], row.get("why", ""))
+        for row in found
+    ]
+    return figures + files
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", metavar="FOLDER[@COMMIT]")
@@ -152,9 +166,9 @@ def main() -> None:
     tools = {
         tool: counts([row for row in found if row["tool"] == tool]) for tool in dict.fromkeys(r["tool"] for r in found)
     }
-    result = {"gpu": options.gpu, "all": counts(found), "tools": tools, "files": found}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    for tool, figures in {**tools, "all": result["all"]}.items():
+    figures_of = {**tools, "all": counts(found)}
+    save("import", result_rows(found, figures_of), prints=False, gpu=options.gpu)
+    for tool, figures in figures_of.items():
         print(
             f"{tool}: {figures['files']} files, {figures['other_algorithm']} for other algorithms;"
             f" {figures['imported']} imported, {figures['load']} load; {figures['other_family']} on other families; of"
