@@ -1,5 +1,5 @@
 """GRPO steps of families with layers of their own, beside a Qwen3 shape with the same bytes: 16 prompts x 8 samples of
-100 + 256 tokens, random weights, no KL, planned for the whole GPU.
+100 + 256 tokens, random weights, no KL, planned for 120 GiB.
 
     python benchmarks/hybrid.py [qwen3.5] [gpt-oss]
 
@@ -17,16 +17,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import plan
 import torch
 from common import Row, beginning, kept, save
-from grpo_step import PLANNED, ours
-from plan import predicted
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebbtide.config import load
 from ebbtide.model.load import load_model
+from ebbtide.system.allocator import use_expandable_segments
+from ebbtide.system.machine import save_rates
 from ebbtide.system.units import GIB
 
+BUDGET = 120.0  # GiB, of the 139 that an H200 has
 LENGTHS = ["rollout.max_prompt_tokens=100", "task.python.options.length=100"]
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
@@ -97,7 +99,7 @@ def write(folder: Path, family: str, shape: dict[str, Any]) -> list[str]:
     model.save_pretrained(folder)
     del model
     torch.cuda.empty_cache()
-    load_model(load(PLANNED, ["model.scratch.layers=1", "device=cpu"])).tokenizer.save_pretrained(folder)
+    load_model(load(plan.PLANNED, ["model.scratch.layers=1", "device=cpu"])).tokenizer.save_pretrained(folder)
     return [f"model={json.dumps({'path': str(folder)})}", *LENGTHS]
 
 
@@ -110,18 +112,15 @@ def stage(name: str) -> list[Row]:
     }.items():
         with tempfile.TemporaryDirectory() as folder:
             options = write(Path(folder), kind, sizes)
-            foretold = predicted(load(PLANNED, options), torch.cuda.get_device_properties(0).total_memory)
-            found = ours(label, options, PLANNED)
-        rows += [
-            Row(label, "parameters", parameters(kind, sizes) / 1e9, "billion"),
-            *found,
-            Row(label, "peak predicted", foretold.peak / GIB, "GiB"),
-            Row(label, "whole step predicted", foretold.seconds, "s"),
-        ]
+            rows.append(Row(label, "parameters", parameters(kind, sizes) / 1e9, "billion"))
+            rows += plan.planned_step(label, [*plan.ALWAYS, *plan.PLAIN, *options], BUDGET)
     return rows
 
 
 def main() -> None:
+    use_expandable_segments()  # as `ebbtide train` does
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    save_rates(torch.cuda.get_device_name(), total, plan.measured_rates()[0])
     for name in sys.argv[1:] or list(SHAPES):
         rows = stage(name)
         save("hybrid", [*kept("hybrid", beginning(f"{name}:")), *rows])

@@ -218,40 +218,14 @@ def budgets(cases: list[str]) -> Iterator[list[Row]]:
         (shape, base, budget), label = BUDGETS[case], _label(case)
         options = settings(
             shape, *plan.ALWAYS, *plan.PLAIN, RANK, "rollout.max_prompt_tokens=100",
-            "task.python.options={length: 100}", "optimizer.lr=1e-5", "memory.plan=auto", f"memory.budget_gib={budget}",
+            "task.python.options={length: 100}", "optimizer.lr=1e-5",
             *([f"model.base={base}"] if base else []),
         )  # fmt: skip
         try:
-            config, lines = plan.measured(options, plan.PLANNED)
+            rows += plan.planned_step(label, options, budget)
         except (UserError, RuntimeError) as error:
             print(f"{label}: {error}", flush=True)
             rows.append(Row(label, "failed", 1.0, "(1 = yes)"))
-            yield rows
-            continue
-        foretold = plan.predicted(config, int(budget * GIB))
-        peak = max(line[f"peak_gib/{phase}"] for line in lines for phase in plan.PHASES)
-        rows += [
-            Row(label, "seconds a step", statistics.median(line["seconds"] for line in lines), "s"),
-            Row(label, "predicted", foretold.seconds, "s"),
-            Row(label, "peak", peak, "GiB"),
-            Row(label, "peak predicted", foretold.peak / GIB, "GiB"),
-            Row(label, "peak off by", 100 * (foretold.peak / GIB / peak - 1), "%"),
-            Row(
-                label, "reserved", max(line[f"reserved_gib/{phase}"] for line in lines for phase in plan.PHASES), "GiB"
-            ),
-            Row(label, "mismatch, most", max(line["mismatch_max"] for line in lines), "nats"),
-        ]
-        for phase in plan.PHASES:
-            found = [line[f"seconds/{phase}"] for line in lines if f"seconds/{phase}" in line]
-            if found:
-                predicted = foretold.phases[phase]  # type: ignore[index]
-                rows += [
-                    Row(label, f"{phase}: seconds", statistics.median(found), "s"),
-                    Row(label, f"{phase}: predicted", predicted.seconds, "s"),
-                    Row(label, f"{phase}: peak", max(line[f"peak_gib/{phase}"] for line in lines), "GiB"),
-                    Row(label, f"{phase}: peak predicted", predicted.peak / GIB, "GiB"),
-                ]
-        print(f"{label}: {foretold.activations.describe()}, {config.optimizer.place}", flush=True)
         yield rows
 
 

@@ -147,6 +147,35 @@ def predicted(config: GrpoConfig, budget: int | None = None) -> Prediction:
     return Predictor(plannable_shape(config, "cuda"), machine).predict(config, max_workload(config), budget or total)
 
 
+def planned_step(label: str, options: list[str], budget: float) -> list[Row]:
+    """A step as the plan for `budget` GiB has it, beside what the plan foretold of it."""
+    config, lines = measured([*options, "memory.plan=auto", f"memory.budget_gib={budget}"], PLANNED)
+    foretold = predicted(config, int(budget * GIB))
+    peak = max(line[f"peak_gib/{phase}"] for line in lines for phase in PHASES)
+    rows = [
+        Row(label, "seconds a step", statistics.median(line["seconds"] for line in lines), "s"),
+        Row(label, "predicted", foretold.seconds, "s"),
+        Row(label, "peak", peak, "GiB"),
+        Row(label, "peak predicted", foretold.peak / GIB, "GiB"),
+        Row(label, "peak off by", 100 * (foretold.peak / GIB / peak - 1), "%"),
+        Row(label, "reserved", max(line[f"reserved_gib/{phase}"] for line in lines for phase in PHASES), "GiB"),
+        Row(label, "mismatch, mean", statistics.median(line["mismatch"] for line in lines), "nats"),
+        Row(label, "mismatch, most", max(line["mismatch_max"] for line in lines), "nats"),
+    ]
+    for phase in PHASES:
+        found = [line[f"seconds/{phase}"] for line in lines if f"seconds/{phase}" in line]
+        if found:
+            mine = foretold.phases[phase]  # type: ignore[index]
+            rows += [
+                Row(label, f"{phase}: seconds", statistics.median(found), "s"),
+                Row(label, f"{phase}: predicted", mine.seconds, "s"),
+                Row(label, f"{phase}: peak", max(line[f"peak_gib/{phase}"] for line in lines), "GiB"),
+                Row(label, f"{phase}: peak predicted", mine.peak / GIB, "GiB"),
+            ]
+    print(f"{label}: {foretold.activations.describe()}, {config.optimizer.place}", flush=True)
+    return rows
+
+
 @cache
 def measured_rates() -> tuple[Rates, float]:
     """Of this very machine, as hosts of one kind of GPU differ; and the seconds that it took."""

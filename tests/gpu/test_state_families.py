@@ -31,7 +31,17 @@ def _own(loaded: LoadedModel, prompt: list[int], tokens: list[int]) -> torch.Ten
 @pytest.mark.parametrize("name", STATES)
 def test_packed_sequences_have_their_own_logprobs(tiny, name) -> None:
     loaded = _on_gpu(name)
-    policy = Policy(loaded, tiny({"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 60, "device": "cuda"}))
+    policy = Policy(
+        loaded,
+        tiny(
+            {
+                "rollout.max_prompt_tokens": 8,
+                "rollout.max_new_tokens": 60,
+                "train.microbatch_tokens": 128,
+                "device": "cuda",
+            }
+        ),
+    )
     data = [Datum.completion([3], [3 + (7 * place) % 9 for place in range(length)]) for length in (40, 1, 36, 11, 12)]
     policy.compute_logprobs("found", data, no_progress)
     for datum in data:
