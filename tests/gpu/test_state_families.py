@@ -36,7 +36,7 @@ def test_packed_sequences_have_their_own_logprobs(tiny, name) -> None:
         tiny(
             {
                 "rollout.max_prompt_tokens": 8,
-                "rollout.max_new_tokens": 60,
+                "rollout.max_new_tokens": 56,
                 "train.microbatch_tokens": 128,
                 "device": "cuda",
             }

@@ -4,6 +4,8 @@ the function of system/transformers_internals.py to adapt."""
 import json
 import logging
 import re
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +192,15 @@ PRIVATE = re.compile(
     r"\._(attn|experts)_implementation|\btransformers(\.\w+)*\._[a-z]|getLogger\(.transformers.\)|"
     r"from transformers\.(?!utils import logging\b)"
 )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"])
+def test_a_delta_rule_in_plain_torch_is_known(family) -> None:
+    code = import_module(f"transformers.models.{family}.modeling_{family}")
+    (layer,) = (one for name, one in vars(code).items() if name.endswith("GatedDeltaNet"))
+    found = transformers_internals.delta_rule(layer.__new__(layer))
+    assert found is not None
+    assert {"query", "key", "value", "g", "beta", "output_final_state"} <= set(signature(found.plain).parameters)
 
 
 def test_no_other_file_uses_private_parts_of_transformers() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ebbtide.errors import UserError
+from ebbtide.model.delta_rule import RIGHT_SINCE, has_wrong_gradients, make_lean
 from ebbtide.model.load import decoder
 from ebbtide.model.state_cache import StateCache
 
@@ -143,6 +144,7 @@ class StateLayer:
         self._cache = next(name for name in parameters if name in _CACHES)
         self._rest = next((name for name, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
         module.forward = self
+        make_lean(module)
         if tuple(getattr(module, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
             module.get_submodule("in_proj").register_forward_hook(self._limit_time_steps)
 
@@ -303,6 +305,11 @@ def missing_kernels(model: PreTrainedModel) -> str:
     for part, (package, install) in KERNELS.items():
         if any(part in name for name in names) and find_spec(package) is None:
             return f"layers with states run in plain torch, which is slow: `pip install {install}` has kernels for them"
+    if any("gated_delta_rule" in name for name in names) and has_wrong_gradients(model.device):
+        return (
+            "layers with states train in plain torch, which is slow: flash-linear-attention's gradients need Triton"
+            f" {RIGHT_SINCE} or newer on this GPU, or `pip install tilelang`"
+        )
     return ""
 
 

@@ -7,8 +7,10 @@ for models takes seconds to import.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,6 +29,29 @@ def experts_implementation(config: PretrainedConfig) -> str | None:
     `config._experts_implementation`."""
     name: str | None = getattr(config, "_experts_implementation", None)
     return name
+
+
+class DeltaRuleFunctions(NamedTuple):
+    function: Callable[..., tuple[Tensor, Tensor | None]]
+    """What a layer calls: a kernel if there is one."""
+    plain: Callable[..., tuple[Tensor, Tensor | None]]
+    """The same in plain torch."""
+
+
+_DELTA_RULE = "torch_chunk_gated_delta_rule"
+
+
+def delta_rule(module: nn.Module) -> DeltaRuleFunctions | None:
+    """The gated delta rule in chunks that a layer's forward calls. It relies on the name of that function in the module
+    of the layer's class, and on its being a wrapper of the plain one."""
+    forward = inspect.unwrap(type(module).forward)
+    found = forward.__globals__.get(_DELTA_RULE) if _DELTA_RULE in forward.__code__.co_names else None
+    return None if found is None else DeltaRuleFunctions(found, getattr(found, "__wrapped__", found))
+
+
+def replace_delta_rule(module: nn.Module, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+    """Replaces the function of `delta_rule`, for all layers of the class."""
+    inspect.unwrap(type(module).forward).__globals__[_DELTA_RULE] = function
 
 
 def forget_quantized_file(model: PreTrainedModel) -> None:

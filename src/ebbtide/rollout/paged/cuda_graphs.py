@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,14 +15,14 @@ from ebbtide.system.torch_internals import forward_pre_hooks
 from ebbtide.system.transformers_internals import experts_implementation
 
 
-def needs_host_sync(model: PreTrainedModel, *, known: bool) -> bool:
-    """Tells whether a pass needs the host in between, so that it cannot be captured: because routing to experts or a
-    dynamic RoPE waits for the device, or because a forward hook gathers a block's weights from other ranks. `known`:
-    the model's blocks run fused, whose capture is tested."""
+def needs_host_sync(model: PreTrainedModel) -> bool:
+    """Tells whether a pass is known to need the host in between, so that it cannot be captured: because routing to
+    experts or a dynamic RoPE waits for the device, or because a forward hook gathers a block's weights from other
+    ranks."""
     if any(forward_pre_hooks(block) for block in layers_of(model) or ()):
         return True
     sparse = any("experts" in name for name, _ in model.named_parameters())
-    return (sparse and not (known and _groups_experts(model))) or rope_limit(model.config) is not None
+    return (sparse and not _groups_experts(model)) or rope_limit(model.config) is not None
 
 
 def _groups_experts(model: PreTrainedModel) -> bool:
@@ -30,6 +31,20 @@ def _groups_experts(model: PreTrainedModel) -> bool:
     kind = experts_implementation(model.config.get_text_config())
     grouped = kind == "grouped_mm" and model.dtype == torch.bfloat16
     return grouped and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
+
+
+def waits_for_device(run: Callable[[], None]) -> bool:
+    """Tells whether a function lets the host wait for the device, as some routers do. Another thread that does so
+    meanwhile counts as well."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return any("synchronizing CUDA operation" in str(one.message) for one in found)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ebbtide.rollout.paged import sample_kernels
 from ebbtide.rollout.paged.attention import PAGED, CacheLayout, KVCache
 from ebbtide.rollout.paged.attn_metadata import PassMetadata, PrefillMetadata
 from ebbtide.rollout.paged.cache_costs import LOGIT_ROWS_AT_ONCE, SORTED_ROWS_AT_ONCE, CacheSize, graph_batch_size
-from ebbtide.rollout.paged.cuda_graphs import needs_host_sync
+from ebbtide.rollout.paged.cuda_graphs import needs_host_sync, waits_for_device
 from ebbtide.rollout.paged.decode_graph import DecodeGraph, DecodeInputs
 from ebbtide.rollout.paged.decode_kernels import MANY, reads_together
 from ebbtide.rollout.paged.fused_model import FusedModel, can_fuse
@@ -65,7 +65,8 @@ class CudaRunner:
         self._fused = FusedModel(model) if can_fuse(model) else None
         if self._fused is not None and not self._fused_matches_model():
             self._fused = None
-        self._captures = not needs_host_sync(model, known=self._fused is not None)
+        self._captures = not needs_host_sync(model)
+        self._may_wait = self._fused is None  # the fused blocks' capture is tested
 
     @property
     def is_fused(self) -> bool:
@@ -283,6 +284,8 @@ class CudaRunner:
             sample = None if cut else self._sample
             graph = DecodeGraph(inputs, metadata, self._last_tokens, self._decode_logits, sample)
             graph.warm_up(padding)
+            if self._captures and self._may_wait:
+                self._captures, self._may_wait = not waits_for_device(graph.run), False
             if self._captures:
                 graph.capture(self._pool)
             self._graphs[key] = graph
