@@ -59,10 +59,12 @@ def played(
     problems = [Problem([], metadata={"seed": number}) for number in range(episodes)]
     with EnvironmentPool(environment) as pool:
         turns = ChatTurns(Encoder(loaded.tokenizer, templated=False))
-        rows = loaded.vocabulary_rows
-        runner = EpisodeRunner(environment, rollout, pool, turns, tool_format="json", rows=rows, lockstep=lockstep)
 
-        def play() -> tuple[float, int]:
+        def play(most: int) -> tuple[EpisodeRunner, float, int]:
+            limited = environment.model_copy(update={"max_turns": most})
+            runner = EpisodeRunner(
+                limited, rollout, pool, turns, tool_format="json", rows=loaded.vocabulary_rows, lockstep=lockstep
+            )
             started = time.perf_counter()
             groups = runner.run(
                 engine,
@@ -72,11 +74,11 @@ def played(
                 no_progress,
             )
             sampled = sum(len(turn.completion.tokens) for (episode,) in groups for turn in episode.turns)
-            assert sampled == episodes * TURNS * TURN_TOKENS, [episode.scored for (episode,) in groups][:3]
-            return time.perf_counter() - started, sampled
+            assert sampled == episodes * most * TURN_TOKENS, [episode.scored for (episode,) in groups][:3]
+            return runner, time.perf_counter() - started, sampled
 
-        play()  # captures graphs and starts processes
-        taken, sampled = play()
+        play(1)  # captures graphs and starts processes
+        runner, taken, sampled = play(TURNS)
     idle = runner.figures["environment_idle_seconds"]
     return [
         Row(label, "seconds", taken, "s"),

@@ -6,7 +6,7 @@
 qwen3.5: the Qwen3.5-2B shape, three of whose four layers are gated delta nets. gpt-oss: a mixture of experts with sinks
 and alternating windows as gpt-oss has them, of a size whose whole training state fits into one GPU. Each runs in turn
 with a Qwen3 shape that has as many layers, and an MLP so wide that both have about as many parameters.
-Stages that are not named keep the figures of an earlier run.
+Models that are not run keep the figures of an earlier run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,16 @@ def write(folder: Path, family: str, shape: dict[str, Any]) -> list[str]:
     return [f"model={json.dumps({'path': str(folder)})}", *LENGTHS]
 
 
-def stage(name: str) -> list[Row]:
+def stage(name: str) -> Iterator[tuple[str, list[Row]]]:
     family, shape = SHAPES[name]
-    rows: list[Row] = []
     for label, (kind, sizes) in {
         f"{name}: {family}": (family, shape),
         f"{name}: qwen3 of the same bytes": ("qwen3", alike(family, shape)),
     }.items():
         with tempfile.TemporaryDirectory() as folder:
             options = write(Path(folder), kind, sizes)
-            rows.append(Row(label, "parameters", parameters(kind, sizes) / 1e9, "billion"))
-            rows += plan.planned_step(label, [*plan.ALWAYS, *plan.PLAIN, *options], BUDGET)
-    return rows
+            rows = plan.planned_step(label, [*plan.ALWAYS, *plan.PLAIN, *options], BUDGET)
+        yield label, [Row(label, "parameters", parameters(kind, sizes) / 1e9, "billion"), *rows]
 
 
 def main() -> None:
@@ -122,8 +121,8 @@ def main() -> None:
     total = torch.cuda.get_device_properties(0).total_memory / GIB
     save_rates(torch.cuda.get_device_name(), total, plan.measured_rates()[0])
     for name in sys.argv[1:] or list(SHAPES):
-        rows = stage(name)
-        save("hybrid", [*kept("hybrid", beginning(f"{name}:")), *rows])
+        for label, rows in stage(name):
+            save("hybrid", [*kept("hybrid", label.__eq__), *rows])
 
 
 if __name__ == "__main__":

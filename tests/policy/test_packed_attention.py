@@ -142,3 +142,10 @@ def test_soft_caps_by_flex_attention_are_those_of_plain_torch(monkeypatch) -> No
         given = [one.detach() for one in states(16)]
         found = packed_flex.flex(*given, STARTS, 0.3, kind)
         torch.testing.assert_close(found, one_by_one(kind, *given), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 1000, 8193, 16384, 20000, 65537])
+def test_flex_attention_is_compiled_for_few_sizes(tokens) -> None:
+    size = packed_flex.padded_size(tokens)
+    assert tokens <= size <= max(128 * -(-tokens // 128), 1.25 * tokens)
+    assert len({packed_flex.padded_size(some) for some in range(1, tokens + 1)}) <= 4 * tokens.bit_length()

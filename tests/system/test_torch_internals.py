@@ -27,6 +27,7 @@ from ebbtide.system.torch_internals import (
     StorageWeakRef,
     TorchDispatchMode,
     call_after_backward,
+    compile_by_size,
     foreach_copy,
     foreach_norm,
     forward_pre_hooks,
@@ -417,3 +418,10 @@ def globals_of(data: bytes) -> set[tuple[str, str]]:
 
     Reader(io.BytesIO(data)).load()
     return found
+
+
+def test_more_sizes_are_compiled_than_torch_would() -> None:
+    import torch._dynamo.config as settings
+
+    compile_by_size(lambda numbers: numbers + 1)
+    assert settings.recompile_limit >= 64

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ebbtide.model.attention_kind import AttentionKind
+from ebbtide.system.torch_internals import compile_by_size
 from ebbtide.system.units import ceil_div
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def _compiles(device: torch.device, dtype: torch.dtype, *sizes: torch.Size) -> b
         torch.autograd.grad(mixed.sum(), (query, key, value))
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # All errors of torch's compiler are of this kind.
+    except (RuntimeError, AssertionError):  # Errors of torch's compiler are of these kinds.
         return False
     return True
 
@@ -52,18 +54,29 @@ def flex(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float
     def bend(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, channels]
-    mask = block_mask(starts, len(query), kind.window)
+    tokens, size = len(query), padded_size(len(query))
+    q, k, v = (  # [1, heads, size, channels]
+        pad(states, (0, 0, 0, 0, 0, size - tokens)).transpose(0, 1)[None] for states in (query, key, value)
+    )
+    mask = block_mask(starts, size, kind.window)
     mixed: Tensor = _compiled()(
         q, k, v, score_mod=bend, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return mixed[0].transpose(0, 1)
+    return mixed[0].transpose(0, 1)[:tokens]
+
+
+def padded_size(tokens: int) -> int:
+    """So many tokens and at most a quarter more: kernels are compiled for each size, and packs are of any size. What is
+    added is a sequence of its own."""
+    step = max(BLOCK, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return ceil_div(tokens, step) * step
 
 
 def block_mask(starts: Tensor, tokens: int, window: int | None) -> BlockMask:
     """Which blocks of keys the blocks of queries of a pack see. Rows see the keys from the start of their sequence, or
-    of their window, up to themselves: so the first key of a row never lies before that of an earlier row, and the
-    blocks follow from those of the first and last row of each. torch's own function evaluates every pair of tokens."""
+    of their window, up to themselves, where those after the last sequence are one more: so the first key of a row never
+    lies before that of an earlier row, and the blocks follow from those of the first and last row of each. torch's own
+    function evaluates every pair of tokens."""
     from torch.nn.attention.flex_attention import BlockMask  # The import loads torch's compiler.
 
     places = torch.arange(tokens, device=starts.device)
@@ -92,4 +105,4 @@ def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return compile_by_size(flex_attention)

@@ -30,11 +30,14 @@ if TYPE_CHECKING:  # these take seconds to import: a run on one rank does not wa
 # Passed on as they are. A `StorageWeakRef` identifies a storage, and its identity is not reused while the reference
 # exists. A `TorchDispatchMode` sees every operation below autograd, also those on DTensors. `tree_leaves` and
 # `tree_map` go through nested tuples, lists and dicts.
+MOST_SIZES = 64  # for which a function is compiled
+
 __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "allow_deterministic_matmuls",
     "call_after_backward",
+    "compile_by_size",
     "cuda_host_register",
     "cuda_host_unregister",
     "dump_allocations",
@@ -269,6 +272,15 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     [N, M], one matmul per group of rows: [G, K, M]. `ends` [G] int32: where each group ends. It relies on
     `torch._grouped_mm`, which `torch.nn.functional.grouped_mm` calls."""
     return torch._grouped_mm(a, b, offs=ends)
+
+
+def compile_by_size(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function for each size of its tensors anew. It relies on `torch._dynamo.config.recompile_limit`, the
+    number of sizes after which torch compiles no more: it is 8 unless set."""
+    import torch._dynamo.config as settings
+
+    settings.recompile_limit = max(settings.recompile_limit, MOST_SIZES)
+    return torch.compile(function, dynamic=False)
 
 
 # Operations that a TorchDispatchMode sees
