@@ -20,7 +20,7 @@ from typing import Any
 
 import plan
 import torch
-from common import Row, beginning, kept, save
+from common import Row, kept, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebbtide.config import load
