@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # tokens of a block of the mask
+FEWEST = 1024  # tokens that a kernel is compiled for
 
 
 def can_flex(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -66,10 +67,10 @@ def flex(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float
 
 
 def padded_size(tokens: int) -> int:
-    """So many tokens and at most a quarter more: kernels are compiled for each size, and packs are of any size. What is
-    added is a sequence of its own."""
-    step = max(BLOCK, 1 << max(0, (tokens - 1).bit_length() - 3))
-    return ceil_div(tokens, step) * step
+    """So many tokens and at most a quarter more, or 1,024: kernels are compiled for each size, and packs are of any
+    size. What is added is a sequence of its own."""
+    step = max(FEWEST // 4, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return max(FEWEST, ceil_div(tokens, step) * step)
 
 
 def block_mask(starts: Tensor, tokens: int, window: int | None) -> BlockMask:
