@@ -9,7 +9,7 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.printable import printable
-from ebbtide.tasks.build import EXTRACTED
+from ebbtide.tasks.rewards import EXTRACTED
 
 UNSCORED_STEPS = 3  # steps without a single score before a run ends
 # completions without a match before a run ends: with a match once in 100, that would end 1 run in 13
