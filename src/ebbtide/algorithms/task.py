@@ -64,7 +64,9 @@ class HeldOutTask:
             if judges is not None:
                 self._stack.enter_context(judges)
             pool = self._stack.enter_context(ScoringPool(task, self._config.seed))
-            self._scoring = PartitionedScoring(pool, self._worker.comm, task, judges)
+            models = self._worker.reward_models
+            verb = models.score if models is not None else None
+            self._scoring = PartitionedScoring(pool, self._worker.comm, task, judges, verb)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -3,9 +3,8 @@ the parts of a reward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from ebbtide.config.rewards import RewardModelConfig
 from ebbtide.config.task import TaskConfig
@@ -20,10 +19,8 @@ Work = Sequence[tuple[Problem, str]]
 """Problems, each with what is scored of a completion."""
 
 
-class RewardModelVerb(Protocol):
-    """Scores completions with a reward model on this rank's device; see `Worker.reward_scores`."""
-
-    def __call__(self, model: RewardModelConfig, work: Work, progress: Progress) -> list[float | ScoreResult]: ...
+RewardModelVerb = Callable[[RewardModelConfig, Work, Progress], list[float | ScoreResult]]
+"""Scores completions with a reward model on this rank's device; see `RewardModels.score`."""
 
 
 class PartitionedScoring:
