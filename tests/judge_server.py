@@ -67,8 +67,10 @@ def judge_server(reply: Callable[[int, dict[str, Any]], Reply | Awaitable[Reply]
 
     async def close() -> None:
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     try:
         yield state

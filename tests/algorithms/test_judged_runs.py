@@ -1,11 +1,12 @@
 """Runs with judges: one that hangs, fails or says garbage costs samples, never the run; each reward is a part."""
 
 import json
+import math
 
 import pytest
 
 from judge_server import judge_server
-from test_loop import run
+from test_loop import SHAPED, run
 
 
 def rewards(url: str, **changes):
@@ -34,7 +35,8 @@ def test_a_judge_that_fails_costs_samples_and_never_the_run(tiny, tmp_path, monk
     assert all(failed.values())
     lost = [one for one in samples if one.get("failure")]
     assert len(lost) == sum(failed.values()) < 48
-    assert all(one["reward"] == 0 for one in lost)
+    assert all((one["reward"], one["advantage"]) == (0, 0) for one in lost)
+    assert 8 < sum(line["samples_trained"] for line in steps) <= 48 - len(lost)
     for one in samples:
         if not one.get("failure"):
             assert one["reward"] == 0.5 * one["parts"]["right"] + 2 * one["parts"]["style"]
@@ -46,6 +48,20 @@ def test_a_judge_that_fails_costs_samples_and_never_the_run(tiny, tmp_path, monk
     assert any("evaluate/judge/style/requests" in line for line in metrics)
     for file in (tmp_path / "run").rglob("*"):
         assert not file.is_file() or b"sk-secret" not in file.read_bytes()
+
+
+def test_losses_that_need_every_sample_go_on_without_a_few(tiny, tmp_path) -> None:
+    """A penalty in the reward, whitened by tokens, and groups that are filled up."""
+    shaped = {key: value for key, value in SHAPED.items() if not key.startswith("task")}
+    kinds = [(500, b"oh"), "I cannot say", "3", "1", "2"]
+    with judge_server(lambda number, request: kinds[sum(map(ord, str(request))) % len(kinds)]) as server:
+        judge = rewards(server.url, retries=0)
+        metrics, rollouts, weights = run(tiny, tmp_path / "run", {**shaped, "task.rewards": judge})
+    lost = [one for line in rollouts.splitlines() if (one := json.loads(line)).get("failure")]
+    assert lost
+    assert all(one["advantage"] == 0 for one in lost)
+    assert all(math.isfinite(line["loss"]) for line in metrics)
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def test_a_judge_may_be_all_there_is_and_each_task_of_a_mix_has_its_own(tiny, tmp_path) -> None:

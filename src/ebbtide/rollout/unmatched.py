@@ -50,8 +50,8 @@ class UnmatchedGuard:
         if self._failed_steps >= UNSCORED_STEPS and self._failed >= MIN_COMPLETIONS:
             why = f"{scored[0].failure}: {printable(scored[0].message, 300)}"
             raise UserError(
-                f"none of {self._failed:,} completions so far could be scored ({why}): fix the task's scorer or its"
-                " environment"
+                f"none of {self._failed:,} completions so far could be scored ({why}): fix the task's scorer, its"
+                " judge or its environment"
             )
 
     def _explain(self, samples: Sequence[Sample]) -> str:

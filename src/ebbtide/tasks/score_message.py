@@ -36,6 +36,12 @@ class ScoreResult:
     failure: Failure | None = None
     message: str = ""
 
+    @property
+    def is_unjudged(self) -> bool:
+        """Whether a judge or a reward model could not score it, which says nothing about the completion: it is no part
+        of the loss, and nothing is compared with it."""
+        return self.failure in ("judge_timeout", "judge_error", "judge_unreadable", "too_long")
+
 
 def failed_score(failure: Failure, message: str) -> ScoreResult:
     """The result of a sample whose scoring failed: reward 0."""
