@@ -3,9 +3,11 @@ garbage."""
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
+from ebbtide.config import load
 from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.parallel.comm import Comm
@@ -303,3 +305,18 @@ def test_a_key_that_is_not_there_is_refused(rows, monkeypatch) -> None:
         monkeypatch.setenv("NO_SUCH_KEY", value)
         with pytest.raises(UserError, match=said), Judges(task):
             pass
+
+
+def test_the_config_of_the_docs_loads(tmp_path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
+    file = tmp_path / "judged.yaml"
+    file.write_text(text.partition("```yaml\n")[2].partition("```")[0])
+    found = load(str(file), ["task.rewards.style.judge.concurrency=8"]).task.rewards
+    assert {name: one.weight for name, one in found.items()} == {
+        "correct": 1.0,
+        "brief": 0.1,
+        "helpful": 0.5,
+        "style": 0.3,
+    }
+    assert found["style"].judge.concurrency == 8
+    assert read_score(found["style"].judge, "Clear enough.\nScore: 10") == 1.0
