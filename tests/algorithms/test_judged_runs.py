@@ -5,6 +5,9 @@ import math
 
 import pytest
 
+from ebbtide.errors import UserError
+from ebbtide.launch.job import Job
+from ebbtide.launch.start import _checked
 from judge_server import judge_server
 from test_loop import SHAPED, run
 
@@ -84,3 +87,17 @@ def test_a_judge_may_be_all_there_is_and_each_task_of_a_mix_has_its_own(tiny, tm
     assert len(judged) == 16
     assert all(set(one["parts"]) == {"style"} for one in judged)
     assert sum(line["judge/judged/style/requests"] for line in metrics) == asked <= 16
+
+
+def test_what_is_missing_is_found_before_anything_is_loaded(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    for reward, said in (
+        ({"judge": rewards("http://x")["style"]["judge"] | {"api_key_env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY is not set"),
+        (
+            {"reward_model": {"path": "/no/such/model"}},
+            r"`task\.rewards\.r\.reward_model\.path: /no/such/model` does not",
+        ),
+    ):
+        config = tiny({"task.rewards": {"r": reward}, "run.folder": str(tmp_path / "run")})
+        with pytest.raises(UserError, match=said):
+            _checked(Job("test", config, None), print)

@@ -155,6 +155,11 @@ class TaskSourceConfig(Section):
         return self.python is not None if self.file is None else self.file.held_out is not None
 
 
+def reward_key(task: str | None, name: str) -> str:
+    """Where a reward is configured. `task`: its name in `task.mix`, if there is one."""
+    return f"task.rewards.{name}" if task is None else f"task.mix.{task}.rewards.{name}"
+
+
 def check_rewards(task: TaskSourceConfig, rewards: Mapping[str, RewardConfig]) -> None:
     """Refuses rewards that this task cannot have, and settings of it that none of them would read."""
     if not rewards:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,9 +14,9 @@ from typing import Any, Literal
 import httpx
 
 from ebbtide.config.rewards import JudgeConfig
-from ebbtide.errors import UserError
 from ebbtide.system.printable import printable
 from ebbtide.system.units import ceil_div
+from ebbtide.tasks.judgement import read_api_key
 from ebbtide.tasks.score_message import ScoreResult, failed_score
 
 MAX_BYTES = 1 << 20  # Of a response.
@@ -44,7 +43,7 @@ class JudgeClient:
         """`key`: where it is configured, for error messages. `ranks`: those that share `concurrency`. `sleep`: how it
         waits before it repeats a request."""
         self._config, self._called, self._sleep = config, f"`{key}.url: {config.url}`", sleep
-        self._secret = _read_secret(config, key)
+        self._secret = read_api_key(config, key)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._secret is not None:
             self._headers["Authorization"] = f"Bearer {self._secret}"
@@ -210,15 +209,3 @@ def _content(data: bytes | bytearray) -> str | None:
 def _retry_after(text: str) -> float:
     """The seconds that a server asks to wait; 0 if it names none."""
     return min(MAX_DELAY, float(text)) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0
-
-
-def _read_secret(config: JudgeConfig, key: str) -> str | None:
-    if config.api_key_env is None:
-        return None
-    secret = os.environ.get(config.api_key_env, "").strip()
-    if not secret or not secret.isascii() or not secret.isprintable():
-        lacks = "has characters that no API key has" if secret else "is not set"
-        raise UserError(
-            f"`{key}.api_key_env`: the environment variable {config.api_key_env} {lacks}: set it to the key"
-        )
-    return secret

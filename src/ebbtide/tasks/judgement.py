@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,19 @@ SHOWN = 200  # Characters of an answer in an error message.
 
 class UnreadableAnswerError(Exception):
     """A judge's answer has no score."""
+
+
+def read_api_key(config: JudgeConfig, key: str) -> str | None:
+    """The API key, from the environment. `key`: where the judge is configured, for error messages."""
+    if config.api_key_env is None:
+        return None
+    secret = os.environ.get(config.api_key_env, "").strip()
+    if not secret or not secret.isascii() or not secret.isprintable():
+        lacks = "has characters that no API key has" if secret else "is not set"
+        raise UserError(
+            f"`{key}.api_key_env`: the environment variable {config.api_key_env} {lacks}: set it to the key"
+        )
+    return secret
 
 
 def check_prompt(judge: JudgeConfig, problem: Problem, key: str) -> None:

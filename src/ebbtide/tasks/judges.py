@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Self
 
-from ebbtide.config.task import TaskConfig
+from ebbtide.config.task import TaskConfig, reward_key
 from ebbtide.progress import Progress, no_progress
 from ebbtide.tasks.judge_client import JudgeClient, Sleep
 from ebbtide.tasks.judgement import ask_about
@@ -55,7 +55,7 @@ class Judges:
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._clients = {
-            place: JudgeClient(config, _key(*place), ranks=self._ranks, sleep=self._sleep)
+            place: JudgeClient(config, f"{reward_key(*place)}.judge", ranks=self._ranks, sleep=self._sleep)
             for place, config in self._configs.items()
         }
         self._thread.start()
@@ -112,8 +112,3 @@ class Judges:
             for place, client in self._clients.items()
             for name, value in client.drain().items()
         }
-
-
-def _key(task: str | None, name: str) -> str:
-    """Where a judge is configured."""
-    return f"task.{'' if task is None else f'mix.{task}.'}rewards.{name}.judge"
