@@ -19,16 +19,18 @@ from ebbtide.model.tokenizer import scratch_tokenizer
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
 
 
-def tokenizer(template: str | None = TEMPLATE, pad: bool = True) -> PreTrainedTokenizerFast:
+def tokenizer(template: str | None = TEMPLATE, pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
     made = scratch_tokenizer(None)
     made.chat_template = template
-    if pad:
-        made.add_special_tokens({"pad_token": "<pad>"})
+    if pad is not None:
+        made.add_special_tokens({"pad_token": pad})
     return made
 
 
-def reward_model(folder: Path, *, labels: int = 1, seed: int = 0, pad: bool = True, causal: bool = False) -> str:
-    """A Qwen3 that scores chats."""
+def reward_model(
+    folder: Path, *, labels: int = 1, seed: int = 0, pad: str | None = "<pad>", causal: bool = False
+) -> str:
+    """A Qwen3 that scores chats. Its config names a padding token only if that is one of its own."""
     tokens = tokenizer(pad=pad)
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -41,7 +43,7 @@ def reward_model(folder: Path, *, labels: int = 1, seed: int = 0, pad: bool = Tr
         head_dim=8,
         max_position_embeddings=128,
         num_labels=labels,
-        pad_token_id=tokens.pad_token_id,
+        pad_token_id=tokens.pad_token_id if pad == "<pad>" else None,
     )
     model = (Qwen3ForCausalLM if causal else Qwen3ForSequenceClassification)(config)
     for parameter in model.parameters():

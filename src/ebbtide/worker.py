@@ -254,7 +254,7 @@ class Worker:
         for name, model in config.frozen_models.items():
             self._frozen[name] = FrozenModel(name, load_frozen(config, model, device), config, loaded, residency, comm)
         if config.reward_models:
-            self.reward_models = RewardModels(config.reward_models, residency)
+            self.reward_models = RewardModels(config.reward_models, residency, config.model.chat_date)
         if self.rehearsal != "none":  # last: what is verified above needs memory of its own
             self.optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, comm, self.report.note)
         if self.optimizer is not None and self.rehearsal is None:

@@ -46,6 +46,12 @@ def read_classifier_config(config: RewardModelConfig) -> PretrainedConfig:
     """Its transformers config, checked for the output that is the score."""
     with _refuse_broken_files(config):
         found: PretrainedConfig = AutoConfig.from_pretrained(config.path, **NO_CODE)
+    kinds = found.architectures or []
+    if kinds and not any("SequenceClassification" in kind for kind in kinds):
+        raise UserError(
+            f"`{KEY}.path: {config.path}` is a {kinds[0]}, and no model for sequence classification: name a reward"
+            " model, or serve it and ask it as a `judge`"
+        )
     labels = found.num_labels
     if config.label is None and labels != 1:
         raise UserError(

@@ -61,7 +61,16 @@ class PartitionedScoring:
     def _judge(self, work: Work, progress: Progress) -> list[dict[str, str | float | ScoreResult]]:
         """What judges and reward models say of each completion. The models compute while the judges are asked."""
         asked = self._judges.start(work) if self._judges is not None else None
-        found: list[dict[str, str | float | ScoreResult]] = [{} for _ in work]
+        try:
+            found = self._score_with_models(work, progress)
+            answers: Answers = asked.result(progress) if asked is not None else [{} for _ in work]
+        finally:
+            if asked is not None:
+                asked.future.cancel()
+        return [{**one, **more} for one, more in zip(found, answers, strict=True)]
+
+    def _score_with_models(self, work: Work, progress: Progress) -> list[dict[str, float | ScoreResult]]:
+        found: list[dict[str, float | ScoreResult]] = [{} for _ in work]
         for (task, name), reward in self._models.items():
             places = [place for place, (problem, _) in enumerate(work) if problem.task == task]
             assert reward.reward_model is not None
@@ -69,5 +78,4 @@ class PartitionedScoring:
             some = self._reward_models(reward.reward_model, [work[place] for place in places], progress)
             for place, score in zip(places, some, strict=True):
                 found[place][name] = score
-        answers: Answers = asked.result(progress) if asked is not None else [{} for _ in work]
-        return [{**one, **more} for one, more in zip(found, answers, strict=True)]
+        return found

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class RewardModels:
     """All reward models of a run. They are the holding `reward_model`."""
 
-    def __init__(self, configs: Sequence[RewardModelConfig], residency: Residency) -> None:
+    def __init__(self, configs: Sequence[RewardModelConfig], residency: Residency, day: str | None = None) -> None:
+        """`day`: the date for chat templates that contain one."""
         self._residency = residency
         self._models: list[tuple[RewardModelConfig, _RewardModel]] = []
         digest, buckets = hashlib.sha256(), []
@@ -41,7 +42,8 @@ class RewardModels:
             buckets += [*move_into_buckets(list(model.parameters()), residency.device)]
             model.to(residency.device)  # its buffers
             digest.update(base_digest(model).encode())
-            self._models.append((config, _RewardModel(config, model, tokenizer)))
+            encoder = Encoder(tokenizer, templated=True, day=day)
+            self._models.append((config, _RewardModel(config, model, encoder, tokenizer)))
         self.digest = digest.hexdigest()
         """Of their weights: a run that is resumed with others says so."""
         residency.register(REWARD_MODEL, buckets, frozen=True)
@@ -58,14 +60,16 @@ class RewardModels:
 class _RewardModel:
     """One model with its tokenizer."""
 
-    def __init__(self, config: RewardModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._config, self._model, self._tokenizer = config, model, tokenizer
-        self._encoder = Encoder(tokenizer, templated=True)
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        model: PreTrainedModel,
+        encoder: Encoder,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._config, self._model, self._encoder, self._tokenizer = config, model, encoder, tokenizer
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._longest = min(config.max_tokens or context or 10**9, context or 10**9)
-        if model.config.get_text_config().pad_token_id is None and tokenizer.pad_token_id is not None:
-            for one in (model.config, model.config.get_text_config()):  # it finds the last token of a row by this
-                one.pad_token_id = tokenizer.pad_token_id
         self._pad: int | None = model.config.get_text_config().pad_token_id
 
     def score(self, work: Sequence[tuple[Problem, str]], progress: Progress) -> list[float | ScoreResult]:
@@ -78,8 +82,7 @@ class _RewardModel:
                 inputs[place] = encoded
         places, done = list(inputs), 0
         lengths = [len(inputs[place]["input_ids"]) for place in places]
-        # Without a padding token a model cannot tell where a row ends.
-        for rows in batches(lengths, self._config.batch_tokens, most=None if self._pad is not None else 1):
+        for rows in batches(lengths, self._config.batch_tokens):
             scores = self._forward([inputs[places[row]] for row in rows])
             for row, score in zip(rows, scores, strict=True):
                 found[places[row]] = score
@@ -108,8 +111,12 @@ class _RewardModel:
 
     @torch.no_grad()
     def _forward(self, rows: Sequence[Inputs]) -> list[float]:
+        if (pad := self._padding(rows)) is None:
+            return [score for row in rows for score in self._forward([row])]
+        for config in (self._model.config, self._model.config.get_text_config()):
+            config.pad_token_id = pad
         longest, device = max(len(row["input_ids"]) for row in rows), self._model.device
-        fill = {"input_ids": self._pad or 0}
+        fill = {"input_ids": pad}
         batch = {
             name: torch.tensor([row[name] + [fill.get(name, 0)] * (longest - len(row[name])) for row in rows])
             for name in rows[0]
@@ -124,12 +131,22 @@ class _RewardModel:
         scores: list[float] = logits[:, self._config.label or 0].tolist()
         return scores
 
+    def _padding(self, rows: Sequence[Inputs]) -> int | None:
+        """The token that fills rows up, which a model skips to find the last one of each. Where its config names none,
+        the last one is the last, whatever it is: so it is one that no row has; None: there is no such token."""
+        if self._pad is not None:
+            return self._pad
+        used = {token for row in rows for token in row["input_ids"]}
+        vocabulary = range(self._model.get_input_embeddings().weight.shape[0])
+        found = next((token for token in vocabulary if token not in used), None)
+        return found if found is not None or len(rows) > 1 else -1  # a single row needs none
 
-def batches(lengths: Sequence[int], tokens: int, most: int | None = None) -> Iterator[list[int]]:
+
+def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Rows of similar lengths, the longest first, with at most so many tokens together when they are padded."""
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        if rows and ((len(rows) + 1) * lengths[rows[0]] > tokens or len(rows) == most):
+        if rows and ((len(rows) + 1) * lengths[rows[0]] > tokens):
             yield rows
             rows = []
         rows.append(row)

@@ -31,14 +31,11 @@ class Asked:
     future: Future[Answers] = field(default_factory=Future)
 
     def result(self, progress: Progress = no_progress) -> Answers:
-        """Waits for all answers. If `progress` raises, the rest is not waited for."""
-        try:
-            while not self.future.done():
-                progress(self.done, self.count)
-                wait([self.future], timeout=PATIENCE)
-            return self.future.result()
-        finally:
-            self.future.cancel()
+        """Waits for all answers."""
+        while not self.future.done():
+            progress(self.done, self.count)
+            wait([self.future], timeout=PATIENCE)
+        return self.future.result()
 
 
 class Judges:
