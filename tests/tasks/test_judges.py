@@ -320,3 +320,26 @@ def test_the_config_of_the_docs_loads(tmp_path) -> None:
     }
     assert found["style"].judge.concurrency == 8
     assert read_score(found["style"].judge, "Clear enough.\nScore: 10") == 1.0
+
+
+def test_a_list_of_rewards_is_a_mapping_to_overrides_too(tmp_path) -> None:
+    file = tmp_path / "listed.yaml"
+    file.write_text("model: x/y\ntask: {builtin: copy, rewards: [{name: a, scorer: task}, {scorer: task}]}\n")
+    found = load(str(file), ["task.rewards.a.weight=2", "task.rewards.reward2.weight=-1"]).task.rewards
+    assert {name: one.weight for name, one in found.items()} == {"a": 2.0, "reward2": -1.0}
+    mixed = tmp_path / "mixed.yaml"
+    task = "{name: %s, builtin: copy, rewards: [{scorer: task}]}"
+    mixed.write_text(f"model: x/y\ntask: [{task % 'one'}, {task % 'two'}]\n")
+    found = load(str(mixed), ["task.mix.two.rewards.reward1.weight=3"]).task.mix
+    assert (found["one"].rewards["reward1"].weight, found["two"].rewards["reward1"].weight) == (1.0, 3.0)
+
+
+def test_a_pattern_that_never_ends_costs_the_sample(rows) -> None:
+    """What judges say is searched in the scoring processes."""
+    with judge_server(lambda number, request: "a" * 50) as server:
+        endless = {"j": {"judge": judge(server.url, regex="((?:a|aa)+)b")}}
+        task = config(rows, endless, scoring={"workers": 1, "timeout_s": 0.5})
+        problem = build_task(task, 0).problems().train[0]
+        with Judges(task) as judges, ScoringPool(task, 0) as pool:
+            (found,) = PartitionedScoring(pool, Comm(), task, judges).score([(problem, "x")])
+    assert found.failure == "timeout"

@@ -67,6 +67,12 @@ def expand_single_value(section: type[BaseModel] | None, value: Any) -> Any:
     return value
 
 
+def expand_rewards(value: Any) -> Any:
+    """The mapping that a list in place of `task.rewards` stands for; any other value is returned unchanged."""
+    is_list = isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+    return _named(value, "reward") if is_list else value
+
+
 def _named(sections: Sequence[Mapping[str, Any]], called: str) -> dict[str, Any]:
     """The sections of a list by their `name`, or else by their place."""
     return {
@@ -87,8 +93,8 @@ def _meant(annotation: Any, value: Any) -> Any:
             if value is None or isinstance(value, dict):
                 return value
             return [_meant(get_args(kind)[0], item) for item in (value if isinstance(value, list) else [value])]
-        if get_origin(kind) is dict and get_args(kind)[1] is RewardConfig and isinstance(value, list):
-            value = _named(value, "reward") if all(isinstance(one, Mapping) for one in value) else value
+        if get_origin(kind) is dict and get_args(kind)[1] is RewardConfig:
+            value = expand_rewards(value)
         if get_origin(kind) is dict and isinstance(value, Mapping):
             return {name: _meant(get_args(kind)[1], one) for name, one in value.items()}
         if get_origin(kind) is Literal and isinstance(value, str):
