@@ -63,6 +63,7 @@ from ebbtide.rollout.build import build_engine
 from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.session import Session
+from ebbtide.rollout.reward_models import RewardModels
 from ebbtide.rollout.weights.build import shard_policy
 from ebbtide.rollout.weights.channel import RolloutChannel
 from ebbtide.system.allocator import use_expandable_segments
@@ -112,6 +113,7 @@ class Worker:
         self.optimizer: AdamW | None = None
         self._reference: Mapping[str, Tensor] = {}
         self._frozen: dict[HoldingName, FrozenModel] = {}
+        self.reward_models: RewardModels | None = None
         self.state: RunState | None = None
         """What a checkpoint saves and restores; None in a rehearsal."""
         self._saver: Saver | None = None
@@ -251,6 +253,8 @@ class Worker:
             self._reference = freeze_reference(policy.model, residency)
         for name, model in config.frozen_models.items():
             self._frozen[name] = FrozenModel(name, load_frozen(config, model, device), config, loaded, residency, comm)
+        if config.reward_models:
+            self.reward_models = RewardModels(config.reward_models, residency, config.model.chat_date)
         if self.rehearsal != "none":  # last: what is verified above needs memory of its own
             self.optimizer = AdamW(policy.model.named_parameters(), config.optimizer, residency, comm, self.report.note)
         if self.optimizer is not None and self.rehearsal is None:
@@ -359,7 +363,8 @@ class Worker:
         if self.optimizer is not None and self.rehearsal is None:
             group = Group(timedelta(minutes=self.config.run.distributed_timeout_minutes))
             model, optimizer, residency = self.policy.model, self.optimizer, self.residency
-            self.state = RunState(self.config, model, optimizer, order, residency, group, rollouts, digest)
+            scored_by = self.reward_models.digest if self.reward_models is not None else None
+            self.state = RunState(self.config, model, optimizer, order, residency, group, rollouts, digest, scored_by)
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Writes a checkpoint to `checkpoints/` in the run's folder, in the save phase. With asynchronous saves it is

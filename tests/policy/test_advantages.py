@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from ebbtide.policy.advantages import compute_advantages, turn_advantages
+from ebbtide.policy.advantages import compute_advantages, compute_known_advantages, turn_advantages
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.2, 0.4, 0.9, 0.1]], dtype=torch.float64)
 FLAT = torch.full((2, 3), 0.1, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3 in floating point
@@ -65,3 +65,27 @@ def test_reinforce_pp_compares_a_turn_in_the_whole_batch() -> None:
     found = turn_advantages([[[0.0, 1.0]], [[0.0, 0.0]]], "reinforce_pp")
     assert found[0][0] == pytest.approx([1.0, 1.0], abs=1e-4)
     assert found[1][0] == pytest.approx([-1.0, -1.0], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["group_mean", "group_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_an_unknown_reward_is_compared_with_nothing(kind, by_tokens) -> None:
+    """Whatever stands in its place, the others have the advantages that they would have without it."""
+    known = torch.tensor([[True, True, False, True], [True, False, True, True]])
+    tokens = torch.tensor([[3, 1, 9, 2], [4, 9, 1, 5]]) if by_tokens and kind.startswith("reinforce_pp") else None
+    found = [
+        compute_known_advantages(torch.where(known, REWARDS, other), known, kind, tokens) for other in (0.0, -100.0)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert (found[0][~known] == 0).all()
+    left = REWARDS[known].view(2, 3)
+    counts = None if tokens is None else tokens[known].view(2, 3)
+    torch.testing.assert_close(found[0][known].view(2, 3), compute_advantages(left, kind, counts))
+
+
+def test_a_sample_whose_group_is_unknown_has_no_advantage() -> None:
+    known = torch.tensor([[True, False, False], [False, False, False]])
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    for kind in ("group_mean", "group_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"):
+        assert (compute_known_advantages(rewards, known, kind) == 0).all()
+        assert (compute_known_advantages(rewards, torch.zeros_like(known), kind) == 0).all()

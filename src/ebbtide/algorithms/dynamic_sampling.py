@@ -24,7 +24,7 @@ class _Group(NamedTuple):
     def has_signal(self) -> bool:
         """Whether the rewards differ, as the task gave them: what a long completion loses, or one that is far from the
         reference, is no sign of what the policy can do."""
-        return any(one.value != self.scored[0].value for one in self.scored)
+        return len({one.value for one in self.scored if not one.is_unjudged}) > 1
 
 
 class Refill(Protocol):

@@ -47,7 +47,7 @@ class PlayedEpisodes:
                     f"`task.environment.object: {environment.object}` gives no reward, and the task has no answers to"
                     " score by: give it a method `get_reward()`, or set `task.file`, `task.gym` or `task.python`"
                 )
-            for key in ("extract", "reasoning_parser"):
+            for key in ("extract", "reasoning_parser", "rewards"):
                 if described.gives_reward and getattr(config.task, key) is not None:
                     raise UserError(
                         f"`task.{key}` is for the task's scorer, and `task.environment.object: {environment.object}`"

@@ -19,6 +19,7 @@ from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, 
 from ebbtide.rollout.reasoning import Parsed, ReasoningParser, reasoning_metrics
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.sources import FreshRollouts, build_source
+from ebbtide.tasks.judges import Judges
 from ebbtide.tasks.sampler import MixedSampler, Order, Sampler
 from ebbtide.tasks.score_message import ScoreResult
 from ebbtide.tasks.scoring import ScoringPool
@@ -41,6 +42,7 @@ class HeldOutTask:
         format, tokenizer = self._task.reasoning_parser, worker.policy.tokenizer
         self._parser = None if format is None else ReasoningParser(format, tokenizer, "task.reasoning_parser")
         self._parsed: list[Parsed] = []  # the last completions that were scored
+        self._scoring: PartitionedScoring | None = None
 
     def _encode(self, problems: Sequence[Problem]) -> list[Prompt]:
         policy = self._worker.policy
@@ -58,8 +60,13 @@ class HeldOutTask:
         task = self._task
         self._episodes = self._stack.enter_context(PlayedEpisodes(self._worker)) if task.environment else None
         if task.has_scorer and not (self._episodes is not None and self._episodes.gives_reward):
+            judges = Judges(task, self._worker.comm.size) if task.rewards_with("judge") else None
+            if judges is not None:
+                self._stack.enter_context(judges)
             pool = self._stack.enter_context(ScoringPool(task, self._config.seed))
-            self._scoring = PartitionedScoring(pool, self._worker.comm)
+            models = self._worker.reward_models
+            verb = models.score if models is not None else None
+            self._scoring = PartitionedScoring(pool, self._worker.comm, task, judges, verb)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -67,7 +74,12 @@ class HeldOutTask:
 
     def evaluate(self, step: int, progress: Progress) -> dict[str, float]:
         last = step == self._config.train.steps
-        return evaluate(self._config, self._attempt, self._held_out, progress, last=last)
+        found = evaluate(self._config, self._attempt, self._held_out, progress, last=last)
+        return found | {f"evaluate/{name}": value for name, value in self._judge_metrics().items()}
+
+    def _judge_metrics(self) -> dict[str, float]:
+        """Of the requests to judges since the last call."""
+        return self._scoring.drain() if self._scoring is not None else {}
 
     def _attempt(
         self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, progress: Progress
@@ -85,6 +97,7 @@ class HeldOutTask:
     ) -> list[ScoreResult]:
         pairs = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
         answers = self._answers([(prompt.tokens, one) for prompt, one in pairs])
+        assert self._scoring is not None  # the config has a scorer
         return self._scoring.score(
             [(prompt.problem, text) for (prompt, _), text in zip(pairs, answers, strict=True)], progress
         )
@@ -102,7 +115,7 @@ class HeldOutTask:
         left = [one for one in episodes if one.scored is None]
         answers = self._answers([one.last_turn for one in left])
         work = [(one.prompt.problem, text) for one, text in zip(left, answers, strict=True)]
-        found = iter(self._scoring.score(work, progress) if left else [])
+        found = iter(self._scoring.score(work, progress) if left and self._scoring is not None else [])
         return [one.scored if one.scored is not None else next(found) for one in episodes]
 
 
@@ -209,4 +222,4 @@ class TaskRollouts(HeldOutTask):
 
     def metrics(self) -> dict[str, float]:
         figures = self._source.metrics() if self._episodes is None else self._episodes.figures
-        return {**figures, **reasoning_metrics(self._parsed)}
+        return {**figures, **self._judge_metrics(), **reasoning_metrics(self._parsed)}

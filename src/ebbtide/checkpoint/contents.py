@@ -78,6 +78,8 @@ class RunRecord(Record):
     rollouts: list[UnfinishedGroup] = []
     problems: str | None = None
     """A digest of the problems that are trained on."""
+    reward_models: str | None = None
+    """A digest of the reward models."""
     base: str | None = None
     """A digest of the frozen weights, where only adapters are saved."""
     random: RandomStates | None = None

@@ -81,6 +81,8 @@ class RunState:
     rollouts: UnfinishedRollouts | None = None
     problems: str | None = None
     """A digest of the problems that are trained on."""
+    reward_models: str | None = None
+    """A digest of the reward models, which no checkpoint has."""
 
     def __post_init__(self) -> None:
         if self.config.memory.stream_base:
@@ -113,6 +115,7 @@ class RunState:
                 "sampler": {"epoch": self.sampler.epoch, "position": self.sampler.position},
                 "optimizer_steps": self.optimizer.steps,
                 "problems": self.problems,
+                "reward_models": self.reward_models,
                 "base": base,
                 "rollouts": self.rollouts.state() if self.rollouts is not None else [],
             }
@@ -151,6 +154,10 @@ class RunState:
             warn(
                 "since the checkpoint, the problems of the task have changed:"
                 " the run continues with the new ones, from its position among them"
+            )
+        if None not in (run.reward_models, self.reward_models) and run.reward_models != self.reward_models:
+            warn(
+                "since the checkpoint, the weights of a reward model have changed: the run continues with the new ones"
             )
         self.sampler.seek(run.sampler.epoch, run.sampler.position)
         if self.rollouts is not None:

@@ -134,6 +134,8 @@ def _tables(section: type[BaseModel], above: str, title: str = "The top level") 
         same = ", ".join(f"`{above}{key}`" for key in kind_below.model_fields if key in section.model_fields)
         lines += [f"## `{above}{name}.NAME`", "", " ".join((kind_below.__doc__ or "").split())]
         lines += [f"It also has, as above: {same}.", "", *_table(keys, f"{above}{name}.NAME.", sections(kind_below))]
+        for key, new in sections(kind_below).items():
+            lines += _tables(new, f"{above}{name}.NAME.{key}.") if key in keys else []
     return lines
 
 

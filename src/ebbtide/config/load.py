@@ -13,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 from ebbtide.config.explain import explain_error, explain_unknown
 from ebbtide.config.keys import section_at
 from ebbtide.config.renamed import upgrade
+from ebbtide.config.rewards import RewardConfig
 from ebbtide.config.root import Config
 from ebbtide.config.roots import DEFAULT, find_root, roots
 from ebbtide.config.serve import ServeConfig
-from ebbtide.config.values import convert_values, expand_single_value, main_key
+from ebbtide.config.values import convert_values, expand_rewards, expand_single_value, main_key
 from ebbtide.config.yaml_text import read_yaml
 from ebbtide.errors import UserError
 from ebbtide.system.json_text import DEEPEST
@@ -145,6 +146,8 @@ def _override(tree: dict[str, Any], override: str, root: type[BaseModel]) -> Any
             below = tree[key] = {}
         if not isinstance(below, dict):  # `model: Qwen/Qwen3-0.6B` in the file, and now `model.dtype=bfloat16`
             below = tree[key] = expand_single_value(section_at(keys[: depth + 1], root), below)
+            if key == "rewards" and section_at(keys[: depth + 2], root) is RewardConfig:
+                below = tree[key] = expand_rewards(below)
         if not isinstance(below, dict):
             raise UserError(
                 f"`{override}`: `{'.'.join(keys[: depth + 1])}` is {below!r}, not a section, and has no key"

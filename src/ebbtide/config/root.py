@@ -6,7 +6,7 @@ config`, in docs/config.md and in error messages. A section that is `null` is of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -20,6 +20,7 @@ from ebbtide.config.model import ModelConfig
 from ebbtide.config.optimizer import OptimizerConfig
 from ebbtide.config.parallel import ParallelConfig, RolloutWeightsMode
 from ebbtide.config.report import ReportConfig
+from ebbtide.config.rewards import RewardModelConfig
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.config.run import RunConfig
 from ebbtide.config.task import TaskConfig
@@ -342,6 +343,17 @@ class Config(Section):
     def frozen_heads_in(self) -> tuple[str, ...]:
         """The phases in which the loss computes with the output heads of `frozen_models`."""
         return ()
+
+    @property
+    def scored_in(self) -> tuple[str, ...]:
+        """The phases in which completions of `task` are scored."""
+        evaluated = self.evaluate is not None and self.task is not None
+        return (*(phase for phase in self.cycle if phase == "score"), *(("evaluate",) if evaluated else ()))
+
+    @property
+    def reward_models(self) -> Sequence[RewardModelConfig]:
+        """The reward models that score completions, each once."""
+        return self.task.reward_models if self.task is not None and self.scored_in else []
 
     @property
     def generates(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -10,6 +11,7 @@ from pydantic import field_validator, model_validator
 from ebbtide.config.base import Count, Natural, Positive, Section
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.config.reasoning import ReasoningFormat, check_format
+from ebbtide.config.rewards import PythonTaskConfig, RewardConfig, RewardModelConfig, ScorerName
 
 
 class BuiltinTaskConfig(Section):
@@ -50,22 +52,11 @@ class FileTaskConfig(Section):
     the field `reward_model`; `null`: there are none, and completions are not scored, which distillation does not
     need."""
 
-    scorer: Literal["exact", "numeric", "gsm8k", "regex", "math_verify"] | None = None
+    scorer: ScorerName | None = None
     """How a completion is compared with the answer: `exact`, the same text; `numeric`, the same number; `gsm8k`, the
     same number after `####`, or at the end if the worked answer has no such mark; `regex`, the answer is a pattern
     that the completion must match; `math_verify`, mathematically equal (package `math-verify`). `null` is `exact`, or
     the reward function that `task.python` names."""
-
-
-class PythonTaskConfig(Section):
-    """A task of your own, as a Python object; or, beside `task.file`, a reward function for its rows."""
-
-    object: str
-    """`module:name` of a Task, or of a class or function that returns one. Beside `task.file`: of a reward function,
-    as TRL has it, `f(completions, **columns)`, or verl, `f(data_source, solution_str, ground_truth, extra_info)`."""
-
-    options: dict[str, Any] = {}
-    """Keyword arguments for a class or function; of a reward function, in every call."""
 
 
 class ScoringConfig(Section):
@@ -98,6 +89,10 @@ class TaskSourceConfig(Section):
     python: PythonTaskConfig | None = None
     """A task of your own; or, beside `file`, a reward function for its rows."""
 
+    rewards: dict[str, RewardConfig] | None = None
+    """Name -> a scorer with its weight: rule, reward function, judge or reward model; the reward is their weighted sum.
+    A list is the same. `null`: the task scores by itself."""
+
     system: str | None = None
     """System message put before every problem."""
 
@@ -108,7 +103,7 @@ class TaskSourceConfig(Section):
 
     extract: str | None = None
     """Regular expression with one group: only its last match in a completion is scored, and no match scores 0.
-    `null` scores the whole completion."""
+    `null` scores the whole completion, as judges and reward models always do."""
 
     size: Count | None = None
     """Number of training problems: to generate (`builtin`, `gym`; `null` is 1000), or to use of the existing ones
@@ -127,6 +122,12 @@ class TaskSourceConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rewards_are_possible(self) -> Self:
+        if self.rewards is not None:
+            check_rewards(self, self.rewards)
+        return self
+
     @property
     def named_sources(self) -> list[str]:
         """The sources that are set: one of them, or `file` and `python`."""
@@ -138,15 +139,58 @@ class TaskSourceConfig(Section):
         return self.named_sources == ["file", "python"]
 
     @property
-    def has_scorer(self) -> bool:
+    def scores_itself(self) -> bool:
         """Whether the source of problems can score a text."""
         has_answers = self.file is None or self.file.answer_field is not None
         return bool(self.named_sources) and (has_answers or self.is_scored_by_function)
 
     @property
+    def has_scorer(self) -> bool:
+        """Whether a text can be scored."""
+        return self.rewards is not None or self.scores_itself
+
+    @property
     def has_own_held_out(self) -> bool:
         """Whether the held-out problems are the task's own, so that `held_out` sets none aside."""
         return self.python is not None if self.file is None else self.file.held_out is not None
+
+
+def reward_key(task: str | None, name: str) -> str:
+    """Where a reward is configured. `task`: its name in `task.mix`, if there is one."""
+    return f"task.rewards.{name}" if task is None else f"task.mix.{task}.rewards.{name}"
+
+
+def check_rewards(task: TaskSourceConfig, rewards: Mapping[str, RewardConfig]) -> None:
+    """Refuses rewards that this task cannot have, and settings of it that none of them would read."""
+    if not rewards:
+        raise ValueError("`task.rewards` is empty: name a scorer, or remove it")
+    scorers = {one.scorer for one in rewards.values()}
+    for name, one in rewards.items():
+        if not NAME.fullmatch(name) or name == "extracted":
+            raise ValueError(
+                f"`task.rewards` has a scorer named {name!r}: use letters, digits, `_` and `-`, and not `extracted`"
+            )
+        where = f"`task.rewards.{name}.{one.kinds[0]}"
+        if one.scorer == "task" and not task.scores_itself:
+            raise ValueError(f"{where}: task`, but the task has no answers to score by: remove it, or name their field")
+        if one.scorer not in (None, "task") and (task.file is None or task.file.answer_field is None):
+            raise ValueError(f"{where}: {one.scorer}` compares with answers of `task.file`, and there are none")
+        if one.python is not None and task.file is None:
+            raise ValueError(f"{where}` is a reward function for the rows of `task.file`, and there is none")
+    own = {
+        "task.file.scorer": task.file is not None and task.file.scorer is not None,
+        "task.python": task.is_scored_by_function,
+    }
+    for key, is_set in own.items():
+        if is_set and "task" not in scorers:
+            raise ValueError(
+                f"`{key}` is set, but none of `task.rewards` uses it: add `{{scorer: task}}` to them, or remove `{key}`"
+            )
+    if task.extract is not None and not any(one.is_local for one in rewards.values()):
+        raise ValueError(
+            "`task.extract` is for rules and reward functions, and all of `task.rewards` score whole completions:"
+            " remove it"
+        )
 
 
 class MixedTaskConfig(TaskSourceConfig):
@@ -217,7 +261,7 @@ class TaskConfig(TaskSourceConfig):
             raise ValueError("`task.mix` needs two tasks or more: write a single one as `task` itself")
         if odd := next((name for name in self.mix if not NAME.fullmatch(name)), None):
             raise ValueError(f"`task.mix` has a task named {odd!r}: use letters, digits, `_` and `-`")
-        for key in (*SOURCES, "system", "extract", "size"):
+        for key in (*SOURCES, "rewards", "system", "extract", "size"):
             if getattr(self, key) is not None:
                 raise ValueError(
                     f"`task.{key}` is set beside `task.mix`, whose tasks have their own: move it to"
@@ -230,6 +274,29 @@ class TaskConfig(TaskSourceConfig):
     @property
     def has_scorer(self) -> bool:
         return super().has_scorer if self.mix is None else all(one.has_scorer for one in self.mix.values())
+
+    @property
+    def by_name(self) -> dict[str | None, TaskSourceConfig]:
+        """The tasks by their names in `mix`; without one, the task itself, without a name."""
+        return {None: self} if self.mix is None else dict[str | None, TaskSourceConfig](self.mix.items())
+
+    def rewards_with(self, kind: Literal["judge", "reward_model"]) -> dict[tuple[str | None, str], RewardConfig]:
+        """(name of the task, name of the reward) -> those that are of this kind."""
+        return {
+            (task, name): reward
+            for task, one in self.by_name.items()
+            for name, reward in (one.rewards or {}).items()
+            if getattr(reward, kind) is not None
+        }
+
+    @property
+    def reward_models(self) -> list[RewardModelConfig]:
+        """The reward models, each once: several rewards may have the same."""
+        found: list[RewardModelConfig] = []
+        for reward in self.rewards_with("reward_model").values():
+            if reward.reward_model is not None and reward.reward_model not in found:
+                found.append(reward.reward_model)
+        return found
 
     @property
     def is_scored(self) -> bool:

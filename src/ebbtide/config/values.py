@@ -17,7 +17,8 @@ from ebbtide.config.loss import ImportanceSamplingConfig, KlConfig
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.report import WandbConfig
-from ebbtide.config.task import BuiltinTaskConfig, FileTaskConfig, GymTaskConfig, PythonTaskConfig, TaskConfig
+from ebbtide.config.rewards import PythonTaskConfig, RewardConfig, RewardModelConfig
+from ebbtide.config.task import BuiltinTaskConfig, FileTaskConfig, GymTaskConfig, TaskConfig
 
 MAIN_KEYS: Mapping[type[BaseModel], str] = {
     KlConfig: "coefficient",
@@ -29,6 +30,7 @@ MAIN_KEYS: Mapping[type[BaseModel], str] = {
     ExamplesConfig: "train",
     PairsConfig: "train",
     PythonTaskConfig: "object",
+    RewardModelConfig: "path",
     ParallelConfig: "gpus",
     WandbConfig: "project",
 }
@@ -59,17 +61,23 @@ def main_key(section: type[BaseModel] | None) -> str | None:
 def expand_single_value(section: type[BaseModel] | None, value: Any) -> Any:
     """The tree that a single value in place of a section stands for; any other value is returned unchanged."""
     if section is TaskConfig and isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
-        return {"mix": _named_tasks(value)}
+        return {"mix": _named(value, "task")}
     if (key := main_key(section)) is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
         return {key: value}
     return value
 
 
-def _named_tasks(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tasks of a list by their `name`, or else by their place."""
+def expand_rewards(value: Any) -> Any:
+    """The mapping that a list in place of `task.rewards` stands for; any other value is returned unchanged."""
+    is_list = isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+    return _named(value, "reward") if is_list else value
+
+
+def _named(sections: Sequence[Mapping[str, Any]], called: str) -> dict[str, Any]:
+    """The sections of a list by their `name`, or else by their place."""
     return {
-        str(task.get("name", f"task{place}")): {key: value for key, value in task.items() if key != "name"}
-        for place, task in enumerate(tasks, start=1)
+        str(one.get("name", f"{called}{place}")): {key: value for key, value in one.items() if key != "name"}
+        for place, one in enumerate(sections, start=1)
     }
 
 
@@ -85,6 +93,8 @@ def _meant(annotation: Any, value: Any) -> Any:
             if value is None or isinstance(value, dict):
                 return value
             return [_meant(get_args(kind)[0], item) for item in (value if isinstance(value, list) else [value])]
+        if get_origin(kind) is dict and get_args(kind)[1] is RewardConfig:
+            value = expand_rewards(value)
         if get_origin(kind) is dict and isinstance(value, Mapping):
             return {name: _meant(get_args(kind)[1], one) for name, one in value.items()}
         if get_origin(kind) is Literal and isinstance(value, str):

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from ebbtide.checkpoint.initial import with_runs_as_models
 from ebbtide.checkpoint.resume import find_checkpoint
-from ebbtide.config.model_path import check_paths
+from ebbtide.config.model_path import check_exists, check_paths
+from ebbtide.config.task import TaskConfig, reward_key
 from ebbtide.errors import RunStopped, UserError
 from ebbtide.launch.job import Job, exit_now
 from ebbtide.launch.local import launch_locally, ranks_to_start
@@ -20,6 +21,7 @@ from ebbtide.rollout.serve.preflight import check_installed
 from ebbtide.system.allocator import use_expandable_segments
 from ebbtide.system.signals import STOPPED
 from ebbtide.tasks.build import build_task
+from ebbtide.tasks.judgement import read_api_key
 
 
 class Say(Protocol):
@@ -61,6 +63,17 @@ def _checked(job: Job, say: Say) -> Job:
         check_paths(model)
     if config.task is not None:
         build_task(config.task, config.seed, evaluated=config.evaluate is not None)
+        _check_rewards(config.task)
     if config.rollout.serve_port is not None:
         check_installed()
     return replace(job, config=config, resumed=find_checkpoint(config, say))
+
+
+def _check_rewards(task: TaskConfig) -> None:
+    """Checks that reward models and the API keys of judges are there."""
+    for place, reward in task.rewards_with("reward_model").items():
+        if reward.reward_model is not None:
+            check_exists(reward.reward_model.path, f"{reward_key(*place)}.reward_model.path")
+    for place, reward in task.rewards_with("judge").items():
+        if reward.judge is not None:
+            read_api_key(reward.judge, f"{reward_key(*place)}.judge")

@@ -16,12 +16,14 @@ from ebbtide.policy.stream_costs import StreamCosts
 from ebbtide.policy.train_costs import TrainCosts
 from ebbtide.rollout.generation_costs import GenerationCosts
 from ebbtide.rollout.paged.cache_costs import KV_CACHE, SEQUENCE_STATES
+from ebbtide.rollout.reward_costs import REWARD_MODEL, RewardCosts
 
 DESCRIPTIONS: Sequence[Callable[[Config, int], Sequence[HoldingSpec]]] = (
     WeightsCosts.holdings,
     StreamCosts.holdings,
     OptimizerCosts.holdings,
     FrozenCosts.holdings,
+    RewardCosts.holdings,
     GenerationCosts.holdings,
     TrainCosts.holdings,
     SaveCosts.holdings,
@@ -37,7 +39,7 @@ def list_holdings(config: Config, shards: int = 1) -> list[HoldingSpec]:
 def known_names() -> list[HoldingName]:
     """What `memory.offload` may name in any run: where a run has no such holding, the name is ignored."""
     state = [spec.name for spec in optimizer_holdings(OptimizerConfig())]
-    return [*state, *KNOWN_FROZEN, KV_CACHE.name, SEQUENCE_STATES.name]
+    return [*state, *KNOWN_FROZEN, REWARD_MODEL, KV_CACHE.name, SEQUENCE_STATES.name]
 
 
 def plan_holdings(config: Config, shards: int = 1) -> Plan:

@@ -24,12 +24,14 @@ from ebbtide.model.lora import add_adapters
 from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape
 from ebbtide.optim.costs import state_bytes
+from ebbtide.planner.reward_models import reward_model_sizes
 from ebbtide.planner.traced_kernels import traced_kernels
 from ebbtide.policy.model_costs import frozen_bytes, frozen_size
 from ebbtide.policy.stream_costs import BLOCKS
 from ebbtide.rollout.paged.attention import model_cache_costs
 from ebbtide.rollout.paged.cache_costs import BLOCK_SIZES
 from ebbtide.rollout.paged.state_memory import StateMemory
+from ebbtide.rollout.reward_costs import REWARD_MODEL
 from ebbtide.system.units import ceil_div, gib
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ def check_weights_fit(config: Config, device: torch.device) -> None:
     except UserError:  # The shape of this family is not known beforehand.
         return
     needed, free = sum(counts[name] * model.itemsize(device.type) for name, model in models.items()), free_host_bytes()
+    for number, one in enumerate(reward_model_sizes(config, device.type), start=1):
+        counts[f"reward model {number}"] = one.parameters
+        needed += one.bytes
     if needed > free:
         whose = " and the ".join(f"{name}'s {count:,}" for name, count in counts.items())
         raise UserError(
@@ -109,6 +114,8 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         itemsize = frozen.itemsize(pick_device(config.device).type)
         others[name] = frozen_size(count, head_weight(other)[0].numel(), share, itemsize)
     device |= frozen_bytes(config, updated, dtype.itemsize, others)
+    if rewards := reward_model_sizes(config, pick_device(config.device).type):
+        device[REWARD_MODEL] = sum(one.bytes for one in rewards)
     if config.generates and config.rollout.partial.kv_cache == "keep":
         block = BLOCK_SIZES[pick_device(config.device).type]
         with traced_kernels(model):

@@ -14,6 +14,7 @@ from ebbtide.parallel.costs import MeshShape, mesh_shape
 from ebbtide.planner.fewer_gpus import note_fewer_gpus
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.predict import Predictor
+from ebbtide.planner.reward_models import reward_model_sizes
 from ebbtide.planner.search import PlanResult, PlanSearch
 from ebbtide.planner.shapes import frozen_shapes, plannable_shape
 from ebbtide.planner.with_adapters import note_adapters
@@ -61,14 +62,19 @@ def plan_offline(config: Config, hardware: Hardware) -> tuple[PlanResult, Shape,
     check_device_budget(config.memory.budget_gib, machine.device_gib)
     shape = plannable_shape(config, "cuda")
     config = _with_exact_decided(config, hardware, shape)
-    frozen = frozen_shapes(config, "cuda")
+    frozen, rewards = frozen_shapes(config, "cuda"), reward_model_sizes(config, "cuda")
     config.check_context(shape.context)
 
     def search(candidate: Config) -> PlanResult:
         machine = hardware.machine(candidate)
         itemsize, sharing = candidate.model.itemsize("cuda"), hardware.sharing(candidate.parallel)
         predictor = Predictor(
-            with_lora(shape, candidate.model), machine, itemsize=itemsize, sharing=sharing, frozen=frozen
+            with_lora(shape, candidate.model),
+            machine,
+            itemsize=itemsize,
+            sharing=sharing,
+            frozen=frozen,
+            rewards=rewards,
         )
         return PlanSearch.for_config(predictor, candidate).choose(candidate)
 

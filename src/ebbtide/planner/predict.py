@@ -3,7 +3,7 @@ a sum over the parts of the system, each of which states its own costs beside it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from ebbtide.policy.model_costs import FrozenCosts, FrozenShape, WeightsCosts, l
 from ebbtide.policy.stream_costs import StreamCosts
 from ebbtide.policy.train_costs import TrainCosts
 from ebbtide.rollout.generation_costs import GenerationCosts
+from ebbtide.rollout.reward_costs import RewardCosts, RewardModelSize
 from ebbtide.system.machine import Machine
 from ebbtide.system.units import GIB
 
@@ -63,8 +64,9 @@ class Predictor:
         on_cpu: bool = False,
         sharing: MeshShape | None = None,
         frozen: Mapping[HoldingName, FrozenShape] | None = None,
+        rewards: Sequence[RewardModelSize] = (),
     ) -> None:
-        """`frozen`: the shapes of frozen models that are not the policy's."""
+        """`frozen`: the shapes of frozen models that are not the policy's. `rewards`: the sizes of reward models."""
         self.shape, self.machine, self.sharing = shape, machine, sharing or MeshShape()
         self.on_cpu = on_cpu
         self._rank = RankModel(shape, machine, itemsize=itemsize, on_cpu=on_cpu, mesh=self.sharing)
@@ -75,10 +77,13 @@ class Predictor:
             self._train,
             OptimizerCosts(self._rank),
             FrozenCosts(self._rank, frozen),
+            RewardCosts(self._rank, rewards),
             self._saves,
             StreamCosts(self._rank),
         ]
         self._loading_bytes = loading_bytes(shape, itemsize, self.sharing, [*(frozen or {}).values()])
+        each = self.sharing.ranks_per_node
+        self._loading_bytes = max(self._loading_bytes, *(each * one.bytes for one in rewards), 0)
         self._bases: dict[tuple[object, ...], _Base] = {}
 
     def resolve_activations(self, config: Config) -> ActivationPolicy:

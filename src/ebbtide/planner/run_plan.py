@@ -25,6 +25,7 @@ from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import mesh_shape
 from ebbtide.planner.predict import Predictor
 from ebbtide.planner.render import as_json, compare, explain_misfit, summarize, to_arguments
+from ebbtide.planner.reward_models import reward_model_sizes
 from ebbtide.planner.search import PlanResult, PlanSearch
 from ebbtide.planner.shapes import frozen_shapes, plannable_shape
 from ebbtide.rollout.batch import Sample
@@ -130,7 +131,7 @@ def plan_run(
         return None
     try:
         shape = _shape(config, device.type)
-        frozen = frozen_shapes(config, device.type)
+        frozen, rewards = frozen_shapes(config, device.type), reward_model_sizes(config, device.type)
     except UserError as error:
         note(f"no plan: {error}")
         return None
@@ -146,6 +147,7 @@ def plan_run(
         on_cpu=on_cpu,
         sharing=shared,
         frozen=frozen,
+        rewards=rewards,
     )
     if shape.is_traced:
         try:

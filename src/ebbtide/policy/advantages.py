@@ -38,6 +38,24 @@ def compute_advantages(rewards: Tensor, kind: Kind, tokens: Tensor | None = None
     return _zero_where_equal(centred.view(1, -1), rewards.view(1, -1)).view_as(rewards)
 
 
+def compute_known_advantages(rewards: Tensor, known: Tensor, kind: Kind, tokens: Tensor | None = None) -> Tensor:
+    """The same where only some rewards are `known` [prompts, samples]: those are compared with each other, and the
+    others have advantage 0."""
+    if known.all():
+        return compute_advantages(rewards, kind, tokens)
+    found = torch.zeros_like(rewards)
+    if kind != "reinforce_pp":
+        within: Kind = "group_mean" if kind == "reinforce_pp_baseline" else kind
+        for row, values, mask in zip(found, rewards, known, strict=True):
+            if mask.sum() > 1:  # alone, a sample has nothing to be compared with
+                row[mask] = compute_advantages(values[mask][None], within)[0]
+    if kind.startswith("reinforce_pp") and known.any():
+        counts = None if tokens is None else tokens[known][None]
+        compared = rewards if kind == "reinforce_pp" else found
+        found[known] = compute_advantages(compared[known][None], kind, counts)[0]
+    return found
+
+
 def whiten(values: Tensor, counts: Tensor) -> Tensor:
     """Values with mean 0 and variance 1, where each counts as often as `counts` says. Values that are all equal become
     0."""

@@ -38,8 +38,8 @@ class FrozenModel:
         head = output_head(loaded.model, config.logprob_temperature).weight
         if comm.shards == 1:  # replicas compute on their own: nothing of a frozen model is ever reduced
             rest = [parameter for parameter in loaded.model.parameters() if parameter is not head]
-            buckets = [*_into_buckets(rest, residency.device)]
-            (matrix,) = _into_buckets([head], residency.device)
+            buckets = [*move_into_buckets(rest, residency.device)]
+            (matrix,) = move_into_buckets([head], residency.device)
             loaded.model.to(residency.device)  # its buffers
             self._policy.device = residency.device
             self._head = output_head(loaded.model, config.logprob_temperature)
@@ -85,7 +85,7 @@ class FrozenModel:
 
 
 @torch.no_grad()
-def _into_buckets(parameters: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+def move_into_buckets(parameters: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Moves parameters into buckets on the device, and yields those."""
     for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
         some = [parameter for parameter in parameters if parameter.dtype == dtype]

@@ -254,7 +254,7 @@ class Report:
         say = self.terminal.say
         say(f"\n{outcome}", "bold")
         for name in ("reward", *(key for key in self._last if key.startswith("evaluate/"))):
-            if name in self._last:
+            if name in self._last and not name.startswith("evaluate/judge/"):
                 before = f"{self._first[name]:.3f} -> " if self._seen[name] > 1 else ""
                 say(f"  {name.replace('evaluate/', 'held-out ')}: {before}{self._last[name]:.3f}")
         if self._meter is not None and self._meter.run_rows:

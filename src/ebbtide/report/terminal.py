@@ -131,7 +131,9 @@ class Terminal:
     def eval_line(self, step: int, metrics: dict[str, float]) -> None:
         """Prints the metrics of an evaluation, if there are any."""
         results = {
-            key.removeprefix("evaluate/"): value for key, value in metrics.items() if key.startswith("evaluate/")
+            key.removeprefix("evaluate/"): value
+            for key, value in metrics.items()
+            if key.startswith("evaluate/") and not key.startswith("evaluate/judge/")
         }
         if results:
             shown = "  ".join(f"{name} {value:.3f}" for name, value in results.items())

@@ -15,7 +15,7 @@ import torch
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.config.root import Config
-from ebbtide.policy.advantages import compute_advantages, turn_advantages, whiten
+from ebbtide.policy.advantages import compute_known_advantages, turn_advantages, whiten
 from ebbtide.policy.datum import Datum, trajectory
 from ebbtide.policy.losses.kl import kl_estimate
 from ebbtide.policy.losses.normalise import token_weights
@@ -164,8 +164,10 @@ def assemble(
     completions = [completion for group in groups for completion in group]
     # An episode whose environment failed before its first turn has no tokens.
     counted = [
-        bool(completion.tokens) and not (config.loss.mask_overlong and completion.finish == "length")
-        for completion in completions
+        bool(completion.tokens)
+        and not score.is_unjudged
+        and not (config.loss.mask_overlong and completion.finish == "length")
+        for completion, score in zip(completions, scored, strict=True)
     ]
     shaped = _shape_rewards(config, scored, completions)
     tokens = [len(completion.tokens) * counts for completion, counts in zip(completions, counted, strict=True)]
@@ -175,7 +177,11 @@ def assemble(
         not any(value for turn in turns[first : first + size] for value in turn) for first in range(0, len(turns), size)
     ]
     drop = config.drops_zero_std_groups
-    trained = [counts and not (drop and flat[place // size]) for place, counts in enumerate(counted)]
+    # A penalty in the reward needs the log-probs of all samples: those that do not count have weight 0.
+    trained = [
+        (counts or config.has_kl_in_reward) and not (drop and flat[place // size])
+        for place, counts in enumerate(counted)
+    ]
     played: Sequence[Episode | None] = episodes or [None] * len(completions)
     samples = [
         Sample(*parts)
@@ -221,20 +227,27 @@ def _advantages(
     size, kind = config.rollout.group_size, config.advantage.kind
     if episodes and config.advantage.turns == "to_go":
         # An episode that failed before its first turn takes part in the comparison of first turns, with reward 0.
-        rewards = [one.turn_rewards(score) or [score.value] for one, score in zip(episodes, scored, strict=True)]
+        rewards = [
+            [] if score.is_unjudged else one.turn_rewards(score) or [score.value]
+            for one, score in zip(episodes, scored, strict=True)
+        ]
         groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
-        return [turns for group in turn_advantages(groups, kind) for turns in group]
-    values = _sample_advantages(config, [one.value for one in scored], tokens)
+        found = [turns for group in turn_advantages(groups, kind) for turns in group]
+        return [turns or [0.0] * max(1, len(one.turns)) for turns, one in zip(found, episodes, strict=True)]
+    values = _sample_advantages(config, [one.value for one in scored], tokens, [not one.is_unjudged for one in scored])
     counts = [max(1, len(one.turns)) for one in episodes] or [1] * len(scored)
     return [[value] * count for value, count in zip(values, counts, strict=True)]
 
 
-def _sample_advantages(config: GrpoConfig, rewards: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """The advantage of each sample [prompts * samples]."""
+def _sample_advantages(
+    config: GrpoConfig, rewards: Sequence[float], tokens: Sequence[int], known: Sequence[bool]
+) -> list[float]:
+    """The advantage of each sample [prompts * samples]; of those whose reward is not known, 0."""
     shape = (-1, config.rollout.group_size)
     counts = torch.tensor(tokens).view(shape) if config.advantage.whiten == "token" else None
     values = torch.tensor(rewards, dtype=torch.float64).view(shape)
-    found: list[float] = compute_advantages(values, config.advantage.kind, counts).flatten().tolist()
+    mask = torch.tensor(known).view(shape)
+    found: list[float] = compute_known_advantages(values, mask, config.advantage.kind, counts).flatten().tolist()
     return found
 
 
@@ -243,6 +256,7 @@ def penalise_rewards(config: GrpoConfig, batch: Batch) -> Batch:
     it are trained on, and their data have old and reference log-probs."""
     kl = config.loss.kl
     assert kl is not None
+    known = [sample.scored is None or not sample.scored.is_unjudged for sample in batch.samples]
     lost = []  # [samples][tokens]
     for datum in batch.data:
         recorded = datum.values.get("old_logprobs", datum.values.get("rollout_logprobs"))
@@ -255,11 +269,12 @@ def penalise_rewards(config: GrpoConfig, batch: Batch) -> Batch:
         # A token is worth the reward, less the penalties from it on.
         to_go = [reward - one.flip(0).cumsum(0).flip(0) for reward, one in zip(batch.rewards, lost, strict=True)]
         joined = torch.cat(to_go)
-        whitened = torch.split(whiten(joined, torch.ones_like(joined)), [len(one) for one in to_go])
-        advantages = [one.tolist() for one in whitened]
+        counts = torch.cat([torch.full_like(one, float(judged)) for one, judged in zip(to_go, known, strict=True)])
+        whitened = torch.split(whiten(joined, counts), [len(one) for one in to_go])
+        advantages = [(one * judged).tolist() for one, judged in zip(whitened, known, strict=True)]
     else:
         rewards = [reward - one.sum().item() for reward, one in zip(batch.rewards, lost, strict=True)]
-        values = _sample_advantages(config, rewards, [len(one) for one in lost])
+        values = _sample_advantages(config, rewards, [len(one) for one in lost], known)
         advantages = [[value] * len(one) for value, one in zip(values, lost, strict=True)]
     for datum, found in zip(batch.data, advantages, strict=True):
         datum.values["advantages"] = found

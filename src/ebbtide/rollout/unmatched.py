@@ -9,7 +9,7 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.rollout.batch import Sample
 from ebbtide.system.printable import printable
-from ebbtide.tasks.build import EXTRACTED
+from ebbtide.tasks.rewards import EXTRACTED
 
 UNSCORED_STEPS = 3  # steps without a single score before a run ends
 # completions without a match before a run ends: with a match once in 100, that would end 1 run in 13
@@ -50,8 +50,8 @@ class UnmatchedGuard:
         if self._failed_steps >= UNSCORED_STEPS and self._failed >= MIN_COMPLETIONS:
             why = f"{scored[0].failure}: {printable(scored[0].message, 300)}"
             raise UserError(
-                f"none of {self._failed:,} completions so far could be scored ({why}): fix the task's scorer or its"
-                " environment"
+                f"none of {self._failed:,} completions so far could be scored ({why}): fix the task's scorer, its"
+                " judge or its environment"
             )
 
     def _explain(self, samples: Sequence[Sample]) -> str:

@@ -12,10 +12,10 @@ from ebbtide.tasks.files import FileTask
 from ebbtide.tasks.gym import GymTask
 from ebbtide.tasks.mixed import MixedTask
 from ebbtide.tasks.python_task import load_python_task, load_reward_function_task
+from ebbtide.tasks.rewards import EXTRACTED, AnswerScorer, RewardedTask
 from ebbtide.tasks.task import Problem, Problems, Score, Task
 
 DEFAULT_SIZE = 1000
-EXTRACTED = "extracted"  # The part of a score that says whether `task.extract` matched.
 
 
 def build_task(config: TaskConfig, seed: int, evaluated: bool = True) -> Task:
@@ -28,7 +28,20 @@ def build_task(config: TaskConfig, seed: int, evaluated: bool = True) -> Task:
 
 
 def _build(config: TaskSourceConfig, seed: int, evaluated: bool) -> Task:
-    return _WrappedTask(_source(config, seed, config.held_out if evaluated else 0), config)
+    source = _source(config, seed, config.held_out if evaluated else 0)
+    wrapped = _WrappedTask(source, config)
+    if config.rewards is None:
+        return wrapped
+    functions = {
+        name: load_reward_function_task(one.python, config.file, held_out=0, key=f"task.rewards.{name}.python")
+        for name, one in config.rewards.items()
+        if one.python is not None and config.file is not None
+    }
+    scorers: dict[str, Task] = {name: _WrappedTask(function, config) for name, function in functions.items()}
+    for name, one in config.rewards.items():
+        if one.scorer is not None:
+            scorers[name] = wrapped if one.scorer == "task" else _WrappedTask(AnswerScorer(source, one.scorer), config)
+    return RewardedTask(wrapped, config.rewards, scorers, [function.check for function in functions.values()])
 
 
 def _source(config: TaskSourceConfig, seed: int, held_out: int) -> Task:
@@ -39,6 +52,10 @@ def _source(config: TaskSourceConfig, seed: int, held_out: int) -> Task:
         return GymTask(config.gym.dataset, config.gym.options, size=size, held_out=held_out, seed=seed)
     if config.file is not None and config.python is not None:
         return load_reward_function_task(config.python, config.file, held_out=held_out)
+    if config.file is not None and config.rewards is not None:
+        named = {one.scorer for one in config.rewards.values()} - {None}
+        checked = [(config.file.scorer or "exact") if name == "task" else str(name) for name in sorted(map(str, named))]
+        return FileTask(config.file, held_out=held_out, keeps_rows=True, checked=checked)
     if config.file is not None:
         return FileTask(config.file, held_out=held_out)
     if config.python is not None:

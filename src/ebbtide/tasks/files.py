@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,20 @@ _MISSING = object()
 class FileTask:
     """A task whose problems are the rows of a file, scored by the configured scorer."""
 
-    def __init__(self, config: FileTaskConfig, *, held_out: int, keeps_rows: bool = False) -> None:
-        """`keeps_rows`: the metadata of a problem is its whole row, and the answer is not one for the scorer: a
-        reward function scores it."""
+    def __init__(
+        self,
+        config: FileTaskConfig,
+        *,
+        held_out: int,
+        keeps_rows: bool = False,
+        checked: Sequence[str] | None = None,
+    ) -> None:
+        """`keeps_rows`: the metadata of a problem is its whole row. `checked`: the scorers that answers must be usable
+        for; None is the configured one."""
         self.config, self.held_out, self._keeps_rows = config, held_out, keeps_rows
         self._scorer_name = config.scorer or "exact"
         self._scorer = find_scorer(self._scorer_name)
+        self._checked = [self._scorer_name] if checked is None else checked
 
     def problems(self) -> Problems:
         rows = self._problems(self.config.train)
@@ -84,12 +92,12 @@ class FileTask:
         answer = None
         if self.config.answer_field is not None:
             answer = row[self.config.answer_field]
+        for scorer in self._checked if self.config.answer_field is not None else ():
             try:
-                if not self._keeps_rows:
-                    check_answer(self._scorer_name, answer)
+                check_answer(scorer, answer)
             except ValueError as error:
                 raise UserError(
-                    f"{where} has an answer that `task.file.scorer: {self._scorer_name}` cannot use,"
+                    f"{where} has an answer that `task.file.scorer: {scorer}` cannot use,"
                     f" {str(answer)[:60]!r}: {error}. Fix the row, or choose another scorer"
                 ) from None
         rest = {key: value for key, value in row.items() if key not in fields.values()}

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ebbtide.config.task import FileTaskConfig, PythonTaskConfig
+from ebbtide.config.rewards import PythonTaskConfig
+from ebbtide.config.task import FileTaskConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.reward_functions import RewardFunctionTask, reward_function_kind
 from ebbtide.tasks.task import Problem, Problems, Score, Task, find_message_problem
@@ -43,46 +44,46 @@ def load_python_task(config: PythonTaskConfig) -> Task:
     return _CheckedTask(found, f"`task.python.object: {config.object}`")
 
 
-def load_reward_function_task(python: PythonTaskConfig, file: FileTaskConfig, *, held_out: int) -> Task:
-    """The rows of a file, scored by the reward function that a config names."""
-    found, options = _import_object(python), python.options
+def load_reward_function_task(
+    python: PythonTaskConfig, file: FileTaskConfig, *, held_out: int, key: str = "task.python"
+) -> RewardFunctionTask:
+    """The rows of a file, scored by the reward function that a config names, under this key."""
+    found, options = _import_object(python, key), python.options
     if isinstance(found, type):  # a class whose objects can be called
-        found, options = _call(found, python), {}
+        found, options = _call(found, python, key), {}
     if reward_function_kind(found) is None:
         raise UserError(
-            f"`task.python.object: {python.object}` is not a reward function for the rows of `task.file`: it has"
+            f"`{key}.object: {python.object}` is not a reward function for the rows of `task.file`: it has"
             " neither a parameter `completions`, as TRL's have, nor `solution_str`, as verl's have. A task with"
             " problems of its own needs no `task.file`: set `task.file=null`"
         )
-    return RewardFunctionTask(file, found, options, held_out=held_out)
+    return RewardFunctionTask(file, found, options, held_out=held_out, key=key)
 
 
-def _import_object(config: PythonTaskConfig) -> Any:
+def _import_object(config: PythonTaskConfig, key: str = "task.python") -> Any:
     """The object that a config names."""
     module_name, colon, name = config.object.partition(":")
     if not colon or not module_name or not name:
-        raise UserError(f"`task.python.object` is `{config.object}` and should be `module:name`")
+        raise UserError(f"`{key}.object` is `{config.object}` and should be `module:name`")
     try:
         return getattr(importlib.import_module(module_name), name)
     except SystemExit as error:
         raise UserError(
-            f"`task.python.object: {config.object}` exits the process when it is imported (exit code {error.code}):"
+            f"`{key}.object: {config.object}` exits the process when it is imported (exit code {error.code}):"
             " remove that from the module"
         ) from None
     except (ImportError, AttributeError, TypeError) as error:  # TypeError: for a name that begins with a dot.
         raise UserError(
-            f"`task.python.object: {config.object}` cannot be imported (from {os.getcwd()} or the installed packages):"
+            f"`{key}.object: {config.object}` cannot be imported (from {os.getcwd()} or the installed packages):"
             f" {error}"
         ) from None
 
 
-def _call(found: Callable[..., Any], config: PythonTaskConfig) -> Any:
+def _call(found: Callable[..., Any], config: PythonTaskConfig, key: str = "task.python") -> Any:
     try:
         return found(**config.options)
     except TypeError as error:
-        raise UserError(
-            f"`task.python.object: {config.object}` could not be called with `task.python.options`: {error}"
-        ) from None
+        raise UserError(f"`{key}.object: {config.object}` could not be called with `{key}.options`: {error}") from None
 
 
 def _is_task(found: object) -> bool:

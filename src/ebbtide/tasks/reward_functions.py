@@ -37,10 +37,17 @@ class RewardFunctionTask:
     """The rows of a file, scored by a reward function, one completion at a time."""
 
     def __init__(
-        self, config: FileTaskConfig, function: Callable[..., Any], options: Mapping[str, Any], *, held_out: int
+        self,
+        config: FileTaskConfig,
+        function: Callable[..., Any],
+        options: Mapping[str, Any],
+        *,
+        held_out: int,
+        key: str = "task.python",
     ) -> None:
-        self._config, self._function, self._options = config, function, dict(options)
-        self._source = FileTask(config, held_out=held_out, keeps_rows=True)
+        """`key`: where the function is named, for error messages."""
+        self._config, self._function, self._options, self._key = config, function, dict(options), key
+        self._source = FileTask(config, held_out=held_out, keeps_rows=True, checked=())
         self._kind = reward_function_kind(function)
         parameters = inspect.signature(function).parameters.values()
         self._accepts_all = any(one.kind == one.VAR_KEYWORD for one in parameters)
@@ -50,20 +57,24 @@ class RewardFunctionTask:
 
     def problems(self) -> Problems:
         found = self._source.problems()
+        self.check(found)
+        return found
+
+    def check(self, found: Problems) -> None:
+        """Raises if the function asks for what rows do not have."""
         for problem in (*found.train[:1], *found.held_out[:1]):
             given = self._arguments(problem, "", {})
             if lacking := [name for name in self._required if name not in given]:
                 raise UserError(
-                    f"the reward function of `task.python.object` asks for `{lacking[0]}`, which is neither a field of"
-                    f" the rows (they have: {', '.join(problem.metadata)}) nor among `task.python.options`: add it to"
+                    f"the reward function of `{self._key}.object` asks for `{lacking[0]}`, which is neither a field of"
+                    f" the rows (they have: {', '.join(problem.metadata)}) nor among `{self._key}.options`: add it to"
                     " one of them, or give the parameter a default"
                 )
             if self._kind == "verl" and given.get("ground_truth", "") is None:
                 raise UserError(
-                    f"rows have no `{GROUND_TRUTH}` to give to the reward function of `task.python.object`: name the"
+                    f"rows have no `{GROUND_TRUTH}` to give to the reward function of `{self._key}.object`: name the"
                     " field in `task.file.answer_field`"
                 )
-        return found
 
     def score(self, problem: Problem, completion: str) -> Score:
         parts: dict[str, float] = {}

@@ -9,13 +9,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from ebbtide.system.printable import cut_middle, printable
 
-ScorerFailure = Literal["error", "not_finite", "too_large"]
+ScorerFailure = Literal["error", "not_finite", "too_large", "judge_unreadable"]
 """Failures of a scorer that its own process detects."""
-Failure = Literal["timeout", "crash"] | ScorerFailure
+Failure = Literal["timeout", "crash", "judge_timeout", "judge_error", "too_long"] | ScorerFailure
 
 MAX_REWARD = 1e6
 """A sample with a larger reward or part fails. Rewards are about 1: a million is far above any of them, and far below
@@ -35,6 +35,12 @@ class ScoreResult:
     parts: dict[str, float] = field(default_factory=dict)
     failure: Failure | None = None
     message: str = ""
+
+    @property
+    def is_unjudged(self) -> bool:
+        """Whether a judge or a reward model could not score it, which says nothing about the completion: it is no part
+        of the loss, and nothing is compared with it."""
+        return self.failure in ("judge_timeout", "judge_error", "judge_unreadable", "too_long")
 
 
 def failed_score(failure: Failure, message: str) -> ScoreResult:
@@ -86,7 +92,7 @@ def decode_message(message: bytes | bytearray) -> ScoringMessage:
             return "unbuilt", cut_middle(why, MAX_MESSAGE)
         case ["scored", float(ticket), float(value), dict(parts), None, str()] if _floats(parts):
             return "scored", ticket, check_score(value, parts)
-        case ["scored", float(ticket), float(), dict(), "error" | "not_finite" | "too_large" as failure, str(why)]:
+        case ["scored", float(ticket), float(), dict(), str(failure), str(why)] if failure in get_args(ScorerFailure):
             return "scored", ticket, failed_score(cast(ScorerFailure, failure), why)
     raise ValueError("not a message of a scoring process")
 

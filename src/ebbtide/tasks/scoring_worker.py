@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from numbers import Real
 
 from ebbtide.errors import UserError
 from ebbtide.system.printable import cut_middle
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.channel import read_request
+from ebbtide.tasks.judgement import UnreadableAnswerError
 from ebbtide.tasks.score_message import (
     MAX_MESSAGE,
     ScoreResult,
@@ -19,7 +19,7 @@ from ebbtide.tasks.score_message import (
     encode_result,
     failed_score,
 )
-from ebbtide.tasks.task import Problem, Score, Task
+from ebbtide.tasks.task import Problem, Task, to_score
 
 
 def score_requests(channel: int) -> None:
@@ -45,14 +45,9 @@ def score_requests(channel: int) -> None:
 def score_one(task: Task, problem: Problem, completion: str) -> ScoreResult:
     """The result of one completion; whatever the scorer raises becomes a failure of this sample."""
     try:
-        score = task.score(problem, completion)
-        if isinstance(score, Real):  # A plain number is accepted as the reward.
-            score = Score(float(score))
-        if not (hasattr(score, "value") and hasattr(score, "parts")):
-            return failed_score(
-                "error", f"`score` returned {type(score).__name__}: return a number, or Score(value, parts)"
-            )
-        value, parts = float(score.value), {str(name): float(part) for name, part in score.parts.items()}
+        score = to_score(task.score(problem, completion))
+    except UnreadableAnswerError as error:
+        return failed_score("judge_unreadable", str(error))
     except Exception as error:  # noqa: BLE001 (foreign code: what it raises is a fact about this sample)
         return failed_score("error", f"{type(error).__name__}: {error}")
-    return check_score(value, parts)
+    return check_score(score.value, score.parts)

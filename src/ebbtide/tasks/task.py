@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NotRequired, Protocol, TypedDict
 
 
@@ -24,6 +25,9 @@ class Problem:
     metadata: dict[str, Any] = field(default_factory=dict)
     task: str | None = None
     """The task of `task.mix` that it is of."""
+    judgements: dict[str, str | float] = field(default_factory=dict)
+    """What was found about a completion before it is scored, by the name of the reward: a judge's answer, or a reward
+    model's score."""
 
     @property
     def question(self) -> str:
@@ -46,6 +50,16 @@ class Score:
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
+
+
+def to_score(found: Any) -> Score:
+    """The score that a task's `score` returned, of which a plain number is the reward; raises TypeError if it is
+    none."""
+    if isinstance(found, Real):
+        return Score(float(found))
+    if not (hasattr(found, "value") and hasattr(found, "parts")):
+        raise TypeError(f"`score` returned {type(found).__name__}: return a number, or Score(value, parts)")
+    return Score(float(found.value), {str(name): float(part) for name, part in found.parts.items()})
 
 
 class Task(Protocol):
