@@ -37,6 +37,16 @@ def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:
         answers.take(ours, text, theirs)
 
 
+def take_template_arguments(answers: Answers, section: str) -> None:
+    """Arguments of the chat template: a mapping, or the keys below it."""
+    source, ours = answers.source, "model.chat_template_kwargs"
+    whole, below = source.get(section), source.under(section)
+    found = dict(whole) if isinstance(whole, dict) else {}
+    found |= {key.removeprefix(f"{section}."): source.get(key) for key in below}
+    if found:
+        answers.take(ours, found, *(below or [section]))
+
+
 def is_sparse(model: Any) -> bool:
     """Whether a model is known to be a mixture of experts."""
     family = known_models().get(str(model), {}).get("model_type")

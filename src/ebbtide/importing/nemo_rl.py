@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbtide.importing import pending
+from ebbtide.importing import objective
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     is_dense,
@@ -15,6 +15,7 @@ from ebbtide.importing.common import (
     take_lengths,
     take_model,
     take_ranks,
+    take_template_arguments,
     take_updates,
 )
 from ebbtide.importing.nemo_rl_worker import take_memory, take_optimizer
@@ -30,7 +31,7 @@ def answer(answers: Answers) -> None:
     take_model(answers, "policy.model_name")
     if source.get("policy.tokenizer.name") in (source.get("policy.model_name"), None):
         answers.drop("it is the model's own tokenizer", "policy.tokenizer.name")
-    pending.take_template_arguments(answers, "policy.tokenizer.chat_template_kwargs")
+    take_template_arguments(answers, "policy.tokenizer.chat_template_kwargs")
     is_megatron = source.get("policy.megatron_cfg.enabled") is True
     worker = "policy.megatron_cfg" if is_megatron else "policy.dtensor_cfg"
     answers.drop("Ebbtide has one worker: FSDP2, with tensor parallelism", f"{worker}.enabled")
@@ -248,12 +249,12 @@ def _advantage(answers: Answers) -> None:
     keys = [f"{part}.name", f"{part}.normalize_rewards", f"{part}.use_leave_one_out_baseline", f"{part}.minus_baseline"]
     keys += ["grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"]
     keys = [key for key in keys if key in source.keys]
-    by_group = bool(source.get(f"{part}.minus_baseline"))
     kind = "group_std" if std else "group_mean"
     if name.startswith("reinforce_plus_plus"):
-        kind = pending.reinforce_kind(answers, by_group=by_group)
+        kind = "reinforce_pp_baseline" if source.get(f"{part}.minus_baseline") else "reinforce_pp"
     if kind == "group_mean" and others:
         kind = "rloo"
+    objective.take_whitening(answers, kind)
     take_advantage(answers, kind, *keys)
     if name not in ("grpo", "reinforce_plus_plus"):
         answers.lack(f"{part}.name", f"`advantage.kind: {kind}` is the nearest to `{name}`")
@@ -262,8 +263,6 @@ def _advantage(answers: Answers) -> None:
             next(key for key in keys if "leave_one_out" in key),
             "`advantage.kind: group_std`: the baseline is the mean of the whole group, not of its other samples",
         )
-    if kind == "reinforce_pp" and by_group:
-        answers.lack(f"{part}.minus_baseline", "`advantage.kind: reinforce_pp` has the batch's mean, not the prompt's")
 
 
 def _loss(answers: Answers) -> None:
@@ -283,17 +282,17 @@ def _loss(answers: Answers) -> None:
         answers.take("loss.kl.coefficient", kl, keys[0])
         answers.take("loss.kl.estimator", source.get(keys[1], "k3"), keys[1])
         approximated = f"{part}.use_on_policy_kl_approximation"
-        pending.take_kl_ratio(answers, "rollout" if source.get(approximated) is True else "current", approximated)
+        objective.take_kl_ratio(answers, "rollout" if source.get(approximated) is True else "current", approximated)
     elif kl > 0:
         kind = str(source.get(keys[1], "k3"))
-        pending.take_kl_in_reward(answers, f"{part}.use_kl_in_reward", keys[0], keys[1], kind)
+        objective.take_kl_in_reward(answers, f"{part}.use_kl_in_reward", keys[0], keys[1], kind)
     else:
         answers.drop("0: without `loss.kl` there is no reference", *keys)
-    pending.take_dual_clip(answers, f"{part}.ratio_clip_c")
-    pending.take_dynamic_sampling(answers, "grpo.use_dynamic_sampling", "grpo.dynamic_sampling_max_gen_batches")
+    objective.take_dual_clip(answers, f"{part}.ratio_clip_c")
+    objective.take_dynamic_sampling(answers, "grpo.use_dynamic_sampling", "grpo.dynamic_sampling_max_gen_batches")
     shaping = "grpo.reward_shaping"
     keys = [f"{shaping}.{name}" for name in ("enabled", "overlong_buffer_length", "overlong_buffer_penalty")]
-    pending.take_overlong_buffer(answers, *keys)
+    objective.take_overlong_buffer(answers, *keys)
     _correction(answers)
 
 

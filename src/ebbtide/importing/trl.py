@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbtide.importing import pending
+from ebbtide.importing import objective
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     take_adapters,
@@ -13,6 +13,7 @@ from ebbtide.importing.common import (
     take_lengths,
     take_model,
     take_ranks,
+    take_template_arguments,
 )
 
 LOSSES = {"dapo": "token", "bnpo": "token", "grpo": "sequence", "dr_grpo": "constant"}
@@ -42,7 +43,7 @@ def answer(answers: Answers) -> None:
         _examples(answers, ranks)
     _steps(answers, updates)
     _schedule(answers, updates)
-    pending.take_template_arguments(answers, "chat_template_kwargs")
+    take_template_arguments(answers, "chat_template_kwargs")
     _dtype(answers)
     _adapters(answers)
     _run(answers)
@@ -228,10 +229,10 @@ def _loss(answers: Answers) -> None:
     if (beta := source.number("beta", 0.0)) > 0:
         answers.take("loss.kl.coefficient", beta, "beta")
         corrected = source.get("use_bias_correction_kl") is True
-        pending.take_kl_ratio(answers, "old" if corrected else None, "use_bias_correction_kl")
+        objective.take_kl_ratio(answers, "old" if corrected else None, "use_bias_correction_kl")
     else:
         answers.drop("0: without `loss.kl` there is no reference", "beta")
-    pending.take_dual_clip(answers, "delta")
+    objective.take_dual_clip(answers, "delta")
     scale = str(source.get("scale_rewards", "group")).lower()
     names = {"group": "group_std", "true": "group_std", "none": "group_mean", "false": "group_mean"}
     kind = "rloo" if source.get("trainer") == "rloo" else names.get(scale, "group_std")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.errors import UserError
-from ebbtide.importing import pending
+from ebbtide.importing import objective
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     is_dense,
@@ -16,6 +16,7 @@ from ebbtide.importing.common import (
     take_lengths,
     take_model,
     take_ranks,
+    take_template_arguments,
     take_updates,
 )
 from ebbtide.importing.source import Found
@@ -27,12 +28,12 @@ ADVANTAGES = {
     "rloo_vectorized": "rloo",
     "grpo_vectorized": "group_std",
     "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "gpg": "group_mean",
     "opo": "group_mean",
     "grpo_passk": "group_std",
 }
-EXACT = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus")
+INEXACT = ("gpg", "opo", "grpo_passk")
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
 COLUMNS = "with the fields that `prompt_field` and `answer_field` name"
 
@@ -47,7 +48,7 @@ def answer(answers: Answers) -> None:
     take_model(answers, f"{MODEL}.path")
     if is_dense(answers.taken["model.path"].value):
         answers.drop("the model has no experts", *[key for key in source.keys if "moe_" in key])
-    pending.take_template_arguments(answers, "data.apply_chat_template_kwargs")
+    take_template_arguments(answers, "data.apply_chat_template_kwargs")
     _ranks(answers)
     _batch(answers)
     _steps(answers, "data.train_batch_size")
@@ -155,10 +156,11 @@ def _check_estimator(answers: Answers) -> None:
     """Refuses what is another algorithm, with a value model or with further rollouts."""
     name = str(answers.source.get("algorithm.adv_estimator", "gae"))
     if name not in ADVANTAGES:
+        exact = ", ".join(one for one in ADVANTAGES if one not in INEXACT)
         raise UserError(
             f"`algorithm.adv_estimator={name}` is not in Ebbtide"
             + (", which has no value model (critic)" if name == "gae" else "")
-            + f": it has {', '.join(EXACT)}. `algorithm.adv_estimator=grpo` as an override imports it as that"
+            + f": it has {exact}. `algorithm.adv_estimator=grpo` as an override imports it as that"
         )
 
 
@@ -166,12 +168,11 @@ def _advantage(answers: Answers) -> None:
     source, key = answers.source, "algorithm.adv_estimator"
     name = str(source.get(key, "gae"))
     kind = ADVANTAGES[name]
-    if kind == "reinforce_pp":
-        kind = pending.reinforce_kind(answers, by_group=name.endswith("_baseline"))
+    objective.take_whitening(answers, kind)
     if kind == "group_std" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
         kind = "group_mean"
     take_advantage(answers, kind, key, "algorithm.norm_adv_by_std_in_grpo")
-    if name not in EXACT and kind != "reinforce_pp_baseline":
+    if name in INEXACT:
         answers.lack(key, f"`advantage.kind: {kind}` is the nearest to `{name}`")
 
 
@@ -197,12 +198,12 @@ def _loss(answers: Answers) -> None:
         answers.take("loss.normalise", AGGREGATIONS.get(aggregation, "constant"), f"{ACTOR}.loss_agg_mode")
     if aggregation not in AGGREGATIONS:
         answers.lack(f"{ACTOR}.loss_agg_mode", "`loss.normalise: constant` is the same up to a factor in the rate")
-    pending.take_dual_clip(answers, f"{ACTOR}.clip_ratio_c")
-    pending.take_dynamic_sampling(
+    objective.take_dual_clip(answers, f"{ACTOR}.clip_ratio_c")
+    objective.take_dynamic_sampling(
         answers, "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
     )
     for part in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
-        pending.take_overlong_buffer(answers, f"{part}.enable", f"{part}.len", f"{part}.penalty_factor")
+        objective.take_overlong_buffer(answers, f"{part}.enable", f"{part}.len", f"{part}.penalty_factor")
     keys = [f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]
     coefficient = source.number(keys[1], 0.001)
     kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -213,9 +214,9 @@ def _loss(answers: Answers) -> None:
         answers.take("loss.kl.estimator", kinds.get(name, "k3"), keys[2])
         if name not in kinds:
             answers.lack(keys[2], "`loss.kl.estimator`: k1, k2 or k3")
-    elif source.get(in_reward[0]) is True and answers.knows("loss.kl.in_reward"):
+    elif source.get(in_reward[0]) is True:
         kind = kinds.get(str(source.get(in_reward[2], "kl")), "k1")
-        pending.take_kl_in_reward(answers, in_reward[0], in_reward[1], in_reward[2], kind)
+        objective.take_kl_in_reward(answers, in_reward[0], in_reward[1], in_reward[2], kind)
         answers.drop("the KL penalty is in the reward", *keys)
     else:
         answers.drop("without `loss.kl` there is no reference", *keys)
