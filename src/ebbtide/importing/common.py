@@ -14,6 +14,7 @@ from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import hub_id_of, known_models
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of config.json
 
 
 def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:
@@ -49,8 +50,7 @@ def take_template_arguments(answers: Answers, section: str) -> None:
 
 def is_sparse(model: Any) -> bool:
     """Whether a model is known to be a mixture of experts."""
-    family = known_models().get(str(model), {}).get("model_type")
-    return family is not None and FAMILIES[family].sparse
+    return any(key in known_models().get(str(model), {}) for key in EXPERTS)
 
 
 def is_dense(model: Any) -> bool:
@@ -76,12 +76,20 @@ def take_ranks(
         answers.drop("1 is the default of `parallel.tensor`", tensor_key)
     elif is_sparse(answers.taken["model.path"].value):
         answers.lack(tensor_key, "`parallel.data`: with experts, weights are sharded over all ranks (FSDP2) only")
+    elif not _splits(answers.taken["model.path"].value):
+        answers.lack(tensor_key, "`parallel.data`: this family is planned with weights sharded over all ranks (FSDP2)")
     elif train % tensor:
         answers.lack(tensor_key, f"`parallel.tensor`: {tensor} does not divide the {train} ranks that train")
     elif not _divides(answers.taken["model.path"].value, tensor):
         answers.lack(tensor_key, "`parallel.data`: the model's heads do not divide into so many parts")
     else:
         answers.take("parallel.tensor", tensor, tensor_key)
+
+
+def _splits(model: Any) -> bool:
+    """Whether a model may be of a family whose tensor parallelism is planned."""
+    sizes = known_models().get(str(model))
+    return sizes is None or sizes["model_type"] in FAMILIES
 
 
 def _divides(model: Any, tensor: int) -> bool:
@@ -122,22 +130,6 @@ def take_adapters(answers: Answers, rank: int, alpha: float, targets: Sequence[s
         answers.take("model.lora.targets", names, keys[2])
     else:
         answers.drop("all linear layers of the blocks are the default of `model.lora.targets`", keys[2])
-
-
-def take_file(answers: Answers, value: Any, key: str, ours: str, columns: str) -> None:
-    """A file of problems or examples. The name of a hub's dataset stands for a file that has to be made of it."""
-    values = value if isinstance(value, list) else [value]
-    if len(values) > 1:
-        answers.lack(key, f"`{ours}`: one file; the first of {len(values)} is taken. Join them")
-    text = str(values[0]) if values else ""
-    if text.endswith((".parquet", ".jsonl")):
-        how = f"{TODO} name the file" if "$" in text else ""
-        answers.take(ours, text, key, how=how)
-    elif text.endswith(".json"):
-        answers.take(ours, f"{text}l", key, how=f"{TODO} save it as JSONL, {columns}")
-    else:
-        name = text.rstrip("/").rpartition("/")[2] or "train"
-        answers.take(ours, f"{name}.jsonl", key, how=f"{TODO} save the dataset as this file, {columns}")
 
 
 def take_evaluation(answers: Answers, every: int, every_key: str, problems: int | None, problems_key: str) -> None:
