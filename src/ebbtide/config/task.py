@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from ebbtide.config.base import Count, Natural, Positive, Section
+from ebbtide.config.base import Count, Fraction, Natural, Positive, Section
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.config.reasoning import ReasoningFormat, check_format
 
@@ -22,6 +22,37 @@ class BuiltinTaskConfig(Section):
     """The task's own options, such as `{digits: 4}`."""
 
 
+class CurriculumConfig(Section):
+    """Problems become harder as rewards rise, by the levels that the dataset's curriculum in reasoning-gym has. Each
+    level has `task.size` problems; held-out ones are of all levels in turn."""
+
+    start: Natural = 0
+    """The level to begin with, of all attributes of the dataset."""
+
+    top: Count = 4
+    """The highest level. An attribute that has fewer levels stays at its highest."""
+
+    raise_at: Fraction = 0.8
+    """The next level begins when the mean reward of the last `window` prompts is at least this."""
+
+    lower_at: Fraction | None = None
+    """The level before comes back, down to `start`, when that mean is below this; `null` never goes back."""
+
+    window: Count = 64
+    """Number of prompts of a level that the mean is over."""
+
+    mode: Literal["inclusive", "upper_bound"] = "inclusive"
+    """What a level is of an attribute that is a range: `inclusive`, all up to it; `upper_bound`, the last step only."""
+
+    @model_validator(mode="after")
+    def _levels_are_in_order(self) -> Self:
+        if self.start >= self.top:
+            raise ValueError(f"`start: {self.start}` must be below `top: {self.top}`")
+        if self.lower_at is not None and self.lower_at >= self.raise_at:
+            raise ValueError(f"`lower_at: {self.lower_at}` must be below `raise_at: {self.raise_at}`")
+        return self
+
+
 class GymTaskConfig(Section):
     """A dataset of the package `reasoning-gym`."""
 
@@ -30,6 +61,9 @@ class GymTaskConfig(Section):
 
     options: dict[str, Any] = {}
     """Passed to the dataset as they are, such as `{min_animals: 2}`."""
+
+    curriculum: CurriculumConfig | None = None
+    """If set, problems become harder as rewards rise."""
 
 
 class FileTaskConfig(Section):

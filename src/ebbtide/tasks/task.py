@@ -24,6 +24,8 @@ class Problem:
     metadata: dict[str, Any] = field(default_factory=dict)
     task: str | None = None
     """The task of `task.mix` that it is of."""
+    level: int | None = None
+    """The level of its task's curriculum."""
 
     @property
     def question(self) -> str:
