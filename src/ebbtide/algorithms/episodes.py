@@ -47,11 +47,13 @@ class PlayedEpisodes:
                     f"`task.environment.object: {environment.object}` gives no reward, and the task has no answers to"
                     " score by: give it a method `get_reward()`, or set `task.file`, `task.gym` or `task.python`"
                 )
-            for key in ("extract", "reasoning_parser"):
-                if described.gives_reward and getattr(config.task, key) is not None:
+            mixed = {f"task.mix.{name}.extract": one.extract for name, one in (config.task.mix or {}).items()}
+            scored = {"task.extract": config.task.extract, "task.reasoning_parser": config.task.reasoning_parser}
+            for key, value in {**scored, **mixed}.items():
+                if described.gives_reward and value is not None:
                     raise UserError(
-                        f"`task.{key}` is for the task's scorer, and `task.environment.object: {environment.object}`"
-                        f" gives the reward itself: remove `task.{key}`"
+                        f"`{key}` is for the task's scorer, and `task.environment.object: {environment.object}`"
+                        f" gives the reward itself: remove `{key}`"
                     )
             turns = ChatTurns(Encoder.configured(policy.tokenizer, config.model, described.tools))
             template = policy.tokenizer.chat_template if config.model.chat_template else None

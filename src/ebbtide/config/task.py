@@ -220,8 +220,8 @@ class TaskConfig(TaskSourceConfig):
     """Processes and time limit of scoring."""
 
     environment: EnvironmentConfig | None = None
-    """If set, problems are played with an environment over several turns (docs/environments.md). Without a source of
-    problems, it has its own, one for each of `size` seeds."""
+    """If set, problems are played with an environment over several turns (docs/environments.md); those of all tasks of
+    a `mix` with the same one. Without a source of problems, it has its own, one for each of `size` seeds."""
 
     @field_validator("reasoning_parser", mode="before")
     @classmethod
@@ -258,8 +258,11 @@ class TaskConfig(TaskSourceConfig):
                     f"`task.{key}` is set beside `task.mix`, whose tasks have their own: move it to"
                     f" `task.mix.{next(iter(self.mix))}.{key}` and the others that need it"
                 )
-        if self.environment is not None:
-            raise ValueError("`task.mix` and `task.environment` cannot be combined yet: remove one of the two")
+        if odd := next((name for name, one in self.mix.items() if one.reasoning_parser is not None), None):
+            raise ValueError(
+                f"`task.mix.{odd}.reasoning_parser` would be for one task, and completions of all are parsed alike: set"
+                " `task.reasoning_parser`"
+            )
         return self
 
     @property
