@@ -200,6 +200,22 @@ def test_verl_hydra_yaml() -> None:
     assert any("`ppo_trainer` in `defaults`" in note for note in found.answers.source.notes)
 
 
+@pytest.mark.parametrize(
+    ("excluded", "expected"),
+    [("['*out_proj*',model.layers.mlp.gate_proj]", ["out_proj", "gate_proj"]), ("[vision_tower,.*visual.*]", ...)],
+)
+def test_layers_without_adapters(excluded: str, expected: Any) -> None:
+    cases = [
+        ("nemo_sft.yaml", "policy.dtensor_cfg.lora_cfg.exclude_modules", "policy.dtensor_cfg.lora_cfg.enabled=true"),
+        ("verl_hydra.yaml", "actor_rollout_ref.model.exclude_modules", "actor_rollout_ref.model.lora_rank=32"),
+        ("trl_grpo.yaml", "lora_exclude_modules", "use_peft=true"),
+    ]
+    for name, key, switch in cases:
+        found = imported(name, switch, f"{key}={excluded}")
+        assert values(found, "model.lora.exclude") == [expected], name
+        assert key not in found.answers.none
+
+
 def test_trl_yaml() -> None:
     found = imported("trl_grpo.yaml")
     assert values(found, "rollout.prompts_per_step", "rollout.group_size", "train.minibatches") == [16, 4, 4]
@@ -241,7 +257,7 @@ def test_trl_script_is_parsed_and_not_executed() -> None:
         ("think_format_reward", [..., "trl.rewards:think_format_reward", None], None),
         ("mine.rewards.length", [..., "mine.rewards:length", None], None),
         ("[mine.rewards.length,other.rewards.form]", [..., "mine.rewards:length", None], "other.rewards.form"),
-        ("owner/reward-model", [..., ..., ...], "owner/reward-model are models"),
+        ("owner/reward-model", [..., ..., ...], "left out: owner/reward-model (a model)"),
     ],
 )
 def test_reward_functions_of_trl_by_name(rewards: str, expected: list[Any], left: str | None) -> None:

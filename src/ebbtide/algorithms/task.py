@@ -158,9 +158,9 @@ class TaskRollouts(HeldOutTask):
             level: [one for one in prompts if (one.problem.task or "") == name and one.problem.level == level]
             for level in range(config.start, config.top + 1)
         }
-        if empty := next((level for level, some in levels.items() if not some), None):
+        if empty := [level for level, some in levels.items() if not some]:
             raise UserError(
-                f"no problem of level {empty} of `task.gym.curriculum` is left: all of its prompts have more than"
+                f"no problem of level {empty[0]} of `task.gym.curriculum` is left: all of its prompts have more than"
                 f" `rollout.max_prompt_tokens` = {self._config.rollout.max_prompt_tokens} tokens. Raise the limit, or"
                 " lower `task.gym.curriculum.top`"
             )

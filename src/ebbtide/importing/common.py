@@ -14,6 +14,7 @@ from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import hub_id_of, known_models
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
+OTHER_PARTS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of config.json
 
 
@@ -130,6 +131,15 @@ def take_adapters(answers: Answers, rank: int, alpha: float, targets: Sequence[s
         answers.take("model.lora.targets", names, keys[2])
     else:
         answers.drop("all linear layers of the blocks are the default of `model.lora.targets`", keys[2])
+
+
+def take_excluded(answers: Answers, key: str) -> None:
+    """Layers without adapters. A pattern stands for the name inside it, and parts that see or hear are not trained."""
+    names = [name.strip("*.").rpartition(".")[2] for name in answers.source.texts(key)]
+    if left := [name for name in names if name not in OTHER_PARTS]:
+        answers.take("model.lora.exclude", left, key)
+    else:
+        answers.drop("adapters are in the blocks of the language part only", key)
 
 
 def take_evaluation(answers: Answers, every: int, every_key: str, problems: int | None, problems_key: str) -> None:

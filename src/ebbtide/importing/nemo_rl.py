@@ -11,6 +11,7 @@ from ebbtide.importing.common import (
     take_adapters,
     take_advantage,
     take_evaluation,
+    take_excluded,
     take_lengths,
     take_model,
     take_ranks,
@@ -343,9 +344,7 @@ def _adapters(answers: Answers, worker: str, is_megatron: bool) -> None:
     keys = [f"{part}.dim", f"{part}.alpha", f"{part}.target_modules"]
     targets = [] if source.get(f"{part}.match_all_linear") is True else source.texts(keys[2])
     take_adapters(answers, source.size(keys[0], 8), source.number(keys[1], 32), targets, keys)
-    if excluded := source.texts(f"{part}.exclude_modules"):
-        names = [name.rpartition(".")[2] for name in excluded]
-        answers.take("model.lora.exclude", names, f"{part}.exclude_modules")
+    take_excluded(answers, f"{part}.exclude_modules")
     answers.drop("`model.lora` is there", f"{part}.enabled", f"{part}.match_all_linear")
 
 

@@ -9,6 +9,7 @@ from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     take_adapters,
     take_advantage,
+    take_excluded,
     take_lengths,
     take_model,
     take_ranks,
@@ -128,8 +129,8 @@ def _rewards(answers: Answers) -> None:
         take_reward_function(answers, _target(functions[0]), key, how=answers.source.advice.get(functions[0], ""))
         answers.take("task.file.answer_field", None, key, how="the function is given all columns")
     if left := [name for name in names if name != (accuracy or next(iter(functions), None))]:
-        what = "are models" if left == models else "are left out"
-        answers.lack(key, f"one function that adds them up, in `task.python`: {', '.join(left)} {what}")
+        shown = [f"{name} (a model)" if name in models else name.rpartition(":")[2] for name in left]
+        answers.lack(key, f"one function that adds them up, in `task.python`; left out: {', '.join(shown)}")
 
 
 def _target(name: str) -> str:
@@ -310,6 +311,7 @@ def _adapters(answers: Answers) -> None:
         return
     answers.drop("`model.lora` is there", "use_peft")
     take_adapters(answers, source.size(keys[0], 16), source.number(keys[1], 32), source.texts(keys[2]), keys)
+    take_excluded(answers, "lora_exclude_modules")
     if source.get("load_in_4bit") is True or source.get("load_in_8bit") is True:
         key = "load_in_4bit" if source.get("load_in_4bit") is True else "load_in_8bit"
         if "parallel.gpus" in answers.taken:

@@ -12,6 +12,7 @@ from ebbtide.importing.common import (
     take_adapters,
     take_advantage,
     take_evaluation,
+    take_excluded,
     take_lengths,
     take_model,
     take_ranks,
@@ -334,6 +335,7 @@ def _lora(answers: Answers, part: str) -> None:
     rank = source.count(keys[0], 0)
     if rank > 0:
         take_adapters(answers, rank, source.number(keys[1], 16), source.texts(keys[2]), keys)
+        take_excluded(answers, f"{part}.exclude_modules")
     else:
         answers.drop("no adapters: all weights are trained", *keys)
 
