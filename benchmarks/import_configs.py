@@ -11,48 +11,81 @@ from src/ebbtide/model/known_models.yaml. Writes benchmarks/results/import.json.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common import Row, save
+from common import RESULTS, Row, save
 
 from ebbtide.config import load
+from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.importing.convert import import_config
 from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import known_models
-from ebbtide.planner import render
+from ebbtide.model.traced_shape import TracedShape
+from ebbtide.planner import render, traced_model
 from ebbtide.planner.offline import Hardware, plan_offline
+
+SUPPORTED = ("trained", "engine only")  # outcomes in results/families.json
 
 # Families of the models that such files name and that known_models.yaml does not have, by their hub ids.
 FAMILIES_BY_NAME = {
-    r"Nemotron-3|Nemotron-Nano|NVIDIA-Nemotron|nemotron-super-omni": "nemotron_h",
-    r"Moonlight|DeepSeek-V3|deepseek\.md": "deepseek_v3",
-    r"gpt-oss": "gpt_oss",
-    r"Qwen3-VL-\d+B-A|Qwen3-VL-\d+B-A22B": "qwen3_vl_moe",
+    r"Omni-30B-A3B|nemotron-super-omni": "nemotron_omni",
+    r"Qwen3-VL-\d+B-A": "qwen3_vl_moe",
     r"Qwen3-VL": "qwen3_vl",
     r"Qwen2\.5-VL": "qwen2_5_vl",
     r"Qwen2\.5-Omni|Qwen3-Omni": "qwen_omni",
-    r"Qwen3\.5": "qwen3_5",
-    r"Qwen1\.5-MoE": "qwen2_moe",
-    r"gemma-2-": "gemma2",
-    r"gemma-3-(4|12|27)b": "gemma3",
-    r"gemma-4": "gemma4",
     r"GLM-4\.1V": "glm4v",
-    r"GLM-": "glm4_moe",
-    r"MiniMax": "minimax",
+    r"GLM-5": "glm_moe_dsa",
     r"MiniCPM": "minicpmo",
     r"MiMo": "mimo",
-    r"Mistral-Medium-3|Ministral-3": "mistral3",
+    r"Mistral-Medium-3": "ministral3",
     r"SmolVLM": "smolvlm",
-    r"rnj-1": "gemma3_rnj",
-    r"llava": "llava",
+    r"rnj-1": "gemma3_text",
+    r"qwen3-4b": "qwen3",
 }
+
+# What stands in a file in place of a model that its reader has to convert first -> the model.
+STAND_INS = {
+    r"deepseek\.md|DeepSeek-V3-config|path_to_dsv3_config": "deepseek-ai/DeepSeek-V3-Base",
+    r"gpt-oss-20b-bf16": "openai/gpt-oss-20b",
+}
+
+
+@cache
+def supported_families() -> frozenset[str]:
+    """The families that are planned by their description, or were trained in the survey (docs/families.md)."""
+    survey = json.loads((RESULTS / "families.json").read_text())["rows"]
+    found = {
+        row["case"] for row in survey if row["metric"] == "outcome" and any(one in row["unit"] for one in SUPPORTED)
+    }
+    return frozenset(found | FAMILIES.keys())
+
+
+def remember_traces() -> None:
+    """Traces each model once for the same lengths: many files are alike."""
+    trace, known = traced_model.trace_shape, dict[tuple[Any, ...], TracedShape]()
+
+    def remembered(config: Config, itemsize: int) -> TracedShape:
+        key = (
+            config.model.model_dump_json(),
+            config.train.microbatch_tokens,
+            config.max_sequence_tokens,
+            config.generates and config.rollout.engine,
+            itemsize,
+        )
+        if key not in known:
+            known[key] = trace(config, itemsize)
+        return known[key]
+
+    traced_model.trace_shape = remembered
 
 
 def examples(folder: Path) -> tuple[str, list[Path]]:
@@ -85,6 +118,9 @@ def try_one(path: Path, gpu: str) -> dict[str, Any]:
         if "names no model" in str(error):
             return {"outcome": "other family", "why": "no model is named"}
         return {"outcome": "other algorithm" if other else "refused", "why": str(error).replace(str(path), path.name)}
+    named = str(imported.config.model.path)
+    if meant := next((model for name, model in STAND_INS.items() if re.search(name, named)), None):
+        imported = import_config(path, [f"model.path={meant}"])
     models = [imported.config.model.path, *(model.path for model in imported.config.frozen_models.values())]
     families = [family_of(str(model)) for model in models]
     row: dict[str, Any] = {
@@ -100,8 +136,10 @@ def try_one(path: Path, gpu: str) -> dict[str, Any]:
         file.write_text(imported.text)
         config = load(str(file))
     row["loads"] = True
-    if odd := [family for family in families if family not in FAMILIES]:
+    if odd := [family for family in families if family not in supported_families()]:
         return {**row, "outcome": "other family", "why": odd[0]}
+    if odd := [str(model) for model in models if str(model) not in known_models()]:
+        return {**row, "outcome": "not planned", "why": f"the sizes of {odd[0]} are in no table"}
     try:
         result, shape, machine = plan_offline(config, Hardware(gpu, None, None, None, None, 8))
     except UserError as error:
@@ -162,6 +200,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="h100")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
+    remember_traces()
     found = list(rows(options.folders, options.gpu))
     tools = {
         tool: counts([row for row in found if row["tool"] == tool]) for tool in dict.fromkeys(r["tool"] for r in found)

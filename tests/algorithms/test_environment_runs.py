@@ -13,8 +13,10 @@ from ebbtide.checkpoint.resume import find_checkpoint
 from ebbtide.checkpoint.store import list_checkpoints
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.load import load
+from ebbtide.config.task import TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.report.report import Report
+from ebbtide.tasks.build import build_task
 
 PLAY = {
     "model.scratch.alphabet": "0123456789+=?",
@@ -76,6 +78,47 @@ def test_the_same_seed_gives_the_same_bits_and_so_does_a_run_that_resumes(tmp_pa
     resumed = run(tmp_path / "b", {**changes, "resume": "auto"}, saved)
     assert resumed[:2] == straight[:2]
     assert all((one == other).all() for one, other in zip(straight[2], resumed[2], strict=True))
+
+
+class Idle:
+    """An environment with a tool, which leaves the reward to the task."""
+
+    def reset(self, **row) -> None:
+        """Adds nothing to the prompt."""
+
+    def wait(self) -> str:
+        """Waits."""
+        return "waited"
+
+
+@pytest.mark.parametrize("gives_reward", [False, True])
+def test_tasks_of_a_mix_are_played_with_the_same_environment(tmp_path, gives_reward) -> None:
+    names = {"copying": ("copy", 3), "reversing": ("reverse", 1)}
+    mix = {
+        name: {"builtin": {"name": kind, "options": {"digits": 2}}, "size": 8, "held_out": 3, "weight": weight}
+        for name, (kind, weight) in names.items()
+    }
+    environment = {"object": "calculator" if gives_reward else "algorithms.test_environment_runs:Idle"}
+    task = {"mix": mix, "environment": {**environment, "max_turns": 2, "max_turn_tokens": 3}}
+    changes = {"task": task, "evaluate": {"every": 1, "problems": 4}, "advantage.turns": "episode"}
+    metrics, rollouts, _ = run(tmp_path / "a", changes)
+    steps = [line for line in metrics if "samples" in line]
+    assert [line["task/copying/samples"] for line in steps] == [12, 12]
+    assert [line["task/reversing/samples"] for line in steps] == [4, 4]
+    assert all("evaluate/task/reversing/reward" in line for line in metrics if "evaluate/reward" in line)
+    lines = [json.loads(line) for line in rollouts.splitlines()]
+    assert {line["task"] for line in lines} == set(names)
+    if not gives_reward:
+        built = build_task(TaskConfig.model_validate({"mix": mix}), 0)
+        problems = {(one.task, one.question): one for one in built.problems().train}
+        for line in lines:
+            problem = problems[line["task"], line["prompt"]]
+            assert line["reward"] == pytest.approx(built.score(problem, line["completion"]).value)
+        assert any(line["reward"] for line in lines)
+    else:
+        extracted = {**changes, "task": {**task, "mix": {**mix, "copying": {**mix["copying"], "extract": "(.)"}}}}
+        with pytest.raises(UserError, match=r"`task.mix.copying.extract` is for the task's scorer"):
+            run(tmp_path / "b", extracted)
 
 
 def test_the_huggingface_engine_plays_the_same_episodes(tmp_path) -> None:

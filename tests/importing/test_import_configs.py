@@ -24,14 +24,6 @@ def values(found: Imported, *keys: str) -> list[Any]:
     return [found.answers.taken[key].value if key in found.answers.taken else ... for key in keys]
 
 
-def taken_once_known(found: Imported, ours: str, theirs: str) -> Any:
-    """What a key was taken as, where Ebbtide has its counterpart; `...` where it has none, and that is said."""
-    if found.answers.knows(ours):
-        return found.answers.taken[ours].value
-    assert found.answers.none[theirs]
-    return ...
-
-
 @pytest.mark.parametrize("name", IMPORTED)
 def test_every_file_loads_plans_and_has_all_keys_answered(name: str, tmp_path: Path) -> None:
     found = imported(name)
@@ -130,7 +122,7 @@ def test_verl_command() -> None:
     assert values(found, "checkpoint.every", "evaluate.every", "report.wandb.project") == [20, 5, "plain"]
     assert "to do: 15 epochs are 15 x rows / 256 steps" in found.text
     # verl clips twice by default, and that has an answer although the command does not say it.
-    assert taken_once_known(found, "loss.clip_ratio_c", "actor_rollout_ref.actor.clip_ratio_c") in (..., 3.0)
+    assert values(found, "loss.clip_ratio_c") == [3.0]
 
 
 def test_verl_script_with_arrays() -> None:
@@ -139,12 +131,65 @@ def test_verl_script_with_arrays() -> None:
     assert values(found, "train.minibatches", "train.steps", "optimizer.warmup_steps") == [16, 10, 16]
     assert values(found, "advantage.kind", "loss.normalise") == ["group_mean", "sequence"]
     assert "`/models/Qwen2.5-32B` is not here" in found.answers.taken["model.path"].how
-    assert values(found, "model.path", "task.file.train") == ["Qwen/Qwen2.5-32B", "/data/a.parquet"]
-    assert "one file" in found.answers.none["data.train_files"]
+    assert values(found, "model.path") == ["Qwen/Qwen2.5-32B"]
+    assert values(found, "task.mix.a.file.train", "task.mix.b.file.train") == ["/data/a.parquet", "/data/b.parquet"]
     assert "only known where it runs" in found.answers.taken["parallel.gpus"].how
     assert found.answers.none["some.new_key"].startswith("unknown")
-    ours = "advantage.dynamic_sampling.max_num_gen_batches"
-    assert taken_once_known(found, ours, "algorithm.filter_groups.enable") in (..., 10)
+    assert values(found, "advantage.dynamic_sampling.max_num_gen_batches") == [10]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        (
+            "verl_plain.sh",
+            [
+                "actor_rollout_ref.actor.use_kl_loss=False",
+                "algorithm.use_kl_in_reward=True",
+                "algorithm.kl_ctrl.kl_coef=0.01",
+            ],
+            {"loss.kl.in_reward": True, "loss.kl.coefficient": 0.01, "loss.kl.estimator": "k1"},
+        ),
+        (
+            "verl_plain.sh",
+            ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+            {"advantage.kind": "reinforce_pp_baseline", "advantage.whiten": "token"},
+        ),
+        (
+            "verl_plain.sh",
+            ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=64"],
+            {"advantage.overlong_buffer.length": 64, "advantage.overlong_buffer.penalty": 1.0},
+        ),
+        (
+            "verl_plain.sh",
+            ["data.apply_chat_template_kwargs.enable_thinking=False"],
+            {"model.chat_template_kwargs": {"enable_thinking": False}},
+        ),
+        ("nemo_base.yaml", ["grpo.reward_shaping.enabled=true"], {"advantage.overlong_buffer.length": 128}),
+        (
+            "nemo_base.yaml",
+            ["grpo.adv_estimator.name=reinforce_plus_plus"],
+            {"advantage.kind": "reinforce_pp", "advantage.whiten": "token"},
+        ),
+        (
+            "nemo_base.yaml",
+            ["loss_fn.use_kl_in_reward=true", "grpo.overlong_filtering=false"],
+            {"loss.kl.in_reward": True},
+        ),
+        ("nemo_base.yaml", ["loss_fn.use_on_policy_kl_approximation=true"], {"loss.kl.importance_ratio": "rollout"}),
+        ("trl_grpo.yaml", ["use_bias_correction_kl=true"], {"loss.kl.importance_ratio": "old"}),
+        ("trl_grpo.yaml", ["delta=4.0"], {"loss.clip_ratio_c": 4.0}),
+    ],
+)
+def test_settings_of_rewards_and_losses(name: str, overrides: list[str], expected: dict[str, Any]) -> None:
+    found = imported(name, *overrides)
+    assert values(found, *expected) == list(expected.values())
+    assert not {one.partition("=")[0] for one in overrides} & set(found.answers.none)
+
+
+def test_a_dual_clip_that_is_none_has_no_counterpart() -> None:
+    found = imported("verl_plain.sh", "actor_rollout_ref.actor.clip_ratio_c=0.5")
+    assert "`loss.clip_ratio_c`, for ratios above 1" in found.answers.none["actor_rollout_ref.actor.clip_ratio_c"]
 
 
 def test_verl_hydra_yaml() -> None:
@@ -153,6 +198,22 @@ def test_verl_hydra_yaml() -> None:
     assert values(found, "model.lora.rank", "model.lora.alpha", "model.lora.targets") == [32, 64, ...]
     assert "loss.normalise" not in found.answers.taken
     assert any("`ppo_trainer` in `defaults`" in note for note in found.answers.source.notes)
+
+
+@pytest.mark.parametrize(
+    ("excluded", "expected"),
+    [("['*out_proj*',model.layers.mlp.gate_proj]", ["out_proj", "gate_proj"]), ("[vision_tower,.*visual.*]", ...)],
+)
+def test_layers_without_adapters(excluded: str, expected: Any) -> None:
+    cases = [
+        ("nemo_sft.yaml", "policy.dtensor_cfg.lora_cfg.exclude_modules", "policy.dtensor_cfg.lora_cfg.enabled=true"),
+        ("verl_hydra.yaml", "actor_rollout_ref.model.exclude_modules", "actor_rollout_ref.model.lora_rank=32"),
+        ("trl_grpo.yaml", "lora_exclude_modules", "use_peft=true"),
+    ]
+    for name, key, switch in cases:
+        found = imported(name, switch, f"{key}={excluded}")
+        assert values(found, "model.lora.exclude") == [expected], name
+        assert key not in found.answers.none
 
 
 def test_trl_yaml() -> None:
@@ -184,7 +245,76 @@ def test_trl_script_is_parsed_and_not_executed() -> None:
     assert values(found, "rollout.group_size", "rollout.max_new_tokens", "loss.kl.coefficient") == [16, 384, 0.01]
     assert values(found, "model.lora.rank", "model.lora.alpha", "rollout.temperature") == [8, 16, 0.7]
     assert "only known where it runs" in found.answers.none["output_dir"]
-    assert "`task.python`" in found.answers.none["reward_funcs"]
+    assert values(found, "task.python.object", "task.file.scorer") == [f"{FILES / 'trl_script.py'}:length_reward", ...]
+    assert "to do: move it to a file of its own" in found.answers.taken["task.python.object"].how
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected", "left"),
+    [
+        ("accuracy_reward", ["math_verify", ..., "solution"], None),
+        ("[think_format_reward,accuracy_reward]", ["math_verify", ..., "solution"], "think_format_reward"),
+        ("think_format_reward", [..., "trl.rewards:think_format_reward", None], None),
+        ("mine.rewards.length", [..., "mine.rewards:length", None], None),
+        ("[mine.rewards.length,other.rewards.form]", [..., "mine.rewards:length", None], "other.rewards.form"),
+        ("owner/reward-model", [..., ..., ...], "left out: owner/reward-model (a model)"),
+    ],
+)
+def test_reward_functions_of_trl_by_name(rewards: str, expected: list[Any], left: str | None) -> None:
+    found = imported("trl_grpo.yaml", f"reward_funcs={rewards}")
+    keys = ["task.file.scorer", "task.python.object", "task.file.answer_field"]
+    assert values(found, *keys) == expected
+    assert (
+        found.answers.none.get("reward_funcs") is None if left is None else left in found.answers.none["reward_funcs"]
+    )
+
+
+def test_reward_functions_that_a_script_makes_have_no_name(tmp_path: Path) -> None:
+    def rewards(written: str) -> Imported:
+        lines = ["from mine import length", "from trl.rewards import accuracy_reward as right"]
+        lines += ["GRPOConfig(num_generations=4)", f"GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs={written})"]
+        (tmp_path / "script.py").write_text("\n".join(lines))
+        return import_config(tmp_path / "script.py")
+
+    assert values(rewards("[length]"), "task.python.object") == ["mine:length"]
+    assert values(rewards("right"), "task.file.scorer") == ["math_verify"]
+    assert "`task.python.object: module:name`" in rewards("make_reward(3)").answers.none["reward_funcs"]
+
+
+def test_reward_function_of_verl() -> None:
+    part = "custom_reward_function"
+    given = [f"{part}.path=rewards/mine.py", f"{part}.name=judge", f"{part}.reward_kwargs.scale=2"]
+    found = imported("verl_plain.sh", *given)
+    assert values(found, "task.python.object", "task.python.options") == ["rewards/mine.py:judge", {"scale": 2}]
+    assert values(found, "task.file.scorer", "task.file.answer_field") == [..., "reward_model.ground_truth"]
+    assert values(imported("verl_plain.sh", given[0]), "task.python.object") == ["rewards/mine.py:compute_score"]
+
+
+def test_several_files_of_verl_are_a_mix() -> None:
+    files = ["data.train_files=[d/gsm8k/train.parquet,d/math/train.parquet]"]
+    files.append("data.val_files=[d/math/test.parquet,d/gsm8k/test.parquet,d/aime.parquet]")
+    found = imported("verl_plain.sh", *files)
+    mix = found.config.task.mix
+    assert mix is not None
+    shown = {name: (one.file.train, one.file.held_out, one.file.scorer) for name, one in mix.items() if one.file}
+    assert shown == {
+        "gsm8k": ("d/gsm8k/train.parquet", "d/gsm8k/test.parquet", "gsm8k"),
+        "math": ("d/math/train.parquet", "d/math/test.parquet", "math_verify"),
+    }
+    assert "d/aime.parquet" in found.answers.none["data.val_files"]
+    assert "number of rows" in found.answers.taken["task.mix.math.weight"].how
+    one = imported("verl_plain.sh", *files, "task.file.train=mine.parquet").config.task
+    assert one.mix is None
+    assert one.file is not None
+    assert one.file.train == "mine.parquet"
+
+
+def test_several_datasets_of_nemo_rl_are_a_mix() -> None:
+    data = "[{dataset_name: owner/Maths-1.0},{data_path: codes.jsonl, env_name: code}]"
+    mix = imported("nemo_base.yaml", f"data.train={data}").config.task.mix
+    assert mix is not None
+    shown = {name: (one.file.train, one.file.scorer, one.held_out) for name, one in mix.items() if one.file}
+    assert shown == {"Maths-1_0": ("Maths-1.0.jsonl", "math_verify", 16), "codes": ("codes.jsonl", "exact", 16)}
 
 
 def test_what_a_yaml_of_trl_is_for_can_be_said() -> None:

@@ -2,17 +2,22 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 
 import pytest
+import torch
 
 from ebbtide.config.keys import all_keys
+from ebbtide.config.load import load_text
 from ebbtide.config.model import ModelConfig
 from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
 from ebbtide.importing.table import Entry, read_table
+from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import hub_id_of, known_models
 from ebbtide.model.shape import find_shape, from_config
+from ebbtide.planner.host_memory import known_config, meta_model
 
 CASES = [
     (tool, algorithm)
@@ -66,6 +71,10 @@ def test_texts_name_keys_that_exist(tool: str, algorithm: str) -> None:
     assert {(key, one) for key, one in named if one not in sections()} == set()
 
 
+# Keys that transformers makes others of.
+READ_AS_WELL = ("hybrid_override_pattern", "num_hidden_layers", "global_head_dim", "num_global_key_value_heads")
+
+
 # Parameters as the model cards or the weights' own index files count them.
 @pytest.mark.parametrize(
     ("model", "parameters"),
@@ -79,15 +88,42 @@ def test_texts_name_keys_that_exist(tool: str, algorithm: str) -> None:
         ("meta-llama/Llama-3.2-1B", 1_235_814_400),
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
         ("HuggingFaceTB/SmolLM2-135M", 134_515_008),
+        ("google/gemma-3-27b-it", 27_009_346_304),
     ],
 )
 def test_known_models_have_their_parameters(model: str, parameters: int) -> None:
     assert find_shape(ModelConfig(path=model)).parameters == parameters
 
 
-def test_every_known_model_is_of_a_family_that_is_planned() -> None:
+# Without the buffers that some of these counts include, and without heads for further tokens (MTP).
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31_577_937_344),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", 123_611_012_096 - 2_942_324_736),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 8_888_227_328),
+        ("deepseek-ai/DeepSeek-V3", 671_026_419_200 - 58 * 256),
+        ("openai/gpt-oss-20b", 20_914_757_184),
+        ("openai/gpt-oss-120b", 116_829_156_672),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296),
+    ],
+)
+def test_known_models_that_are_traced_have_their_parameters(model: str, parameters: int) -> None:
+    config = load_text(f"{{model: {{path: {model}}}, task: {{builtin: {{name: copy}}}}}}", "test", "test")
+    assert sum(one.numel() for one in meta_model(config, torch.bfloat16).parameters()) == parameters
+
+
+def test_every_known_model_can_be_planned_and_built() -> None:
     for name, sizes in known_models().items():
-        assert from_config(sizes, name).context == sizes["max_position_embeddings"]
+        if sizes["model_type"] in FAMILIES:
+            assert from_config(sizes, name).context == sizes["max_position_embeddings"]
+        else:
+            found = known_config(name)
+            assert found is not None
+            assert found.max_position_embeddings == sizes["max_position_embeddings"]
+            # A key that transformers does not know would change nothing.
+            known = {one.name for one in fields(found)} | {*READ_AS_WELL, "model_type"}
+            assert set(sizes) - known == set(), name
 
 
 def test_hub_ids_by_the_name_of_a_folder() -> None:

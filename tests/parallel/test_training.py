@@ -39,6 +39,17 @@ CASES = {
         "task.mix.copy.size": 20,
         "task.mix.reverse.size": 20,
     },
+    "curriculum": {
+        "task": {
+            "gym": {"dataset": "chain_sum", "curriculum": {"top": 1, "raise_at": 0.0, "window": 4}},
+            "size": 20,
+            "scoring": TINY["task"]["scoring"],
+        },
+        "model.scratch.context": 256,
+        "model.scratch.alphabet": None,
+        "rollout.max_prompt_tokens": 128,
+        "train.microbatch_tokens": 256,
+    },
     "activations": {"memory.activations": {"preset": "offload", "keep_last": 0, "minimum_kib": 0}, "train.steps": 2},
     "activations, by module": {
         "memory.activations": {

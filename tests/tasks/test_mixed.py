@@ -98,7 +98,10 @@ def test_a_list_in_place_of_a_task_is_a_mix(tmp_path) -> None:
         ({"mix": {"one": MIX["copying"]}}, "needs two tasks or more"),
         ({"mix": MIX, "builtin": {"name": "copy"}}, "`task.builtin` is set beside `task.mix`"),
         ({"mix": MIX, "system": "x"}, "move it to `task.mix.copying.system`"),
-        ({"mix": MIX, "environment": {"object": "x:y"}}, "`task.mix` and `task.environment` cannot be combined yet"),
+        (
+            {"mix": {**MIX, "own": {**MIX["copying"], "reasoning_parser": "think"}}},
+            "`task.mix.own.reasoning_parser` would be for one task",
+        ),
         ({"mix": {**MIX, "a/b": MIX["copying"]}}, "has a task named 'a/b'"),
         ({"mix": {**MIX, "none": {}}}, "set exactly one of `builtin`, `gym`, `file` and `python` for each"),
         ({"mix": {**MIX, "far": {**MIX["copying"], "weight": 0}}}, "greater than 0"),

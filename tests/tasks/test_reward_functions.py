@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ebbtide.config.task import TaskConfig
+from ebbtide.config.task import PythonTaskConfig, TaskConfig
 from ebbtide.errors import UserError
 from ebbtide.tasks.build import build_task
 from ebbtide.tasks.scoring import ScoringPool
@@ -48,6 +48,23 @@ def test_they_run_in_the_scoring_process(task) -> None:
         found = pool.score([(problem, "4"), (problem, "5")])
     assert [one.value for one in found] == [1.0, 0.0]
     assert [one.failure for one in found] == [None, None]
+
+
+def test_a_function_of_a_file_of_python(task, tmp_path) -> None:
+    code = "from dataclasses import dataclass\n\n\n@dataclass\nclass Row:\n    truth: str\n\n\n"
+    code += "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    code += "    return float(Row(ground_truth).truth == solution_str)\n"
+    (tmp_path / "my-rewards.py").write_text(code)
+    python = {"object": f"{tmp_path}/my-rewards.py:compute_score"}
+    file = {"answer_field": "reward_model.ground_truth"}
+    assert (
+        scored(task("", VERL_ROW, file=file).model_copy(update={"python": PythonTaskConfig(**python)}), "72").value == 1
+    )
+    (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
+    for name, needle in (("bad.py:f", "nowhere_at_all"), ("none.py:f", "none.py"), ("my-rewards.py:f", "no attribute")):
+        wrong = task("", VERL_ROW).model_copy(update={"python": PythonTaskConfig(object=f"{tmp_path}/{name}")})
+        with pytest.raises(UserError, match=needle):
+            build_task(wrong, 0)
 
 
 def test_a_function_of_trl_is_given_columns_and_messages(task) -> None:

@@ -47,11 +47,15 @@ class PlayedEpisodes:
                     f"`task.environment.object: {environment.object}` gives no reward, and the task has no answers to"
                     " score by: give it a method `get_reward()`, or set `task.file`, `task.gym` or `task.python`"
                 )
-            for key in ("extract", "reasoning_parser", "rewards"):
-                if described.gives_reward and getattr(config.task, key) is not None:
+            keys = "extract", "reasoning_parser", "rewards"
+            given = {f"task.{key}": getattr(config.task, key) for key in keys}
+            for name, one in (config.task.mix or {}).items():
+                given |= {f"task.mix.{name}.{key}": getattr(one, key) for key in keys}
+            for key, value in given.items():
+                if described.gives_reward and value is not None:
                     raise UserError(
-                        f"`task.{key}` is for the task's scorer, and `task.environment.object: {environment.object}`"
-                        f" gives the reward itself: remove `task.{key}`"
+                        f"`{key}` is for the task's scorer, and `task.environment.object: {environment.object}`"
+                        f" gives the reward itself: remove `{key}`"
                     )
             turns = ChatTurns(Encoder.configured(policy.tokenizer, config.model, described.tools))
             template = policy.tokenizer.chat_template if config.model.chat_template else None

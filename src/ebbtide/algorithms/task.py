@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from ebbtide.algorithms.episodes import PlayedEpisodes
 from ebbtide.algorithms.evaluate import evaluate
-from ebbtide.config.task import TaskConfig
+from ebbtide.config.task import CurriculumConfig, TaskConfig, TaskSourceConfig
 from ebbtide.errors import UserError
 from ebbtide.progress import Progress
 from ebbtide.rollout.batch import Sample, make_requests, sample_seeds, training_sampling_params
@@ -19,6 +19,7 @@ from ebbtide.rollout.prompts import Prompt, control_text_notes, encode_prompts, 
 from ebbtide.rollout.reasoning import Parsed, ReasoningParser, reasoning_metrics
 from ebbtide.rollout.serve.train_server import serve_during_training
 from ebbtide.rollout.sources import FreshRollouts, build_source
+from ebbtide.tasks.curriculum import Curricula, LevelSampler
 from ebbtide.tasks.judges import Judges
 from ebbtide.tasks.sampler import MixedSampler, Order, Sampler
 from ebbtide.tasks.score_message import ScoreResult
@@ -141,6 +142,7 @@ class TaskRollouts(HeldOutTask):
             f"{len(prompts):,} problems, {len(self._held_out)} held-out ones for evaluation,"
             f" {rollout.prompts_per_step} x {rollout.group_size} samples per step"
         )
+        self._curricula = Curricula(self._make_curricula(prompts))
         self._order = order = self._make_order(prompts)
         self._source = build_source(
             self._config,
@@ -152,12 +154,38 @@ class TaskRollouts(HeldOutTask):
             writes=worker.comm.is_main,
         )
         worker.track(order, prompts_digest(prompts), self._source)
+        if worker.state is not None:
+            worker.state.curricula = self._curricula
+
+    def _make_curricula(self, prompts: Sequence[Prompt]) -> dict[str, LevelSampler[Prompt]]:
+        tasks: dict[str, TaskSourceConfig] = dict(self._task.mix) if self._task.mix is not None else {"": self._task}
+        found = {name: one.gym.curriculum for name, one in tasks.items() if one.gym is not None and one.gym.curriculum}
+        if found and "score" not in self._config.cycle:
+            raise UserError(
+                "`task.gym.curriculum` raises levels by rewards, and this run scores nothing: set it to `null`"
+            )
+        return {name: self._level_sampler(name, one, prompts) for name, one in found.items()}
+
+    def _level_sampler(self, name: str, config: CurriculumConfig, prompts: Sequence[Prompt]) -> LevelSampler[Prompt]:
+        levels = {
+            level: [one for one in prompts if (one.problem.task or "") == name and one.problem.level == level]
+            for level in range(config.start, config.top + 1)
+        }
+        if empty := [level for level, some in levels.items() if not some]:
+            raise UserError(
+                f"no problem of level {empty[0]} of `task.gym.curriculum` is left: all of its prompts have more than"
+                f" `rollout.max_prompt_tokens` = {self._config.rollout.max_prompt_tokens} tokens. Raise the limit, or"
+                " lower `task.gym.curriculum.top`"
+            )
+        return LevelSampler(levels, config, self._config.seed)
 
     def _make_order(self, prompts: Sequence[Prompt]) -> Order[Prompt]:
-        mix, seed = self._task.mix, self._config.seed
+        mix, seed, leveled = self._task.mix, self._config.seed, self._curricula.samplers
         if mix is None:
-            return Sampler(prompts, seed)
-        by_task = {name: [prompt for prompt in prompts if prompt.problem.task == name] for name in mix}
+            return leveled.get("") or Sampler(prompts, seed)
+        by_task: dict[str, Sequence[Prompt] | Order[Prompt]] = {
+            name: leveled.get(name) or [prompt for prompt in prompts if prompt.problem.task == name] for name in mix
+        }
         if empty := next((name for name, some in by_task.items() if not some), None):
             raise UserError(
                 f"no problem of `task.mix.{empty}` is left: all of its prompts have more than"
@@ -177,7 +205,15 @@ class TaskRollouts(HeldOutTask):
             return self._play(self._episodes, self._config.rollout.prompts_per_step, step)
         prompts, groups = self._generate(step)
         with self._worker.phase("score") as progress:
-            return Rollouts(prompts, groups, self._score(prompts, groups, progress))
+            return self._scored(Rollouts(prompts, groups, self._score(prompts, groups, progress)))
+
+    def _scored(self, rollouts: Rollouts) -> Rollouts:
+        """Tells the curricula of the rewards."""
+        size = self._config.rollout.group_size
+        for place, prompt in enumerate(rollouts.prompts):
+            rewards = [one.value for one in rollouts.scored[place * size : (place + 1) * size]]
+            self._curricula.reward(prompt.problem.task, prompt.problem.level, sum(rewards) / len(rewards))
+        return rollouts
 
     def more(self, count: int, *names: object) -> Rollouts:
         """Completions of the next `count` prompts, with seeds of their own by these names, in the same phases. Only
@@ -188,7 +224,7 @@ class TaskRollouts(HeldOutTask):
         with self._worker.phase("generate") as progress:
             prompts, groups = self._source.draw(count, names, progress)
         with self._worker.phase("score") as progress:
-            return Rollouts(prompts, groups, self._score(prompts, groups, progress))
+            return self._scored(Rollouts(prompts, groups, self._score(prompts, groups, progress)))
 
     def _play(self, played: PlayedEpisodes, count: int, *names: object) -> Rollouts:
         """The episodes of a step. Each of them ends in it."""
@@ -201,7 +237,9 @@ class TaskRollouts(HeldOutTask):
             scored = self._score_episodes(episodes, progress)
         groups = [episodes[first : first + rollout.group_size] for first in range(0, len(episodes), rollout.group_size)]
         shown = [next((one.prompt for one in group if one.prompt.tokens), group[0].prompt) for group in groups]
-        return Rollouts(shown, [[one.completion() for one in group] for group in groups], scored, episodes)
+        return self._scored(
+            Rollouts(shown, [[one.completion() for one in group] for group in groups], scored, episodes)
+        )
 
     def _generate(self, step: int) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
         with self._worker.phase("generate") as progress:
@@ -222,4 +260,5 @@ class TaskRollouts(HeldOutTask):
 
     def metrics(self) -> dict[str, float]:
         figures = self._source.metrics() if self._episodes is None else self._episodes.figures
-        return {**figures, **self._judge_metrics(), **reasoning_metrics(self._parsed)}
+        found = {**self._judge_metrics(), **reasoning_metrics(self._parsed), **self._curricula.metrics()}
+        return {**figures, **found}

@@ -68,6 +68,22 @@ class UnfinishedGroup(Record):
         return self
 
 
+class CurriculumState(Record):
+    """Where the curriculum of a task is."""
+
+    level: Count
+    rewards: list[FiniteFloat]
+    """The mean rewards of prompts since the level was reached."""
+    drawn: dict[str, tuple[Count, Count]]
+    """Level -> the epoch and the position in its problems."""
+
+    @model_validator(mode="after")
+    def _the_level_is_one_of_them(self) -> CurriculumState:
+        if str(self.level) not in self.drawn:
+            raise ValueError(f"level {self.level} has no problems")
+        return self
+
+
 class RunRecord(Record):
     """The contents of run.json."""
 
@@ -76,6 +92,8 @@ class RunRecord(Record):
     sampler: DataPosition
     optimizer_steps: dict[str, Count]
     rollouts: list[UnfinishedGroup] = []
+    curricula: dict[str, CurriculumState] = {}
+    """By the names of their tasks."""
     problems: str | None = None
     """A digest of the problems that are trained on."""
     reward_models: str | None = None

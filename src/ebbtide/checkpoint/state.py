@@ -7,7 +7,7 @@ import base64
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,6 +48,14 @@ class UnfinishedRollouts(Protocol):
     def restore(self, state: Sequence[dict[str, Any]]) -> None: ...
 
 
+class CurriculumStates(Protocol):
+    """The levels of tasks that become harder."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
 class DataOrder(Protocol):
     """The order in which data are drawn: the epoch, and the position in it."""
 
@@ -83,6 +91,7 @@ class RunState:
     """A digest of the problems that are trained on."""
     reward_models: str | None = None
     """A digest of the reward models, which no checkpoint has."""
+    curricula: CurriculumStates | None = None
 
     def __post_init__(self) -> None:
         if self.config.memory.stream_base:
@@ -118,6 +127,7 @@ class RunState:
                 "reward_models": self.reward_models,
                 "base": base,
                 "rollouts": self.rollouts.state() if self.rollouts is not None else [],
+                "curricula": self.curricula.state() if self.curricula is not None else {},
             }
             texts |= {RUN: json.dumps(run) + "\n", CONFIG: to_yaml(self.config)}
         fills: dict[TensorEntry, tuple[Fill, bool]] = {}
@@ -160,6 +170,8 @@ class RunState:
                 "since the checkpoint, the weights of a reward model have changed: the run continues with the new ones"
             )
         self.sampler.seek(run.sampler.epoch, run.sampler.position)
+        if self.curricula is not None:
+            self.curricula.restore({name: one.model_dump() for name, one in run.curricula.items()})
         if self.rollouts is not None:
             self.rollouts.restore([group.model_dump() for group in run.rollouts])
         mine = read_random(files, self.ranks.rank) if load_rng else None

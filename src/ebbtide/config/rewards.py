@@ -20,8 +20,9 @@ class PythonTaskConfig(Section):
     """A task of your own, as a Python object; or, beside `task.file`, a reward function for its rows."""
 
     object: str
-    """`module:name` of a Task, or of a class or function that returns one. Beside `task.file`: of a reward function,
-    as TRL has it, `f(completions, **columns)`, or verl, `f(data_source, solution_str, ground_truth, extra_info)`."""
+    """`module:name`, or `folder/file.py:name`, of a Task, or of a class or function that returns one. Beside
+    `task.file`: of a reward function, as TRL has it, `f(completions, **columns)`, or verl, `f(data_source,
+    solution_str, ground_truth, extra_info)`."""
 
     options: dict[str, Any] = {}
     """Keyword arguments for a class or function; of a reward function, in every call."""

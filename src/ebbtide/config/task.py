@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from ebbtide.config.base import Count, Natural, Positive, Section
+from ebbtide.config.base import Count, Fraction, Natural, Positive, Section
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.config.reasoning import ReasoningFormat, check_format
 from ebbtide.config.rewards import PythonTaskConfig, RewardConfig, RewardModelConfig, ScorerName
@@ -24,6 +24,37 @@ class BuiltinTaskConfig(Section):
     """The task's own options, such as `{digits: 4}`."""
 
 
+class CurriculumConfig(Section):
+    """Problems become harder as rewards rise, by the levels that the dataset's curriculum in reasoning-gym has. Each
+    level has `task.size` problems; held-out ones are of all levels in turn."""
+
+    start: Natural = 0
+    """The level to begin with, of all attributes of the dataset."""
+
+    top: Count = 4
+    """The highest level. An attribute that has fewer levels stays at its highest."""
+
+    raise_at: Fraction = 0.8
+    """The next level begins when the mean reward of the last `window` prompts is at least this."""
+
+    lower_at: Fraction | None = None
+    """The level before comes back, down to `start`, when that mean is below this; `null` never goes back."""
+
+    window: Count = 64
+    """Number of prompts of a level that the mean is over."""
+
+    mode: Literal["inclusive", "upper_bound"] = "inclusive"
+    """What a level is of an attribute that is a range: `inclusive`, all up to it; `upper_bound`, the last step only."""
+
+    @model_validator(mode="after")
+    def _levels_are_in_order(self) -> Self:
+        if self.start >= self.top:
+            raise ValueError(f"`start: {self.start}` must be below `top: {self.top}`")
+        if self.lower_at is not None and self.lower_at >= self.raise_at:
+            raise ValueError(f"`lower_at: {self.lower_at}` must be below `raise_at: {self.raise_at}`")
+        return self
+
+
 class GymTaskConfig(Section):
     """A dataset of the package `reasoning-gym`."""
 
@@ -32,6 +63,9 @@ class GymTaskConfig(Section):
 
     options: dict[str, Any] = {}
     """Passed to the dataset as they are, such as `{min_animals: 2}`."""
+
+    curriculum: CurriculumConfig | None = None
+    """If set, problems become harder as rewards rise."""
 
 
 class FileTaskConfig(Section):
@@ -229,8 +263,8 @@ class TaskConfig(TaskSourceConfig):
     """Processes and time limit of scoring."""
 
     environment: EnvironmentConfig | None = None
-    """If set, problems are played with an environment over several turns (docs/environments.md). Without a source of
-    problems, it has its own, one for each of `size` seeds."""
+    """If set, problems are played with an environment over several turns (docs/environments.md); those of all tasks of
+    a `mix` with the same one. Without a source of problems, it has its own, one for each of `size` seeds."""
 
     @field_validator("reasoning_parser", mode="before")
     @classmethod
@@ -267,8 +301,11 @@ class TaskConfig(TaskSourceConfig):
                     f"`task.{key}` is set beside `task.mix`, whose tasks have their own: move it to"
                     f" `task.mix.{next(iter(self.mix))}.{key}` and the others that need it"
                 )
-        if self.environment is not None:
-            raise ValueError("`task.mix` and `task.environment` cannot be combined yet: remove one of the two")
+        if odd := next((name for name, one in self.mix.items() if one.reasoning_parser is not None), None):
+            raise ValueError(
+                f"`task.mix.{odd}.reasoning_parser` would be for one task, and completions of all are parsed alike: set"
+                " `task.reasoning_parser`"
+            )
         return self
 
     @property

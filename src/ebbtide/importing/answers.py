@@ -29,6 +29,18 @@ class Taken:
     """The arithmetic, or what a person should know about it."""
 
 
+@dataclass(frozen=True)
+class MixPart:
+    """One of several datasets that are mixed."""
+
+    name: str
+    key: str
+    """Their key that names it."""
+    files: Mapping[str, tuple[str, str]]
+    """`train`, and `held_out` if it has one -> the file, and what has to be done for it to be there."""
+    scorer: str | None
+
+
 @dataclass
 class Answers:
     """The answers to all keys of a source."""
@@ -40,6 +52,8 @@ class Answers:
     none: dict[str, str] = field(default_factory=dict)
     arithmetic: list[str] = field(default_factory=list)
     """Lines that show how batches were computed."""
+    mix: list[MixPart] = field(default_factory=list)
+    """Where the problems are of several datasets: all of them. What was taken for one holds for each."""
 
     @cached_property
     def _our_keys(self) -> set[str]:

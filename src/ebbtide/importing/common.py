@@ -14,6 +14,8 @@ from ebbtide.model.families import FAMILIES
 from ebbtide.model.known import hub_id_of, known_models
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
+OTHER_PARTS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of config.json
 
 
 def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:
@@ -37,10 +39,19 @@ def take_model(answers: Answers, theirs: str, ours: str = "model.path") -> None:
         answers.take(ours, text, theirs)
 
 
+def take_template_arguments(answers: Answers, section: str) -> None:
+    """Arguments of the chat template: a mapping, or the keys below it."""
+    source, ours = answers.source, "model.chat_template_kwargs"
+    whole, below = source.get(section), source.under(section)
+    found = dict(whole) if isinstance(whole, dict) else {}
+    found |= {key.removeprefix(f"{section}."): source.get(key) for key in below}
+    if found:
+        answers.take(ours, found, *(below or [section]))
+
+
 def is_sparse(model: Any) -> bool:
     """Whether a model is known to be a mixture of experts."""
-    family = known_models().get(str(model), {}).get("model_type")
-    return family is not None and FAMILIES[family].sparse
+    return any(key in known_models().get(str(model), {}) for key in EXPERTS)
 
 
 def is_dense(model: Any) -> bool:
@@ -66,12 +77,20 @@ def take_ranks(
         answers.drop("1 is the default of `parallel.tensor`", tensor_key)
     elif is_sparse(answers.taken["model.path"].value):
         answers.lack(tensor_key, "`parallel.data`: with experts, weights are sharded over all ranks (FSDP2) only")
+    elif not _splits(answers.taken["model.path"].value):
+        answers.lack(tensor_key, "`parallel.data`: this family is planned with weights sharded over all ranks (FSDP2)")
     elif train % tensor:
         answers.lack(tensor_key, f"`parallel.tensor`: {tensor} does not divide the {train} ranks that train")
     elif not _divides(answers.taken["model.path"].value, tensor):
         answers.lack(tensor_key, "`parallel.data`: the model's heads do not divide into so many parts")
     else:
         answers.take("parallel.tensor", tensor, tensor_key)
+
+
+def _splits(model: Any) -> bool:
+    """Whether a model may be of a family whose tensor parallelism is planned."""
+    sizes = known_models().get(str(model))
+    return sizes is None or sizes["model_type"] in FAMILIES
 
 
 def _divides(model: Any, tensor: int) -> bool:
@@ -114,20 +133,13 @@ def take_adapters(answers: Answers, rank: int, alpha: float, targets: Sequence[s
         answers.drop("all linear layers of the blocks are the default of `model.lora.targets`", keys[2])
 
 
-def take_file(answers: Answers, value: Any, key: str, ours: str, columns: str) -> None:
-    """A file of problems or examples. The name of a hub's dataset stands for a file that has to be made of it."""
-    values = value if isinstance(value, list) else [value]
-    if len(values) > 1:
-        answers.lack(key, f"`{ours}`: one file; the first of {len(values)} is taken. Join them")
-    text = str(values[0]) if values else ""
-    if text.endswith((".parquet", ".jsonl")):
-        how = f"{TODO} name the file" if "$" in text else ""
-        answers.take(ours, text, key, how=how)
-    elif text.endswith(".json"):
-        answers.take(ours, f"{text}l", key, how=f"{TODO} save it as JSONL, {columns}")
+def take_excluded(answers: Answers, key: str) -> None:
+    """Layers without adapters. A pattern stands for the name inside it, and parts that see or hear are not trained."""
+    names = [name.strip("*.").rpartition(".")[2] for name in answers.source.texts(key)]
+    if left := [name for name in names if name not in OTHER_PARTS]:
+        answers.take("model.lora.exclude", left, key)
     else:
-        name = text.rstrip("/").rpartition("/")[2] or "train"
-        answers.take(ours, f"{name}.jsonl", key, how=f"{TODO} save the dataset as this file, {columns}")
+        answers.drop("adapters are in the blocks of the language part only", key)
 
 
 def take_evaluation(answers: Answers, every: int, every_key: str, problems: int | None, problems_key: str) -> None:

@@ -15,6 +15,7 @@ from ebbtide.config.roots import roots
 from ebbtide.errors import UserError
 from ebbtide.importing import nemo_rl, trl, verl
 from ebbtide.importing.answers import Answers, with_defaults
+from ebbtide.importing.problems import finish_mix
 from ebbtide.importing.readers.open import COMMAND_LINE, read_source
 from ebbtide.importing.table import read_table
 from ebbtide.importing.write import write_yaml
@@ -48,6 +49,7 @@ def import_config(path: Path, overrides: Sequence[str] = ()) -> Imported:
     answers = Answers(source, table)
     TOOLS[source.tool](answers)
     answers.complete()
+    finish_mix(answers)
     for key in [key for key, said in answers.none.items() if said.startswith("unknown")]:
         answers.none[key] += _hint(key, root, list(table.keys))
     for key, found in source.ours.items():

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbtide.importing import pending
-from ebbtide.importing.answers import TODO, Answers
+from ebbtide.importing import objective
+from ebbtide.importing.answers import TODO, Answers, MixPart
 from ebbtide.importing.common import (
     is_dense,
     take_adapters,
     take_advantage,
     take_evaluation,
-    take_file,
+    take_excluded,
     take_lengths,
     take_model,
     take_ranks,
+    take_template_arguments,
     take_updates,
 )
 from ebbtide.importing.nemo_rl_worker import take_memory, take_optimizer
+from ebbtide.importing.problems import local_file, mix_names, take_file, take_mix
 
 SECTIONS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "distill": "distillation"}
 VALIDATION_SAMPLES = ("val_num_generations_per_prompt", "num_val_generations_per_prompt")
+COLUMNS = "with fields `prompt` and `answer`"
 KL_BETAS = {"forward": 0.0, "reverse": 1.0}
 
 
@@ -30,7 +33,7 @@ def answer(answers: Answers) -> None:
     take_model(answers, "policy.model_name")
     if source.get("policy.tokenizer.name") in (source.get("policy.model_name"), None):
         answers.drop("it is the model's own tokenizer", "policy.tokenizer.name")
-    pending.take_template_arguments(answers, "policy.tokenizer.chat_template_kwargs")
+    take_template_arguments(answers, "policy.tokenizer.chat_template_kwargs")
     is_megatron = source.get("policy.megatron_cfg.enabled") is True
     worker = "policy.megatron_cfg" if is_megatron else "policy.dtensor_cfg"
     answers.drop("Ebbtide has one worker: FSDP2, with tensor parallelism", f"{worker}.enabled")
@@ -139,30 +142,15 @@ def _problems(answers: Answers, section: str) -> None:
     """The task: its file, its scorer, and its evaluation."""
     source = answers.source
     if isinstance(several := source.get("data.train"), list):
-        first = next((one for one in several if isinstance(one, dict)), {})
-        name = first.get("data_path") or first.get("dataset_name", "train")
-        take_file(answers, name, "data.train", "task.file.train", "with fields `prompt` and `answer`")
-        answers.lack("data.train", "`task.file.train`: one file; the first dataset is taken")
+        _several(answers, [one for one in several if isinstance(one, dict)])
     else:
         path = "data.train.data_path" if source.get("data.train.data_path") else "data.train.dataset_name"
-        take_file(
-            answers,
-            source.get(path, "train"),
-            path,
-            "task.file.train",
-            "with the fields `prompt_field` and `answer_field`",
-        )
-    if source.get("data.validation.data_path"):
-        take_file(
-            answers,
-            source.get("data.validation.data_path"),
-            "data.validation.data_path",
-            "task.file.held_out",
-            "as above",
-        )
+        take_file(answers, source.get(path, "train"), path, "task.file.train", COLUMNS)
+    if source.get(validation := "data.validation.data_path"):
+        take_file(answers, source.get(validation), validation, "task.file.held_out", "as above")
     environments = {key.split(".")[1] for key in source.under("env") if key.split(".")[1] != "should_use_nemo_gym"}
     used = source.get("data.default.env_name") or source.get("data.train.env_name") or next(iter(environments), "math")
-    scorer = "math_verify" if "math" in str(used) or "dapo" in str(used) else "exact"
+    scorer = _scorer(used)
     env_key = next((key for key in ("data.default.env_name", "data.train.env_name") if source.get(key)), "")
     how = "" if scorer == "math_verify" else f"{TODO} `{used}` scored otherwise: a `task.python` or `task.environment`"
     answers.take("task.file.scorer", scorer, *([env_key] if env_key else []), how=how)
@@ -184,6 +172,23 @@ def _problems(answers: Answers, section: str) -> None:
         answers.take("evaluate.k", [1, many], f"{section}.{samples}")
         temperature = source.number("policy.generation.val_temperature", 1.0) or 1.0
         answers.take("evaluate.temperature", temperature, "policy.generation.val_temperature")
+
+
+def _scorer(environment: Any) -> str:
+    return "math_verify" if "math" in str(environment) or "dapo" in str(environment) else "exact"
+
+
+def _several(answers: Answers, datasets: list[dict[str, Any]]) -> None:
+    """Several datasets are a mix of tasks."""
+    paths = [str(one.get("data_path") or one.get("dataset_name", "train")) for one in datasets] or ["train"]
+    take_file(answers, paths[0], "data.train", "task.file.train", COLUMNS)
+    if len(paths) > 1:
+        scorers = [_scorer(one["env_name"]) if one.get("env_name") else None for one in datasets]
+        parts = [
+            MixPart(name, "data.train", {"train": local_file(path, COLUMNS)}, scorer)
+            for name, path, scorer in zip(mix_names(paths), paths, scorers, strict=True)
+        ]
+        take_mix(answers, parts)
 
 
 def _sampling(answers: Answers) -> None:
@@ -248,12 +253,12 @@ def _advantage(answers: Answers) -> None:
     keys = [f"{part}.name", f"{part}.normalize_rewards", f"{part}.use_leave_one_out_baseline", f"{part}.minus_baseline"]
     keys += ["grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"]
     keys = [key for key in keys if key in source.keys]
-    by_group = bool(source.get(f"{part}.minus_baseline"))
     kind = "group_std" if std else "group_mean"
     if name.startswith("reinforce_plus_plus"):
-        kind = pending.reinforce_kind(answers, by_group=by_group)
+        kind = "reinforce_pp_baseline" if source.get(f"{part}.minus_baseline") else "reinforce_pp"
     if kind == "group_mean" and others:
         kind = "rloo"
+    objective.take_whitening(answers, kind)
     take_advantage(answers, kind, *keys)
     if name not in ("grpo", "reinforce_plus_plus"):
         answers.lack(f"{part}.name", f"`advantage.kind: {kind}` is the nearest to `{name}`")
@@ -262,8 +267,6 @@ def _advantage(answers: Answers) -> None:
             next(key for key in keys if "leave_one_out" in key),
             "`advantage.kind: group_std`: the baseline is the mean of the whole group, not of its other samples",
         )
-    if kind == "reinforce_pp" and by_group:
-        answers.lack(f"{part}.minus_baseline", "`advantage.kind: reinforce_pp` has the batch's mean, not the prompt's")
 
 
 def _loss(answers: Answers) -> None:
@@ -283,17 +286,17 @@ def _loss(answers: Answers) -> None:
         answers.take("loss.kl.coefficient", kl, keys[0])
         answers.take("loss.kl.estimator", source.get(keys[1], "k3"), keys[1])
         approximated = f"{part}.use_on_policy_kl_approximation"
-        pending.take_kl_ratio(answers, "rollout" if source.get(approximated) is True else "current", approximated)
+        objective.take_kl_ratio(answers, "rollout" if source.get(approximated) is True else "current", approximated)
     elif kl > 0:
         kind = str(source.get(keys[1], "k3"))
-        pending.take_kl_in_reward(answers, f"{part}.use_kl_in_reward", keys[0], keys[1], kind)
+        objective.take_kl_in_reward(answers, f"{part}.use_kl_in_reward", keys[0], keys[1], kind)
     else:
         answers.drop("0: without `loss.kl` there is no reference", *keys)
-    pending.take_dual_clip(answers, f"{part}.ratio_clip_c")
-    pending.take_dynamic_sampling(answers, "grpo.use_dynamic_sampling", "grpo.dynamic_sampling_max_gen_batches")
+    objective.take_dual_clip(answers, f"{part}.ratio_clip_c")
+    objective.take_dynamic_sampling(answers, "grpo.use_dynamic_sampling", "grpo.dynamic_sampling_max_gen_batches")
     shaping = "grpo.reward_shaping"
     keys = [f"{shaping}.{name}" for name in ("enabled", "overlong_buffer_length", "overlong_buffer_penalty")]
-    pending.take_overlong_buffer(answers, *keys)
+    objective.take_overlong_buffer(answers, *keys)
     _correction(answers)
 
 
@@ -341,9 +344,7 @@ def _adapters(answers: Answers, worker: str, is_megatron: bool) -> None:
     keys = [f"{part}.dim", f"{part}.alpha", f"{part}.target_modules"]
     targets = [] if source.get(f"{part}.match_all_linear") is True else source.texts(keys[2])
     take_adapters(answers, source.size(keys[0], 8), source.number(keys[1], 32), targets, keys)
-    if excluded := source.texts(f"{part}.exclude_modules"):
-        names = [name.rpartition(".")[2] for name in excluded]
-        answers.take("model.lora.exclude", names, f"{part}.exclude_modules")
+    take_excluded(answers, f"{part}.exclude_modules")
     answers.drop("`model.lora` is there", f"{part}.enabled", f"{part}.match_all_linear")
 
 

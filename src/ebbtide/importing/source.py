@@ -44,6 +44,8 @@ class Source:
     """Dotted key -> what was found, in the order of the file."""
     notes: list[str] = field(default_factory=list)
     """What a person should know about how the file was read."""
+    advice: dict[str, str] = field(default_factory=dict)
+    """Reward function -> what has to be done before it can be imported from where it is."""
     ours: dict[str, Found] = field(default_factory=dict)
     """Keys of Ebbtide that the command line sets."""
 

@@ -65,8 +65,7 @@ def read_table(tool: str, algorithm: str) -> Table:
     found = {
         name: Entry(**{**entry, "idle": tuple(entry.get("idle", ()))})
         for part in (tree, own)
-        for group in ("keys", "soon")
-        for name, entry in (part.get(group) or {}).items()
+        for name, entry in (part.get("keys") or {}).items()
     }
     return Table(
         name=tree["name"],

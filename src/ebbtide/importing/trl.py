@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbtide.importing import pending
+from ebbtide.importing import objective
 from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     take_adapters,
     take_advantage,
-    take_file,
+    take_excluded,
     take_lengths,
     take_model,
     take_ranks,
+    take_template_arguments,
 )
+from ebbtide.importing.problems import take_file, take_reward_function
 
 LOSSES = {"dapo": "token", "bnpo": "token", "grpo": "sequence", "dr_grpo": "constant"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
@@ -23,6 +25,7 @@ MODES = {
     "sequence_truncate": ("sequence", "truncate"),
     "sequence_mask": ("sequence", "mask"),
 }
+ACCURACY = "accuracy_reward"
 PROMPT_TOKENS = 512  # TRL has no limit of its own: Ebbtide's default
 
 
@@ -42,7 +45,7 @@ def answer(answers: Answers) -> None:
         _examples(answers, ranks)
     _steps(answers, updates)
     _schedule(answers, updates)
-    pending.take_template_arguments(answers, "chat_template_kwargs")
+    take_template_arguments(answers, "chat_template_kwargs")
     _dtype(answers)
     _adapters(answers)
     _run(answers)
@@ -93,18 +96,7 @@ def _problems(answers: Answers) -> None:
     found = source.keys.get("dataset_name")
     columns = "with a field `prompt`, and one of answers"
     take_file(answers, "train" if found is None else found.value, "dataset_name", "task.file.train", columns)
-    rewards = str(source.keys["reward_funcs"].value) if "reward_funcs" in source.keys else ""
-    if "accuracy_reward" in rewards:
-        answers.take("task.file.scorer", "math_verify", "reward_funcs", how="accuracy_reward", read=True)
-        answers.take(
-            "task.file.answer_field", "solution", "reward_funcs", how="the column that accuracy_reward reads", read=True
-        )
-        if rewards.strip("[]' ") not in ("accuracy_reward", "trl.rewards.accuracy_reward"):
-            answers.lack(
-                "reward_funcs", "`task.python`, whose `score` adds up all of them: the scorer is accuracy_reward"
-            )
-    elif rewards:
-        answers.lack("reward_funcs", "`task.python`, an object with `score`; or `task.file.scorer`")
+    _rewards(answers)
     environment = next((key for key in ("environment_factory", "rollout_func", "tools") if key in source.keys), None)
     if environment is not None:
         answers.lack(
@@ -115,6 +107,38 @@ def _problems(answers: Answers) -> None:
         answers.take("evaluate.every", int(every), "eval_steps", "eval_strategy")
     else:
         answers.drop("`evaluate` is not set", "eval_steps", "eval_strategy", "num_generations_eval")
+
+
+def _rewards(answers: Answers) -> None:
+    """Reward functions: accuracy_reward is a scorer here, and any other can be named. One of them is taken."""
+    key = "reward_funcs"
+    found = answers.source.keys.get(key)
+    if found is None or found.value in (None, []):
+        return
+    if not found.is_read:
+        answers.lack(key, "`task.python.object: module:name`, for a function of a module or of a script's top level")
+        return
+    names = [str(one) for one in (found.value if isinstance(found.value, list) else str(found.value).split())]
+    models = [name for name in names if "/" in name and not name.partition(":")[0].endswith(".py")]
+    functions = [name for name in names if name not in models]
+    accuracy = next((name for name in functions if name.rpartition(":")[2].rpartition(".")[2] == ACCURACY), None)
+    if accuracy is not None:
+        answers.take("task.file.scorer", "math_verify", key, how=ACCURACY)
+        answers.take("task.file.answer_field", "solution", key, how=f"the column that {ACCURACY} reads")
+    elif functions:
+        take_reward_function(answers, _target(functions[0]), key, how=answers.source.advice.get(functions[0], ""))
+        answers.take("task.file.answer_field", None, key, how="the function is given all columns")
+    if left := [name for name in names if name != (accuracy or next(iter(functions), None))]:
+        shown = [f"{name} (a model)" if name in models else name.rpartition(":")[2] for name in left]
+        answers.lack(key, f"one function that adds them up, in `task.python`; left out: {', '.join(shown)}")
+
+
+def _target(name: str) -> str:
+    """`module:name` of a reward function: one of TRL's own by its name alone, or a dotted path."""
+    if ":" in name:
+        return name
+    module, _, last = name.rpartition(".")
+    return f"{module or 'trl.rewards'}:{last}"
 
 
 def _examples(answers: Answers, ranks: int) -> None:
@@ -228,10 +252,10 @@ def _loss(answers: Answers) -> None:
     if (beta := source.number("beta", 0.0)) > 0:
         answers.take("loss.kl.coefficient", beta, "beta")
         corrected = source.get("use_bias_correction_kl") is True
-        pending.take_kl_ratio(answers, "old" if corrected else None, "use_bias_correction_kl")
+        objective.take_kl_ratio(answers, "old" if corrected else None, "use_bias_correction_kl")
     else:
         answers.drop("0: without `loss.kl` there is no reference", "beta")
-    pending.take_dual_clip(answers, "delta")
+    objective.take_dual_clip(answers, "delta")
     scale = str(source.get("scale_rewards", "group")).lower()
     names = {"group": "group_std", "true": "group_std", "none": "group_mean", "false": "group_mean"}
     kind = "rloo" if source.get("trainer") == "rloo" else names.get(scale, "group_std")
@@ -287,6 +311,7 @@ def _adapters(answers: Answers) -> None:
         return
     answers.drop("`model.lora` is there", "use_peft")
     take_adapters(answers, source.size(keys[0], 16), source.number(keys[1], 32), source.texts(keys[2]), keys)
+    take_excluded(answers, "lora_exclude_modules")
     if source.get("load_in_4bit") is True or source.get("load_in_8bit") is True:
         key = "load_in_4bit" if source.get("load_in_4bit") is True else "load_in_8bit"
         if "parallel.gpus" in answers.taken:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.errors import UserError
-from ebbtide.importing import pending
-from ebbtide.importing.answers import TODO, Answers
+from ebbtide.importing import objective
+from ebbtide.importing.answers import TODO, Answers, MixPart
 from ebbtide.importing.common import (
     is_dense,
     take_adapters,
     take_advantage,
     take_evaluation,
-    take_file,
+    take_excluded,
     take_lengths,
     take_model,
     take_ranks,
+    take_template_arguments,
     take_updates,
 )
+from ebbtide.importing.problems import local_file, mix_names, take_file, take_mix, take_reward_function
 from ebbtide.importing.source import Found
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -27,12 +29,12 @@ ADVANTAGES = {
     "rloo_vectorized": "rloo",
     "grpo_vectorized": "group_std",
     "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "gpg": "group_mean",
     "opo": "group_mean",
     "grpo_passk": "group_std",
 }
-EXACT = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus")
+INEXACT = ("gpg", "opo", "grpo_passk")
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
 COLUMNS = "with the fields that `prompt_field` and `answer_field` name"
 
@@ -47,7 +49,7 @@ def answer(answers: Answers) -> None:
     take_model(answers, f"{MODEL}.path")
     if is_dense(answers.taken["model.path"].value):
         answers.drop("the model has no experts", *[key for key in source.keys if "moe_" in key])
-    pending.take_template_arguments(answers, "data.apply_chat_template_kwargs")
+    take_template_arguments(answers, "data.apply_chat_template_kwargs")
     _ranks(answers)
     _batch(answers)
     _steps(answers, "data.train_batch_size")
@@ -116,19 +118,24 @@ def _steps(answers: Answers, batch: str) -> None:
 
 def _problems(answers: Answers) -> None:
     source = answers.source
-    take_file(answers, _files(source.keys.get("data.train_files")), "data.train_files", "task.file.train", COLUMNS)
-    if source.keys.get("data.val_files") is not None:
-        take_file(answers, _files(source.keys["data.val_files"]), "data.val_files", "task.file.held_out", COLUMNS)
+    train, held_out = (_files(source.keys.get(f"data.{name}_files")) for name in ("train", "val"))
+    if isinstance(train, list) and len(train) > 1:
+        _several(answers, train, held_out)
+    else:
+        take_file(answers, train, "data.train_files", "task.file.train", COLUMNS)
+        if source.keys.get("data.val_files") is not None:
+            take_file(answers, held_out, "data.val_files", "task.file.held_out", COLUMNS)
     drops = source.get("data.filter_overlong_prompts") is True or source.get("data.truncation") in ("left", "right")
     keys = ["data.filter_overlong_prompts", "data.truncation"]
     answers.take("task.overlong_prompts", "drop" if drops else "error", *keys)
     if source.get("data.truncation") in ("left", "right", "middle") and source.get(keys[0]) is not True:
         answers.lack("data.truncation", "`task.overlong_prompts: drop`: no prompt is cut")
     names = " ".join(str(source.get(key, "")) for key in ("data.train_files", "data.val_files")).lower()
-    scorer = "gsm8k" if "gsm8k" in names and "math" not in names.replace("gsm8k", "") else "math_verify"
-    own = source.get("custom_reward_function.path")
-    how = f"by the names of the files: verl scores by each row's `data_source`{'' if own is None else '; see below'}"
-    answers.take("task.file.scorer", scorer, "data.train_files", how=how)
+    how = "by the names of the files: verl scores by each row's `data_source`"
+    answers.take("task.file.scorer", _scorer(names), "data.train_files", how=how)
+    for part in ("custom_reward_function", "reward.custom_reward_function"):
+        if source.keys.get(f"{part}.path") is not None and source.keys[f"{part}.path"].value not in (None, ""):
+            _reward_function(answers, part)
     take_evaluation(answers, source.count("trainer.test_freq", -1), "trainer.test_freq", None, "data.val_batch_size")
     samples = source.count(f"{ROLLOUT}.val_kwargs.n", 1)
     if "evaluate.every" in answers.taken and samples > 1:
@@ -138,6 +145,41 @@ def _problems(answers: Answers) -> None:
         answers.take("evaluate.temperature", temperature, f"{ROLLOUT}.val_kwargs.temperature")
     elif "evaluate.every" not in answers.taken:
         answers.drop("`evaluate` is not set", *source.under(f"{ROLLOUT}.val_kwargs"))
+
+
+def _scorer(names: str) -> str:
+    return "gsm8k" if "gsm8k" in names and "math" not in names.replace("gsm8k", "") else "math_verify"
+
+
+def _several(answers: Answers, train: list[Any], held_out: Any) -> None:
+    """Several files are a mix of tasks, each with the file of held-out problems that has its name."""
+    theirs = held_out if isinstance(held_out, list) else [held_out] if "data.val_files" in answers.source.keys else []
+    names, others = mix_names([str(one) for one in train]), mix_names([str(one) for one in theirs])
+    parts, key = [], "data.train_files"
+    for name, file in zip(names, train, strict=True):
+        files = {"train": local_file(file, COLUMNS)}
+        if name in others:
+            files["held_out"] = local_file(theirs[others.index(name)], COLUMNS)
+        parts.append(MixPart(name, key, files, _scorer(str(file).lower())))
+    answers.take("task.file.train", parts[0].files["train"][0], key, how=parts[0].files["train"][1])
+    take_mix(answers, parts)
+    if left := [str(file) for name, file in zip(others, theirs, strict=True) if name not in names]:
+        nearest = f"`task.mix.{names[0]}.file.held_out`, for one task: {', '.join(left)} belongs to none by its name"
+        answers.lack("data.val_files", nearest)
+    else:
+        answers.drop("the tasks of `task.mix` have their files", "data.val_files")
+
+
+def _reward_function(answers: Answers, part: str) -> None:
+    """verl's reward function of a file, with its arguments."""
+    source, name = answers.source, str(answers.source.get(f"{part}.name", "compute_score"))
+    path = str(source.keys[f"{part}.path"].value)
+    how = f"{TODO} name the file" if "$" in path else ""
+    take_reward_function(answers, f"{path}:{name}", f"{part}.path", f"{part}.name", how=how)
+    options = source.under(f"{part}.reward_kwargs")
+    if options:
+        given = {key.removeprefix(f"{part}.reward_kwargs."): source.get(key) for key in options}
+        answers.take("task.python.options", given, *options)
 
 
 def _files(found: Found | None) -> Any:
@@ -155,10 +197,11 @@ def _check_estimator(answers: Answers) -> None:
     """Refuses what is another algorithm, with a value model or with further rollouts."""
     name = str(answers.source.get("algorithm.adv_estimator", "gae"))
     if name not in ADVANTAGES:
+        exact = ", ".join(one for one in ADVANTAGES if one not in INEXACT)
         raise UserError(
             f"`algorithm.adv_estimator={name}` is not in Ebbtide"
             + (", which has no value model (critic)" if name == "gae" else "")
-            + f": it has {', '.join(EXACT)}. `algorithm.adv_estimator=grpo` as an override imports it as that"
+            + f": it has {exact}. `algorithm.adv_estimator=grpo` as an override imports it as that"
         )
 
 
@@ -166,12 +209,11 @@ def _advantage(answers: Answers) -> None:
     source, key = answers.source, "algorithm.adv_estimator"
     name = str(source.get(key, "gae"))
     kind = ADVANTAGES[name]
-    if kind == "reinforce_pp":
-        kind = pending.reinforce_kind(answers, by_group=name.endswith("_baseline"))
+    objective.take_whitening(answers, kind)
     if kind == "group_std" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
         kind = "group_mean"
     take_advantage(answers, kind, key, "algorithm.norm_adv_by_std_in_grpo")
-    if name not in EXACT and kind != "reinforce_pp_baseline":
+    if name in INEXACT:
         answers.lack(key, f"`advantage.kind: {kind}` is the nearest to `{name}`")
 
 
@@ -197,12 +239,12 @@ def _loss(answers: Answers) -> None:
         answers.take("loss.normalise", AGGREGATIONS.get(aggregation, "constant"), f"{ACTOR}.loss_agg_mode")
     if aggregation not in AGGREGATIONS:
         answers.lack(f"{ACTOR}.loss_agg_mode", "`loss.normalise: constant` is the same up to a factor in the rate")
-    pending.take_dual_clip(answers, f"{ACTOR}.clip_ratio_c")
-    pending.take_dynamic_sampling(
+    objective.take_dual_clip(answers, f"{ACTOR}.clip_ratio_c")
+    objective.take_dynamic_sampling(
         answers, "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
     )
     for part in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
-        pending.take_overlong_buffer(answers, f"{part}.enable", f"{part}.len", f"{part}.penalty_factor")
+        objective.take_overlong_buffer(answers, f"{part}.enable", f"{part}.len", f"{part}.penalty_factor")
     keys = [f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]
     coefficient = source.number(keys[1], 0.001)
     kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -213,9 +255,9 @@ def _loss(answers: Answers) -> None:
         answers.take("loss.kl.estimator", kinds.get(name, "k3"), keys[2])
         if name not in kinds:
             answers.lack(keys[2], "`loss.kl.estimator`: k1, k2 or k3")
-    elif source.get(in_reward[0]) is True and answers.knows("loss.kl.in_reward"):
+    elif source.get(in_reward[0]) is True:
         kind = kinds.get(str(source.get(in_reward[2], "kl")), "k1")
-        pending.take_kl_in_reward(answers, in_reward[0], in_reward[1], in_reward[2], kind)
+        objective.take_kl_in_reward(answers, in_reward[0], in_reward[1], in_reward[2], kind)
         answers.drop("the KL penalty is in the reward", *keys)
     else:
         answers.drop("without `loss.kl` there is no reference", *keys)
@@ -293,6 +335,7 @@ def _lora(answers: Answers, part: str) -> None:
     rank = source.count(keys[0], 0)
     if rank > 0:
         take_adapters(answers, rank, source.number(keys[1], 16), source.texts(keys[2]), keys)
+        take_excluded(answers, f"{part}.exclude_modules")
     else:
         answers.drop("no adapters: all weights are trained", *keys)
 

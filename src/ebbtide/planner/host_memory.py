@@ -4,10 +4,13 @@ parameters are counted."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import AutoConfig
 
 from ebbtide.checkpoint.costs import SAVE, describe_synchronous, save_copies
 from ebbtide.config.model import BaseKind
@@ -19,6 +22,7 @@ from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.move_costs import host_bytes_of
 from ebbtide.memory.plan import Plan
 from ebbtide.model.files import NO_CODE, refuse_broken_files
+from ebbtide.model.known import known_models
 from ebbtide.model.load import head_weight, layers_of, model_config, pick_device, pick_dtype
 from ebbtide.model.lora import add_adapters
 from ebbtide.model.quantized_sizes import quantized_bytes
@@ -35,7 +39,7 @@ from ebbtide.rollout.reward_costs import REWARD_MODEL
 from ebbtide.system.units import ceil_div, gib
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 COPIES = "copies for checkpoints"
 
@@ -140,12 +144,22 @@ def _block_bytes(model: PreTrainedModel, base: BaseKind | None) -> int:
     return size
 
 
+def known_config(path: str | None) -> PretrainedConfig | None:
+    """The transformers config of a well-known hub model, for which no hub is asked; None for any other model."""
+    if path is None or path not in known_models() or Path(path).exists():
+        return None
+    sizes = deepcopy(dict(known_models()[path]))
+    found: PretrainedConfig = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    return found
+
+
 def meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     """The configured model without memory for its weights."""
     from transformers import AutoModelForCausalLM  # with all that models need, which a start does not wait for
 
     with refuse_broken_files(config.model), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
+        described = known_config(config.model.path) or model_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(described, dtype=dtype, **NO_CODE)
         if config.model.lora is not None:
             add_adapters(model, config.model.lora, config.seed)
     return model

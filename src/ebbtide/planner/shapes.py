@@ -8,6 +8,7 @@ from ebbtide.config.model_path import locate
 from ebbtide.config.root import Config
 from ebbtide.memory.plan import HoldingName
 from ebbtide.model.families import UnknownFamilyError
+from ebbtide.model.known import known_models
 from ebbtide.model.shape import Shape, find_shape
 from ebbtide.policy.model_costs import FrozenShape
 
@@ -18,7 +19,7 @@ def plannable_shape(config: Config, device_type: str, model: ModelConfig | None 
     try:
         return find_shape(model)
     except UnknownFamilyError:
-        if model.path is None or locate(model.path).gguf is not None:
+        if model.path is None or (model.path not in known_models() and locate(model.path).gguf is not None):
             raise
     from ebbtide.planner.traced_model import trace_shape
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ebbtide.config.task import TaskConfig, TaskSourceConfig
 from ebbtide.errors import UserError
@@ -49,7 +50,7 @@ def _source(config: TaskSourceConfig, seed: int, held_out: int) -> Task:
     if config.builtin is not None:
         return build_builtin(config.builtin.name, config.builtin.options, size=size, held_out=held_out, seed=seed)
     if config.gym is not None:
-        return GymTask(config.gym.dataset, config.gym.options, size=size, held_out=held_out, seed=seed)
+        return GymTask(config.gym, size=size, held_out=held_out, seed=seed)
     if config.file is not None and config.python is not None:
         return load_reward_function_task(config.python, config.file, held_out=held_out)
     if config.file is not None and config.rewards is not None:
@@ -67,7 +68,8 @@ class _WrappedTask:
     """A task with a system message before its problems, which scores only the extracted answer of a completion."""
 
     def __init__(self, task: Task, config: TaskSourceConfig) -> None:
-        self._task, self._system, self._size, extract = task, config.system, config.size, config.extract
+        self._task, self._system, extract = task, config.system, config.extract
+        self._size = config.size if config.gym is None else None  # It makes as many as it should have.
         try:
             self._extract = re.compile(extract, re.DOTALL) if extract is not None else None
         except re.error as error:
@@ -94,7 +96,7 @@ class _WrappedTask:
         system, rest = self._system, problem.messages
         if rest and rest[0]["role"] == "system":  # A chat template accepts one system message.
             system, rest = f"{system}\n\n{rest[0]['content']}", rest[1:]
-        return Problem([{"role": "system", "content": system}, *rest], problem.answer, problem.metadata)
+        return replace(problem, messages=[{"role": "system", "content": system}, *rest])
 
     def score(self, problem: Problem, completion: str) -> Score:
         if self._extract is None:

@@ -4,8 +4,13 @@ else is loaded."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import re
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ebbtide.config.rewards import PythonTaskConfig
@@ -62,21 +67,42 @@ def load_reward_function_task(
 
 def _import_object(config: PythonTaskConfig, key: str = "task.python") -> Any:
     """The object that a config names."""
-    module_name, colon, name = config.object.partition(":")
+    module_name, colon, name = config.object.rpartition(":")
     if not colon or not module_name or not name:
-        raise UserError(f"`{key}.object` is `{config.object}` and should be `module:name`")
+        raise UserError(f"`{key}.object` is `{config.object}` and should be `module:name`, or `file.py:name`")
     try:
-        return getattr(importlib.import_module(module_name), name)
+        return getattr(_import_module(module_name), name)
     except SystemExit as error:
         raise UserError(
             f"`{key}.object: {config.object}` exits the process when it is imported (exit code {error.code}):"
             " remove that from the module"
         ) from None
-    except (ImportError, AttributeError, TypeError) as error:  # TypeError: for a name that begins with a dot.
+    except (ImportError, AttributeError, TypeError, OSError) as error:  # TypeError: for a name that begins with a dot.
         raise UserError(
             f"`{key}.object: {config.object}` cannot be imported (from {os.getcwd()} or the installed packages):"
             f" {error}"
         ) from None
+
+
+def _import_module(name: str) -> ModuleType:
+    """A module by its name, or that of a file of Python."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    file = Path(name).expanduser().resolve()
+    known = re.sub(r"\W", "_", str(file))
+    if known in sys.modules:
+        return sys.modules[known]
+    spec = importlib.util.spec_from_file_location(known, file)
+    assert spec is not None  # Its name ends in `.py`.
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[known] = module  # Its dataclasses look for it there.
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[known]
+        raise
+    return module
 
 
 def _call(found: Callable[..., Any], config: PythonTaskConfig, key: str = "task.python") -> Any:

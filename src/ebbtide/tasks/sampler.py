@@ -63,9 +63,9 @@ class Sampler(Generic[Item]):
 
 class MixedSampler(Generic[Item]):
     """Draws of several lists in turns by their weights, of each as a sampler of its own does. Its state is how many
-    items it has drawn."""
+    items it has drawn. In place of a list there may be an order that keeps its own state."""
 
-    def __init__(self, items: Sequence[Sequence[Item]], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, items: Sequence[Sequence[Item] | Order[Item]], weights: Sequence[float], seed: int) -> None:
         self._items, self._weights, self._seed = items, weights, seed
         self.seek(0, 0)
 
@@ -77,13 +77,15 @@ class MixedSampler(Generic[Item]):
                 " checkpoint"
             )
         self.epoch, self.position = 0, position
-        self._samplers = [Sampler(some, self._seed) for some in self._items]
+        self._samplers: list[Order[Item]] = [
+            Sampler(some, self._seed) if isinstance(some, Sequence) else some for some in self._items
+        ]
         self._turns = turns(self._weights)
         counts = [0] * len(self._items)
         for _ in range(position):
             counts[next(self._turns)] += 1
         for sampler, some, count in zip(self._samplers, self._items, counts, strict=True):
-            sampler.seek(*divmod(count, len(some)))
+            sampler.seek(*(divmod(count, len(some)) if isinstance(some, Sequence) else (0, count)))
 
     def draw(self, count: int) -> list[Item]:
         """The next items."""

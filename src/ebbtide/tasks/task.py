@@ -28,6 +28,8 @@ class Problem:
     judgements: dict[str, str | float] = field(default_factory=dict)
     """What was found about a completion before it is scored, by the name of the reward: a judge's answer, or a reward
     model's score."""
+    level: int | None = None
+    """The level of its task's curriculum."""
 
     @property
     def question(self) -> str:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from ebbtide.errors import UserError
 from ebbtide.importing.readers.commands import flag_settings, hydra_settings
-from ebbtide.importing.readers.python_calls import Calls, read_calls
+from ebbtide.importing.readers.python_calls import Calls, read_calls, reward_functions
 from ebbtide.importing.readers.shell import Word, read_script
 from ebbtide.importing.readers.yaml_files import Layers, read_layers, read_text
 from ebbtide.importing.source import Found, Source, Unread
 
 COMMAND_LINE = "the command line"
+MOVE = "to do: move it to a file of its own: importing the script runs it"
 
 NEMO_SECTIONS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "distillation": "distill"}
 TRL_CONFIGS = {
@@ -259,6 +260,10 @@ def _read_python(path: Path) -> Source:
     for key in ("reward_funcs", "tools", "environment_factory", "rollout_func"):
         if key in trainer:
             keys[key] = trainer[key]
+    own = list[str]()
+    if "reward_funcs" in keys:
+        script = "" if path.suffix == ".ipynb" else str(path)
+        keys["reward_funcs"], own = reward_functions(keys["reward_funcs"], calls, script)
     if trainer and "model_name_or_path" not in keys:
         keys["model_name_or_path"] = _model(trainer["model"], calls)
     if "dataset_name" not in keys and "0" in calls.calls.get("load_dataset", {}):
@@ -266,7 +271,7 @@ def _read_python(path: Path) -> Source:
     if kind == "RLOOConfig":
         keys["trainer"] = Found("rloo", path.name)
     notes = ["the command in its docstring was read as well"] if command is not None else []
-    return Source("trl", TRL_CONFIGS[kind], keys, notes)
+    return Source("trl", TRL_CONFIGS[kind], keys, notes, dict.fromkeys(own, MOVE if calls.runs else ""))
 
 
 def _model(found: Found, calls: Calls) -> Found:

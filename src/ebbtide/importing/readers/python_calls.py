@@ -13,6 +13,7 @@ from ebbtide.errors import UserError
 from ebbtide.importing.source import Found, Unread
 
 LARGEST = 1_000_000  # characters of a script
+RUNNING = (ast.Expr, ast.Raise, ast.For, ast.While, ast.With)  # statements that do something, but for docstrings
 
 
 @dataclass
@@ -23,6 +24,11 @@ class Calls:
     """Name of the function -> its keyword arguments, over all of its calls; positional ones are `0`, `1`, ..."""
     assigned: dict[str, Found] = field(default_factory=dict)
     """Name of an attribute -> what is assigned to it, as in `training_args.beta = 0.1`."""
+    functions: dict[str, str] = field(default_factory=dict)
+    """Name of a function of the script's top level, or of one that it imports -> `module:name`; empty for
+    the script's own."""
+    runs: bool = False
+    """Whether importing the script does more than to define things."""
     docstring: str = ""
     text: str = ""
 
@@ -39,7 +45,13 @@ def read_calls(text: str, file: str) -> Calls:
         raise UserError(f"{file} is not valid Python: {error}") from None
     known = _Known(tree)
     calls = Calls(docstring=ast.get_docstring(tree, clean=False) or "", text=text)
+    calls.functions = {one.name: "" for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    calls.runs = any(
+        isinstance(one, RUNNING) and not isinstance(getattr(one, "value", None), ast.Constant) for one in tree.body
+    )
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            calls.functions |= {one.asname or one.name: f"{node.module}:{one.name}" for one in node.names}
         if isinstance(node, ast.Call):
             found = calls.calls.setdefault(_name(node.func), {})
             for place, argument in enumerate(node.args):
@@ -54,6 +66,23 @@ def read_calls(text: str, file: str) -> Calls:
             if owner.endswith(("args", "config")):
                 calls.assigned[target.attr] = known.found(node.value, file)
     return calls
+
+
+def reward_functions(found: Found, calls: Calls, script: str) -> tuple[Found, list[str]]:
+    """(the reward functions of a trainer as `module:name`, those that the script defines). A function that is made
+    where it is used cannot be named, and all are unread then. `script`: its path; empty if it is a notebook."""
+    if found.is_read:
+        return found, []
+    node = ast.parse(str(found.value), mode="eval").body
+    parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    named, own = list[str](), list[str]()
+    for part in parts:
+        where = calls.functions.get(part.id) if isinstance(part, ast.Name) else None
+        if where is None or (not where and not script):
+            return found, []
+        named.append(where or f"{script}:{ast.unparse(part)}")
+        own += [] if where else named[-1:]
+    return Found(named, found.place), own
 
 
 def _name(node: ast.expr) -> str:

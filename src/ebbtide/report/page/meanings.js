@@ -21,6 +21,7 @@ const MEANINGS = [
   [/^finished$/, "share", "of completions that ended by themselves"],
   [/^reasoning_unfinished$/, "share", "of completions whose reasoning did not end"],
   [/^reasoning_tokens$/, "tokens", "up to the end of the reasoning, mean"],
+  [/^(task\/[^/]+\/)?curriculum_level$/, "", "level that the next step draws problems of (task.gym.curriculum)"],
   [/^task\//, "", "the same figure of one task of the mix"],
   [/^overlong_penalty$/, "", "reward that samples lost by their length, mean"],
   [/^gen_batches$/, "generations", "of the step (dynamic sampling)"],
