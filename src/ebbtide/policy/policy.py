@@ -18,6 +18,7 @@ from ebbtide.memory.activations import ActivationOffloader
 from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.gauge import transient
 from ebbtide.memory.residency import Residency
+from ebbtide.model.experts import use_fast_experts
 from ebbtide.model.load import LoadedModel, blocks_of, decoder, head_weight, logit_scaling
 from ebbtide.model.state_layers import missing_kernels
 from ebbtide.parallel.comm import Comm
@@ -106,6 +107,7 @@ class Policy:
         self._generate_attention = loaded.generate_attention
         self.module = _PackedModel(loaded.model)
         """The model from packed tokens to what its head computes of them."""
+        use_fast_experts(loaded.model)
         self._ranks = ranks or Comm()
         self._fused: FusedBlocks | None = None
         self._activations: ActivationHooks | FusedActivations | None = None

@@ -31,6 +31,31 @@ def experts_implementation(config: PretrainedConfig) -> str | None:
     return name
 
 
+Experts = Callable[[Any, "Tensor", "Tensor", "Tensor"], "Tensor"]
+"""Computes what the experts of a module make of tokens [T, H], from those chosen for each and their weights."""
+
+
+def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """transformers' own experts as grouped matmuls. It relies on the name of that function."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    found: Tensor = grouped_mm_experts_forward(module, hidden, chosen, weights)
+    return found
+
+
+def set_experts(model: PreTrainedModel, name: str, experts: Experts) -> None:
+    """Lets a model with transformers' grouped experts compute them by another function, under a name of its own. It
+    relies on `ExpertsInterface`, where such functions are registered, and on what a module of experts has for them:
+    its matrices `gate_up_proj` or `up_proj`, and `down_proj`, their biases with `_bias` at the end, `_apply_gate`,
+    `act_fn`, `post_expert_norm`, `num_experts`, `has_gate`, `has_bias`, `has_post_expert_norm`, `is_transposed` and
+    `_is_expert_parallel`."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    if experts_implementation(model.config.get_text_config()) == "grouped_mm":
+        ExpertsInterface.register(name, experts)
+        model.set_experts_implementation(name)
+
+
 class DeltaRuleFunctions(NamedTuple):
     function: Callable[..., tuple[Tensor, Tensor | None]]
     """What a layer calls: a kernel if there is one."""

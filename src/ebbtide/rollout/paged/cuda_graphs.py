@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ebbtide.model.experts import NAME, groups_on_device
 from ebbtide.model.load import layers_of, rope_limit
 from ebbtide.system.torch_internals import forward_pre_hooks
 from ebbtide.system.transformers_internals import experts_implementation
@@ -21,16 +23,14 @@ def needs_host_sync(model: PreTrainedModel) -> bool:
     ranks."""
     if any(forward_pre_hooks(block) for block in layers_of(model) or ()):
         return True
-    sparse = any("experts" in name for name, _ in model.named_parameters())
-    return (sparse and not _groups_experts(model)) or rope_limit(model.config) is not None
+    experts = [weight for name, weight in model.named_parameters() if "experts" in name]
+    return (bool(experts) and not _groups_experts(model, experts[0])) or rope_limit(model.config) is not None
 
 
-def _groups_experts(model: PreTrainedModel) -> bool:
-    """Tells whether all experts are one grouped matmul whose sizes are read on the device: torch has that for bfloat16
-    on these GPUs, and loops over experts on the host elsewhere."""
+def _groups_experts(model: PreTrainedModel, weight: Tensor) -> bool:
+    """Tells whether all experts are one grouped matmul whose sizes are read on the device."""
     kind = experts_implementation(model.config.get_text_config())
-    grouped = kind == "grouped_mm" and model.dtype == torch.bfloat16
-    return grouped and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
+    return kind in ("grouped_mm", NAME) and groups_on_device(weight)
 
 
 def waits_for_device(run: Callable[[], None]) -> bool:

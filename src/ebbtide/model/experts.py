@@ -1,0 +1,99 @@
+"""The experts of models whose blocks are not fused, on a GPU: transformers' grouped matmuls, between gathers whose
+backward is a gather too. torch's own backward of a gather sorts the indices and adds rows up one after the other, which
+takes longer than the experts' matmuls where a row is read thousands of times, as the bias of an expert is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ebbtide.system.torch_internals import grouped_mm
+from ebbtide.system.transformers_internals import grouped_experts, set_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "ebbtide"  # of these experts among those that transformers knows
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x by index. `places` [len(x), n]: where each of them went; all went to as many places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        return grads[0][places].sum(1), None, None
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds the bias of its expert to each row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
+        ctx.save_for_backward(experts)
+        ctx.count = len(bias)
+        return rows + bias[experts]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (experts,) = ctx.saved_tensors
+        return grads[0], one_hot(experts, ctx.count).to(grads[0].dtype).t() @ grads[0], None
+
+
+def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What the chosen experts [T, visited] make of tokens [T, H], by their weights [T, visited]. `module`: one of
+    transformers', with the matrices of all experts."""
+    gather: Any = _Gather.apply
+    experts, order = torch.sort(chosen.flatten(), stable=True)  # [N]: the expert and the visit of each row
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
+    ends = counts.index_add_(0, experts, torch.ones_like(experts, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+
+    def project(rows: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        found = grouped_mm(rows.to(weight.dtype), weight if module.is_transposed else weight.transpose(1, 2), ends)
+        if not module.has_bias:
+            return found
+        added: Tensor = _AddBias.apply(found, getattr(module, f"{name}_bias"), experts)  # type: ignore[no-untyped-call]
+        return added
+
+    rows = gather(hidden, order // chosen.shape[1], places.view_as(chosen))
+    rows = (
+        module._apply_gate(project(rows, "gate_up_proj"))
+        if module.has_gate
+        else module.act_fn(project(rows, "up_proj"))
+    )
+    rows = project(rows, "down_proj")
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows)
+    rows = rows * gather(weights.reshape(-1, 1), order, places[:, None])
+    visits: Tensor = gather(rows, places, order[:, None])
+    return visits.view(len(hidden), chosen.shape[1], -1).sum(1).to(hidden.dtype)
+
+
+def _mix(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    if module._is_expert_parallel or not groups_on_device(module.down_proj):
+        return grouped_experts(module, hidden, chosen, weights)
+    return mix_experts(module, hidden, chosen, weights)
+
+
+def groups_on_device(weight: Tensor) -> bool:
+    """Whether torch multiplies groups of rows with one matrix each without the host knowing how many there are: it has
+    that for bfloat16 on these GPUs, and loops over experts on the host elsewhere."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+
+
+def use_fast_experts(model: PreTrainedModel) -> None:
+    """Lets a model that computes its experts in groups do so by `mix_experts`, where the device can."""
+    set_experts(model, NAME, _mix)
