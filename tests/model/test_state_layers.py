@@ -37,10 +37,10 @@ def test_packed_sequences_have_the_numbers_that_they_have_alone(name) -> None:
     model = family_model(name).model
     sequences = _sequences(model.config.vocab_size)
     weights = [one for one in model.parameters() if one.requires_grad]
+    assert state_layers(model).layers
     own = torch.cat([decoder(model)(one[None], use_cache=False).last_hidden_state[0] for one in sequences])
     factors = torch.arange(own.numel()).sin().view_as(own)
     wanted = torch.autograd.grad((own * factors).sum(), weights, allow_unused=True)
-    assert state_layers(model).layers
     found = _hidden(model, sequences)
     torch.testing.assert_close(found, own, atol=2e-5, rtol=2e-5)
     gradients = torch.autograd.grad((found * factors).sum(), weights, allow_unused=True)
@@ -108,4 +108,6 @@ def test_slow_layers_on_a_gpu_are_told_of(monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.model.state_layers.find_spec", lambda name: None)
     assert "ebbtide[fla]" in missing_kernels(model)
     monkeypatch.setattr("ebbtide.model.state_layers.find_spec", lambda name: object())
-    assert not missing_kernels(model)
+    for wrong in (True, False):
+        monkeypatch.setattr("ebbtide.model.state_layers.has_wrong_gradients", lambda device, wrong=wrong: wrong)
+        assert ("Triton" in missing_kernels(model)) == wrong

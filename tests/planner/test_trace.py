@@ -158,8 +158,9 @@ def test_what_a_trace_cannot_plan_is_refused_by_name(tmp_path) -> None:
         plan_offline(config, H200)
 
 
-def test_kernels_of_a_package_save_less_than_plain_torch(tmp_path, monkeypatch) -> None:
-    """A stand-in has their memory where they are installed, and the layer's own function is there afterwards."""
+def test_kernels_of_a_package_save_more_than_plain_torch(tmp_path, monkeypatch) -> None:
+    """A stand-in has their memory where they are installed, and the layer's own function is there afterwards. In plain
+    torch the delta rule saves its inputs alone."""
     sizes = {**SHAPE, **OF["qwen3_5_text"]}
     plain = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
     module = __import__("transformers.models.qwen3_5.modeling_qwen3_5", fromlist=["_"])
@@ -168,5 +169,5 @@ def test_kernels_of_a_package_save_less_than_plain_torch(tmp_path, monkeypatch) 
     fused = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
     assert module.torch_chunk_gated_delta_rule is before
     assert fused.state_bytes == plain.state_bytes
-    assert fused.keep.saved[1] < plain.keep.saved[1]
+    assert fused.keep.saved[1] > plain.keep.saved[1]
     assert fused.keep.saved[3] == plain.keep.saved[3]  # attention

@@ -1,9 +1,6 @@
-"""The gated delta rule of Qwen3.5, Qwen3-Next and OLMo hybrid in training.
-
-transformers computes it in chunks of tokens, with a kernel of flash-linear-attention or in plain torch. The plain one
-would keep some 20 tensors of float32 for the backward pass, several times what the rest of a layer keeps: here it keeps
-its inputs alone, and the backward pass computes the others again.
-"""
+"""Which function computes the gated delta rule of Qwen3.5, Qwen3-Next and OLMo hybrid for chunks of tokens: the kernel
+of flash-linear-attention (`fla`), or plain torch (gated_delta_rule.py), in place of transformers' own, which keeps some
+20 tensors for the backward."""
 
 from __future__ import annotations
 
@@ -16,69 +13,57 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from ebbtide.model.gated_delta_rule import gated_delta_rule
 from ebbtide.system.transformers_internals import delta_rule, replace_delta_rule
 
 RIGHT_SINCE = "3.7.1"
 """The version of Triton since which fla's gradients are right on Hopper GPUs. Below, the compiler breaks a kernel that
 fla refuses to run (its issue 640) unless it finds tilelang, with which it has another."""
 
-DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
+
+def in_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`gated_delta_rule`, called as transformers calls its own."""
+    output, state = gated_delta_rule(query, key, value, g, beta, initial_state, normalizes=use_qk_l2norm_in_kernel)
+    return output, state if output_final_state else None
 
 
-class LeanDeltaRule:
-    """The delta rule of a family's layers, in place of transformers' function."""
+class ChosenDeltaRule:
+    """The kernel where there is one for the device, and plain torch elsewhere."""
 
-    def __init__(self, own: DeltaRule, plain: DeltaRule) -> None:
-        self._own, self._plain = own, plain
-        self.__wrapped__ = plain
+    def __init__(self, own: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+        """`own`: transformers' function, which calls the kernel if it is installed."""
+        self._own = self.__wrapped__ = own
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **named: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if has_kernels() and not has_wrong_gradients(query.device):
-            return self._own(query, key, value, g=g, beta=beta, **named)
-        inputs = query, key, value, g, beta
-        if torch.is_grad_enabled() and any(one.requires_grad for one in inputs) and not named.get("output_final_state"):
-            output: Tensor = _Recomputed.apply(self._plain, named, *inputs)  # type: ignore[no-untyped-call]
-            return output, None
-        return self._plain(query, key, value, g=g, beta=beta, **named)
+    def __call__(self, query: Tensor, *inputs: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
+        rule = self._own if has_kernel(query.device) else in_torch
+        return rule(query, *inputs, **named)
 
 
-class _Recomputed(torch.autograd.Function):
-    """The plain rule's output, which keeps nothing but the inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, rule: DeltaRule, named: dict[str, Any], *inputs: Tensor) -> Tensor:
-        ctx.rule, ctx.named = rule, named
-        ctx.save_for_backward(*inputs)
-        return _output(rule, named, inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        inputs = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-        with torch.enable_grad():
-            output = _output(ctx.rule, ctx.named, inputs)
-        return None, None, *torch.autograd.grad(output, inputs, grads)
-
-
-def _output(rule: DeltaRule, named: dict[str, Any], inputs: Any) -> Tensor:
-    query, key, value, g, beta = inputs
-    return rule(query, key, value, g=g, beta=beta, **named)[0]
-
-
-def make_lean(module: nn.Module) -> None:
-    """Lets a layer, and all others of its family, keep little of the delta rule, if it has one."""
+def choose_delta_rule(module: nn.Module) -> None:
+    """Replaces the delta rule of a layer, and of all others of its class, if it has one."""
     own = delta_rule(module)
-    if own is not None and not isinstance(own.function, LeanDeltaRule):
-        replace_delta_rule(module, LeanDeltaRule(own.function, own.plain))
+    if own is not None and not isinstance(own, ChosenDeltaRule):
+        replace_delta_rule(module, ChosenDeltaRule(own))
 
 
-def has_kernels() -> bool:
-    return find_spec("fla") is not None
+def has_kernel(device: torch.device) -> bool:
+    """Whether fla is installed and computes right gradients on this device."""
+    return device.type == "cuda" and find_spec("fla") is not None and not has_wrong_gradients(device)
 
 
 def has_wrong_gradients(device: torch.device) -> bool:
-    """Whether fla cannot compute gradients on this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or find_spec("tilelang") is not None:
+    """Whether fla cannot compute gradients on this GPU."""
+    if torch.cuda.get_device_capability(device)[0] != 9 or find_spec("tilelang") is not None:
         return False
     return "3.4" <= TorchVersion(version("triton")) < RIGHT_SINCE

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ebbtide.errors import UserError
-from ebbtide.model.delta_rule import RIGHT_SINCE, has_wrong_gradients, make_lean
+from ebbtide.model.delta_rule import RIGHT_SINCE, choose_delta_rule, has_wrong_gradients
 from ebbtide.model.load import decoder
 from ebbtide.model.state_cache import StateCache
 
@@ -144,7 +144,7 @@ class StateLayer:
         self._cache = next(name for name in parameters if name in _CACHES)
         self._rest = next((name for name, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
         module.forward = self
-        make_lean(module)
+        choose_delta_rule(module)
         if tuple(getattr(module, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
             module.get_submodule("in_proj").register_forward_hook(self._limit_time_steps)
 

@@ -3,7 +3,8 @@
 transformers' layers with states call a package's kernel where that is installed, and plain torch elsewhere. A trace
 calls plain torch, which saves more, but for gated delta nets where `fla` is installed: its kernel saves its inputs, the
 normalized queries and keys, and a matrix for each chunk of tokens, and computes the rest again in its backward. That is
-what the code of flash-linear-attention says; no run was compared with it.
+what the code of flash-linear-attention says; no run was compared with it. Without it they save their inputs alone
+(model/gated_delta_rule.py).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ebbtide.model.delta_rule import ChosenDeltaRule, has_kernel, in_torch
 from ebbtide.model.state_layers import state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DELTA_RULE, PACKAGE = "chunk_gated_delta_rule", "fla"
 CHUNK = 64  # tokens of a chunk of that kernel
 
 
@@ -75,8 +76,15 @@ def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
 
 def _without_kernel(name: str, value: Any) -> Callable[..., Any] | None:
     """What a trace calls in place of a function of transformers' that may call a kernel; None if it is none."""
-    if DELTA_RULE in name and callable(value) and find_spec(PACKAGE) is not None:
-        return delta_rule
+    if isinstance(value, ChosenDeltaRule):
+        return delta_rule if _has_kernel() else in_torch
     plain = getattr(value, "__wrapped__", None)  # transformers wraps its own version of such functions.
-    is_kernel = any(part in name for part in (DELTA_RULE, "causal_conv1d", "chunk_scan", "recurrent"))
+    is_kernel = any(part in name for part in ("causal_conv1d", "chunk_scan", "recurrent"))
     return plain if callable(value) and callable(plain) and is_kernel else None
+
+
+def _has_kernel() -> bool:
+    """Whether the delta rule has its kernel here; without a GPU, whether it is installed."""
+    if not torch.cuda.is_available():
+        return find_spec("fla") is not None
+    return has_kernel(torch.device("cuda", torch.cuda.current_device()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,22 +56,14 @@ def set_experts(model: PreTrainedModel, name: str, experts: Experts) -> None:
         model.set_experts_implementation(name)
 
 
-class DeltaRuleFunctions(NamedTuple):
-    function: Callable[..., tuple[Tensor, Tensor | None]]
-    """What a layer calls: a kernel if there is one."""
-    plain: Callable[..., tuple[Tensor, Tensor | None]]
-    """The same in plain torch."""
-
-
 _DELTA_RULE = "torch_chunk_gated_delta_rule"
 
 
-def delta_rule(module: nn.Module) -> DeltaRuleFunctions | None:
-    """The gated delta rule in chunks that a layer's forward calls. It relies on the name of that function in the module
-    of the layer's class, and on its being a wrapper of the plain one."""
+def delta_rule(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The gated delta rule in chunks that a layer's forward calls, by a kernel if one is installed. It relies on the
+    name of that function in the module of the layer's class."""
     forward = inspect.unwrap(type(module).forward)
-    found = forward.__globals__.get(_DELTA_RULE) if _DELTA_RULE in forward.__code__.co_names else None
-    return None if found is None else DeltaRuleFunctions(found, getattr(found, "__wrapped__", found))
+    return forward.__globals__.get(_DELTA_RULE) if _DELTA_RULE in forward.__code__.co_names else None
 
 
 def replace_delta_rule(module: nn.Module, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
