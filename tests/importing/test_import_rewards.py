@@ -60,7 +60,7 @@ def test_several_rewards_of_trl_have_their_weights_in_its_order() -> None:
     assert values(found, "task.file.scorer", "task.python.object", "task.file.answer_field") == [..., ..., "solution"]
     assert not {one.partition("=")[0] for one in given} & set(found.answers.none)
     assert "weight: 0.5  # reward_weights (the command line)" in found.text
-    assert "`evaluate.pass_reward` is what passes" in render_lists(found.answers)
+    assert "`evaluate.pass_reward` has to be the reward that passes" in render_lists(found.answers)
 
 
 def test_rewards_of_trl_without_weights_are_added_up() -> None:
@@ -162,6 +162,7 @@ def test_reward_function_and_reward_model_of_verl(loop: str, there: str) -> None
     }
     assert values(found, "task.python.object", "task.file.answer_field") == [..., "reward_model.ground_truth"]
     assert there in found.answers.none["reward_model.enable"]
+    assert found.text.count("weight: 1.0  # to do: set it: there the ") == 2
 
 
 def test_a_mix_of_verl_has_the_same_rewards_in_all_tasks() -> None:

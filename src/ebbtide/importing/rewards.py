@@ -14,7 +14,7 @@ REWARDS = "task.rewards"
 SCORING = ("task.file.scorer", "task.python", REWARDS)  # what says how completions are scored
 NO_ANSWERS = "a reward model reads no answers"
 RESERVED = "extracted"  # no reward may have this name
-PASSING = "rewards are a sum of scores: where `evaluate` is set, `evaluate.pass_reward` is what passes"
+PASSING = "with `task.rewards`, `evaluate.pass_reward` has to be the reward that passes, where `evaluate` is set"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Reward:
     how: str = ""
     weight: float = 1.0
     weight_keys: tuple[str, ...] = ()
+    weight_how: str = ""
 
 
 def function_reward(target: str, *theirs: str, how: str = "", options: Mapping[str, Any] | None = None) -> Reward:
@@ -54,7 +55,7 @@ def take_rewards(answers: Answers, rewards: Sequence[Reward]) -> None:
         for number, (key, value) in enumerate(one.settings.items()):
             answers.take(f"{ours}.{key}", value, *one.theirs, how=one.how if number == 0 else "")
         if len(rewards) > 1 or one.weight != 1:
-            answers.take(f"{ours}.weight", one.weight, *one.weight_keys)
+            answers.take(f"{ours}.weight", one.weight, *one.weight_keys, how=one.weight_how)
     if not any("python.object" in one.settings or "scorer" in one.settings for one in rewards):
         answers.take("task.file.answer_field", None, *rewards[0].theirs, how=NO_ANSWERS)
     answers.source.notes.append(PASSING)

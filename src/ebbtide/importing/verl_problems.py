@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ebbtide.importing.answers import TODO, Answers, MixPart
@@ -74,9 +75,11 @@ def _scorers(answers: Answers) -> None:
         off = [key for part in MODEL_PARTS for key in source.under(f"reward_model.{part}")]
         answers.drop("there is no reward model (`reward_model.enable`)", *off)
     if models:
-        take_rewards(answers, [_function(answers, part) for part in functions] + [_model(answers, models[0])])
+        rewards = [*(_function(answers, part) for part in functions), _model(answers, models[0])]
+        there = _both(source, models[0])
+        take_rewards(answers, [replace(one, weight_how=f"{TODO} set it: {there}") for one in rewards])
         if functions:
-            answers.lack(f"{models[0]}.enable", _both(source, models[0]))
+            answers.lack(f"{models[0]}.enable", f"`task.rewards` adds both up: {there}. Set the `weight` of each")
     elif functions:
         reward = _function(answers, functions[0])
         take_reward_function(answers, reward.settings["python.object"], *reward.theirs, how=reward.how)
@@ -121,10 +124,8 @@ def _model(answers: Answers, part: str) -> Reward:
 def _both(source: Source, part: str) -> str:
     """What verl does with a reward model beside a reward function, in place of a sum."""
     if source.get(f"{part}.use_reward_loop", True) is False:
-        there = "there the model's score is the reward, and the function is not called"
-    else:
-        there = "there the function's score is the reward, and it may ask the model (`reward_router_address`)"
-    return f"`task.rewards` adds both up: {there}. Set the `weight` of each"
+        return "there the model's score is the reward, and the function is not called"
+    return "there the function's score is the reward, and it may ask the model (`reward_router_address`)"
 
 
 def files_of(found: Found | None) -> Any:
