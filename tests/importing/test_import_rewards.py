@@ -98,8 +98,9 @@ def test_the_overlong_punishment_of_trl_is_no_reward_here() -> None:
 
 def script(folder: Path, written: str) -> Imported:
     lines = ["from mine import length", "from trl.rewards import accuracy_reward as right"]
-    lines += ["def form(completions, **columns): return [0.0]", "policy = Auto.from_pretrained('Qwen/Qwen3-0.6B')"]
-    lines += ["path = 'owner/first'", "judge = Auto.from_pretrained(path, num_labels=1)", "several = [form, judge]"]
+    lines += ["path = 'owner/first'", "judge = Auto.from_pretrained(path, num_labels=1)"]
+    lines += ["policy = Auto.from_pretrained('Qwen/Qwen3-0.6B')"]
+    lines += ["def form(completions, **columns): return [0.0]", "several = [form, judge]"]
     lines += ["GRPOConfig(num_generations=4)", f"GRPOTrainer(model=policy, reward_funcs={written})"]
     (folder / "script.py").write_text("\n".join(lines))
     return import_config(folder / "script.py")
