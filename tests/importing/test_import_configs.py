@@ -249,47 +249,6 @@ def test_trl_script_is_parsed_and_not_executed() -> None:
     assert "to do: move it to a file of its own" in found.answers.taken["task.python.object"].how
 
 
-@pytest.mark.parametrize(
-    ("rewards", "expected", "left"),
-    [
-        ("accuracy_reward", ["math_verify", ..., "solution"], None),
-        ("[think_format_reward,accuracy_reward]", ["math_verify", ..., "solution"], "think_format_reward"),
-        ("think_format_reward", [..., "trl.rewards:think_format_reward", None], None),
-        ("mine.rewards.length", [..., "mine.rewards:length", None], None),
-        ("[mine.rewards.length,other.rewards.form]", [..., "mine.rewards:length", None], "other.rewards.form"),
-        ("owner/reward-model", [..., ..., ...], "left out: owner/reward-model (a model)"),
-    ],
-)
-def test_reward_functions_of_trl_by_name(rewards: str, expected: list[Any], left: str | None) -> None:
-    found = imported("trl_grpo.yaml", f"reward_funcs={rewards}")
-    keys = ["task.file.scorer", "task.python.object", "task.file.answer_field"]
-    assert values(found, *keys) == expected
-    assert (
-        found.answers.none.get("reward_funcs") is None if left is None else left in found.answers.none["reward_funcs"]
-    )
-
-
-def test_reward_functions_that_a_script_makes_have_no_name(tmp_path: Path) -> None:
-    def rewards(written: str) -> Imported:
-        lines = ["from mine import length", "from trl.rewards import accuracy_reward as right"]
-        lines += ["GRPOConfig(num_generations=4)", f"GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs={written})"]
-        (tmp_path / "script.py").write_text("\n".join(lines))
-        return import_config(tmp_path / "script.py")
-
-    assert values(rewards("[length]"), "task.python.object") == ["mine:length"]
-    assert values(rewards("right"), "task.file.scorer") == ["math_verify"]
-    assert "`task.python.object: module:name`" in rewards("make_reward(3)").answers.none["reward_funcs"]
-
-
-def test_reward_function_of_verl() -> None:
-    part = "custom_reward_function"
-    given = [f"{part}.path=rewards/mine.py", f"{part}.name=judge", f"{part}.reward_kwargs.scale=2"]
-    found = imported("verl_plain.sh", *given)
-    assert values(found, "task.python.object", "task.python.options") == ["rewards/mine.py:judge", {"scale": 2}]
-    assert values(found, "task.file.scorer", "task.file.answer_field") == [..., "reward_model.ground_truth"]
-    assert values(imported("verl_plain.sh", given[0]), "task.python.object") == ["rewards/mine.py:compute_score"]
-
-
 def test_several_files_of_verl_are_a_mix() -> None:
     files = ["data.train_files=[d/gsm8k/train.parquet,d/math/train.parquet]"]
     files.append("data.val_files=[d/math/test.parquet,d/gsm8k/test.parquet,d/aime.parquet]")

@@ -39,6 +39,7 @@ class MixPart:
     files: Mapping[str, tuple[str, str]]
     """`train`, and `held_out` if it has one -> the file, and what has to be done for it to be there."""
     scorer: str | None
+    """Its own scorer; None: it is scored as all are."""
 
 
 @dataclass

@@ -17,6 +17,8 @@ from ebbtide.importing import nemo_rl, trl, verl
 from ebbtide.importing.answers import Answers, with_defaults
 from ebbtide.importing.problems import finish_mix
 from ebbtide.importing.readers.open import COMMAND_LINE, read_source
+from ebbtide.importing.rewards import REWARDS, prefer_command_line
+from ebbtide.importing.source import Found, flatten
 from ebbtide.importing.table import read_table
 from ebbtide.importing.write import write_yaml
 
@@ -43,12 +45,15 @@ def import_config(path: Path, overrides: Sequence[str] = ()) -> Imported:
     table, root = read_table(source.tool, source.algorithm), roots()[source.algorithm]
     ours = set(all_keys(root))
     for key in [key for key, found in source.keys.items() if found.place == COMMAND_LINE]:
-        if table.find(key) is None and key in ours:
-            source.ours[key] = source.keys.pop(key)
+        if table.find(key) is None and (key in ours or key.startswith(f"{REWARDS}.")):
+            found = source.keys.pop(key)
+            given = dict(flatten({key: found.value})) if key == REWARDS else {key: found.value}
+            source.ours |= {one: Found(value, found.place) for one, value in given.items()}
     with_defaults(source, table.defaults, table.name)
     answers = Answers(source, table)
     TOOLS[source.tool](answers)
     answers.complete()
+    prefer_command_line(answers)
     finish_mix(answers)
     for key in [key for key, said in answers.none.items() if said.startswith("unknown")]:
         answers.none[key] += _hint(key, root, list(table.keys))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.importing import objective
-from ebbtide.importing.answers import TODO, Answers, MixPart
+from ebbtide.importing.answers import Answers
 from ebbtide.importing.common import (
     is_dense,
     take_adapters,
     take_advantage,
-    take_evaluation,
     take_excluded,
     take_lengths,
     take_model,
@@ -18,12 +17,11 @@ from ebbtide.importing.common import (
     take_template_arguments,
     take_updates,
 )
+from ebbtide.importing.nemo_rl_problems import take_problems
 from ebbtide.importing.nemo_rl_worker import take_memory, take_optimizer
-from ebbtide.importing.problems import local_file, mix_names, take_file, take_mix
+from ebbtide.importing.problems import take_file
 
 SECTIONS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "distill": "distillation"}
-VALIDATION_SAMPLES = ("val_num_generations_per_prompt", "num_val_generations_per_prompt")
-COLUMNS = "with fields `prompt` and `answer`"
 KL_BETAS = {"forward": 0.0, "reverse": 1.0}
 
 
@@ -42,7 +40,7 @@ def answer(answers: Answers) -> None:
     _ranks(answers, worker, is_megatron)
     if source.algorithm in ("grpo", "distill"):
         _rollouts(answers, section)
-        _problems(answers, section)
+        take_problems(answers, section)
         _sampling(answers)
     else:
         _examples(answers, section)
@@ -136,59 +134,6 @@ def _steps(answers: Answers, section: str, epoch: str) -> None:
         how = f"or {epochs} epochs, if those are fewer: {epoch}" if epochs is not None else ""
         answers.take("train.steps", steps, f"{section}.max_num_steps", f"{section}.max_num_epochs", how=how)
     answers.drop("`train.steps` are set", f"{section}.max_num_epochs")
-
-
-def _problems(answers: Answers, section: str) -> None:
-    """The task: its file, its scorer, and its evaluation."""
-    source = answers.source
-    if isinstance(several := source.get("data.train"), list):
-        _several(answers, [one for one in several if isinstance(one, dict)])
-    else:
-        path = "data.train.data_path" if source.get("data.train.data_path") else "data.train.dataset_name"
-        take_file(answers, source.get(path, "train"), path, "task.file.train", COLUMNS)
-    if source.get(validation := "data.validation.data_path"):
-        take_file(answers, source.get(validation), validation, "task.file.held_out", "as above")
-    environments = {key.split(".")[1] for key in source.under("env") if key.split(".")[1] != "should_use_nemo_gym"}
-    used = source.get("data.default.env_name") or source.get("data.train.env_name") or next(iter(environments), "math")
-    scorer = _scorer(used)
-    env_key = next((key for key in ("data.default.env_name", "data.train.env_name") if source.get(key)), "")
-    how = "" if scorer == "math_verify" else f"{TODO} `{used}` scored otherwise: a `task.python` or `task.environment`"
-    answers.take("task.file.scorer", scorer, *([env_key] if env_key else []), how=how)
-    if scorer == "exact" and env_key:
-        answers.lack(env_key, "`task.python`, an object with `score`; or `task.environment` for several turns")
-    if source.algorithm == "distill" and scorer == "exact":
-        answers.drop("distillation needs no scores", env_key)
-    take_evaluation(
-        answers,
-        source.count(f"{section}.val_period", 0),
-        f"{section}.val_period",
-        source.count(f"{section}.max_val_samples", 0) or None,
-        f"{section}.max_val_samples",
-    )
-    samples = next((key for key in VALIDATION_SAMPLES if f"{section}.{key}" in source.keys), VALIDATION_SAMPLES[0])
-    many = source.count(f"{section}.{samples}", 1)
-    if many > 1 and "evaluate.every" in answers.taken:
-        answers.take("evaluate.samples", many, f"{section}.{samples}")
-        answers.take("evaluate.k", [1, many], f"{section}.{samples}")
-        temperature = source.number("policy.generation.val_temperature", 1.0) or 1.0
-        answers.take("evaluate.temperature", temperature, "policy.generation.val_temperature")
-
-
-def _scorer(environment: Any) -> str:
-    return "math_verify" if "math" in str(environment) or "dapo" in str(environment) else "exact"
-
-
-def _several(answers: Answers, datasets: list[dict[str, Any]]) -> None:
-    """Several datasets are a mix of tasks."""
-    paths = [str(one.get("data_path") or one.get("dataset_name", "train")) for one in datasets] or ["train"]
-    take_file(answers, paths[0], "data.train", "task.file.train", COLUMNS)
-    if len(paths) > 1:
-        scorers = [_scorer(one["env_name"]) if one.get("env_name") else None for one in datasets]
-        parts = [
-            MixPart(name, "data.train", {"train": local_file(path, COLUMNS)}, scorer)
-            for name, path, scorer in zip(mix_names(paths), paths, scorers, strict=True)
-        ]
-        take_mix(answers, parts)
 
 
 def _sampling(answers: Answers) -> None:

@@ -59,21 +59,24 @@ def mix_names(values: Sequence[str]) -> list[str]:
 
 
 def finish_mix(answers: Answers) -> None:
-    """Makes the one task that was taken a mix of tasks, which have all in common but their files and scorers."""
+    """Makes the one task that was taken a mix of tasks, which have all in common but their files, and their scorers
+    where they have some of their own."""
     if not answers.mix:
         return
-    shared = {key: taken for key, taken in answers.taken.items() if key.startswith(("task.file.", "task.python."))}
+    sections = ("task.file.", "task.python.", "task.rewards.")
+    shared = {key: taken for key, taken in answers.taken.items() if key.startswith(sections)}
     answers.taken = {key: taken for key, taken in answers.taken.items() if key not in shared}
     held_out = answers.taken.pop("task.held_out", None)
     for part in answers.mix:
         ours = f"task.mix.{part.name}"
         answers.take(f"{ours}.weight", 1.0, part.key, how=WEIGH)
         for key, taken in shared.items():
-            if key not in ("task.file.train", "task.file.held_out"):
+            is_scoring = not key.startswith("task.file.") or (key == "task.file.answer_field" and taken.value is None)
+            if key not in ("task.file.train", "task.file.held_out") and not (is_scoring and part.scorer is not None):
                 answers.taken[f"{ours}.{key.removeprefix('task.')}"] = taken
         for name, (file, how) in part.files.items():
             answers.take(f"{ours}.file.{name}", file, part.key, how=how)
-        if part.scorer is not None and "task.python.object" not in shared:
+        if part.scorer is not None:
             answers.take(f"{ours}.file.scorer", part.scorer, part.key)
         if held_out is not None:
             each = -(-int(held_out.value) // len(answers.mix))

@@ -15,7 +15,8 @@ from ebbtide.importing.common import (
     take_ranks,
     take_template_arguments,
 )
-from ebbtide.importing.problems import take_file, take_reward_function
+from ebbtide.importing.problems import take_file
+from ebbtide.importing.trl_rewards import take_scorers
 
 LOSSES = {"dapo": "token", "bnpo": "token", "grpo": "sequence", "dr_grpo": "constant"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
@@ -25,7 +26,6 @@ MODES = {
     "sequence_truncate": ("sequence", "truncate"),
     "sequence_mask": ("sequence", "mask"),
 }
-ACCURACY = "accuracy_reward"
 PROMPT_TOKENS = 512  # TRL has no limit of its own: Ebbtide's default
 
 
@@ -96,7 +96,7 @@ def _problems(answers: Answers) -> None:
     found = source.keys.get("dataset_name")
     columns = "with a field `prompt`, and one of answers"
     take_file(answers, "train" if found is None else found.value, "dataset_name", "task.file.train", columns)
-    _rewards(answers)
+    take_scorers(answers)
     environment = next((key for key in ("environment_factory", "rollout_func", "tools") if key in source.keys), None)
     if environment is not None:
         answers.lack(
@@ -107,38 +107,6 @@ def _problems(answers: Answers) -> None:
         answers.take("evaluate.every", int(every), "eval_steps", "eval_strategy")
     else:
         answers.drop("`evaluate` is not set", "eval_steps", "eval_strategy", "num_generations_eval")
-
-
-def _rewards(answers: Answers) -> None:
-    """Reward functions: accuracy_reward is a scorer here, and any other can be named. One of them is taken."""
-    key = "reward_funcs"
-    found = answers.source.keys.get(key)
-    if found is None or found.value in (None, []):
-        return
-    if not found.is_read:
-        answers.lack(key, "`task.python.object: module:name`, for a function of a module or of a script's top level")
-        return
-    names = [str(one) for one in (found.value if isinstance(found.value, list) else str(found.value).split())]
-    models = [name for name in names if "/" in name and not name.partition(":")[0].endswith(".py")]
-    functions = [name for name in names if name not in models]
-    accuracy = next((name for name in functions if name.rpartition(":")[2].rpartition(".")[2] == ACCURACY), None)
-    if accuracy is not None:
-        answers.take("task.file.scorer", "math_verify", key, how=ACCURACY)
-        answers.take("task.file.answer_field", "solution", key, how=f"the column that {ACCURACY} reads")
-    elif functions:
-        take_reward_function(answers, _target(functions[0]), key, how=answers.source.advice.get(functions[0], ""))
-        answers.take("task.file.answer_field", None, key, how="the function is given all columns")
-    if left := [name for name in names if name != (accuracy or next(iter(functions), None))]:
-        shown = [f"{name} (a model)" if name in models else name.rpartition(":")[2] for name in left]
-        answers.lack(key, f"one function that adds them up, in `task.python`; left out: {', '.join(shown)}")
-
-
-def _target(name: str) -> str:
-    """`module:name` of a reward function: one of TRL's own by its name alone, or a dotted path."""
-    if ":" in name:
-        return name
-    module, _, last = name.rpartition(".")
-    return f"{module or 'trl.rewards'}:{last}"
 
 
 def _examples(answers: Answers, ranks: int) -> None:

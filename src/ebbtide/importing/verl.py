@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ebbtide.errors import UserError
 from ebbtide.importing import objective
-from ebbtide.importing.answers import TODO, Answers, MixPart
+from ebbtide.importing.answers import TODO, Answers
 from ebbtide.importing.common import (
     is_dense,
     take_adapters,
     take_advantage,
-    take_evaluation,
     take_excluded,
     take_lengths,
     take_model,
@@ -19,10 +16,10 @@ from ebbtide.importing.common import (
     take_template_arguments,
     take_updates,
 )
-from ebbtide.importing.problems import local_file, mix_names, take_file, take_mix, take_reward_function
-from ebbtide.importing.source import Found
+from ebbtide.importing.problems import take_file
+from ebbtide.importing.verl_problems import ROLLOUT, files_of, take_problems
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ADVANTAGES = {
     "grpo": "group_std",
     "rloo": "rloo",
@@ -36,7 +33,6 @@ ADVANTAGES = {
 }
 INEXACT = ("gpg", "opo", "grpo_passk")
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
-COLUMNS = "with the fields that `prompt_field` and `answer_field` name"
 
 
 def answer(answers: Answers) -> None:
@@ -53,7 +49,7 @@ def answer(answers: Answers) -> None:
     _ranks(answers)
     _batch(answers)
     _steps(answers, "data.train_batch_size")
-    _problems(answers)
+    take_problems(answers)
     _advantage(answers)
     _loss(answers)
     _correction(answers)
@@ -114,83 +110,6 @@ def _steps(answers: Answers, batch: str) -> None:
         size = source.size(batch, 1024)
         how = f"{TODO} {epochs} epochs are {epochs} x rows / {size} steps"
         answers.take("train.steps", 100, "trainer.total_epochs", how=how)
-
-
-def _problems(answers: Answers) -> None:
-    source = answers.source
-    train, held_out = (_files(source.keys.get(f"data.{name}_files")) for name in ("train", "val"))
-    if isinstance(train, list) and len(train) > 1:
-        _several(answers, train, held_out)
-    else:
-        take_file(answers, train, "data.train_files", "task.file.train", COLUMNS)
-        if source.keys.get("data.val_files") is not None:
-            take_file(answers, held_out, "data.val_files", "task.file.held_out", COLUMNS)
-    drops = source.get("data.filter_overlong_prompts") is True or source.get("data.truncation") in ("left", "right")
-    keys = ["data.filter_overlong_prompts", "data.truncation"]
-    answers.take("task.overlong_prompts", "drop" if drops else "error", *keys)
-    if source.get("data.truncation") in ("left", "right", "middle") and source.get(keys[0]) is not True:
-        answers.lack("data.truncation", "`task.overlong_prompts: drop`: no prompt is cut")
-    names = " ".join(str(source.get(key, "")) for key in ("data.train_files", "data.val_files")).lower()
-    how = "by the names of the files: verl scores by each row's `data_source`"
-    answers.take("task.file.scorer", _scorer(names), "data.train_files", how=how)
-    for part in ("custom_reward_function", "reward.custom_reward_function"):
-        if source.keys.get(f"{part}.path") is not None and source.keys[f"{part}.path"].value not in (None, ""):
-            _reward_function(answers, part)
-    take_evaluation(answers, source.count("trainer.test_freq", -1), "trainer.test_freq", None, "data.val_batch_size")
-    samples = source.count(f"{ROLLOUT}.val_kwargs.n", 1)
-    if "evaluate.every" in answers.taken and samples > 1:
-        answers.take("evaluate.samples", samples, f"{ROLLOUT}.val_kwargs.n")
-        answers.take("evaluate.k", [1, samples], f"{ROLLOUT}.val_kwargs.n")
-        temperature = source.number(f"{ROLLOUT}.val_kwargs.temperature", 1.0) or 1.0
-        answers.take("evaluate.temperature", temperature, f"{ROLLOUT}.val_kwargs.temperature")
-    elif "evaluate.every" not in answers.taken:
-        answers.drop("`evaluate` is not set", *source.under(f"{ROLLOUT}.val_kwargs"))
-
-
-def _scorer(names: str) -> str:
-    return "gsm8k" if "gsm8k" in names and "math" not in names.replace("gsm8k", "") else "math_verify"
-
-
-def _several(answers: Answers, train: list[Any], held_out: Any) -> None:
-    """Several files are a mix of tasks, each with the file of held-out problems that has its name."""
-    theirs = held_out if isinstance(held_out, list) else [held_out] if "data.val_files" in answers.source.keys else []
-    names, others = mix_names([str(one) for one in train]), mix_names([str(one) for one in theirs])
-    parts, key = [], "data.train_files"
-    for name, file in zip(names, train, strict=True):
-        files = {"train": local_file(file, COLUMNS)}
-        if name in others:
-            files["held_out"] = local_file(theirs[others.index(name)], COLUMNS)
-        parts.append(MixPart(name, key, files, _scorer(str(file).lower())))
-    answers.take("task.file.train", parts[0].files["train"][0], key, how=parts[0].files["train"][1])
-    take_mix(answers, parts)
-    if left := [str(file) for name, file in zip(others, theirs, strict=True) if name not in names]:
-        nearest = f"`task.mix.{names[0]}.file.held_out`, for one task: {', '.join(left)} belongs to none by its name"
-        answers.lack("data.val_files", nearest)
-    else:
-        answers.drop("the tasks of `task.mix` have their files", "data.val_files")
-
-
-def _reward_function(answers: Answers, part: str) -> None:
-    """verl's reward function of a file, with its arguments."""
-    source, name = answers.source, str(answers.source.get(f"{part}.name", "compute_score"))
-    path = str(source.keys[f"{part}.path"].value)
-    how = f"{TODO} name the file" if "$" in path else ""
-    take_reward_function(answers, f"{path}:{name}", f"{part}.path", f"{part}.name", how=how)
-    options = source.under(f"{part}.reward_kwargs")
-    if options:
-        given = {key.removeprefix(f"{part}.reward_kwargs."): source.get(key) for key in options}
-        answers.take("task.python.options", given, *options)
-
-
-def _files(found: Found | None) -> Any:
-    """The files of a key: one, a list of them, or a text with unread parts."""
-    if found is None:
-        return "train.parquet"
-    if isinstance(found.value, list):
-        return found.value
-    text = str(found.value).strip("[]'\" ")
-    parts = [part.strip(" '\"") for part in text.split(",")]
-    return parts if len(parts) > 1 else parts[0]
 
 
 def _check_estimator(answers: Answers) -> None:
@@ -367,9 +286,9 @@ def _supervised(answers: Answers) -> None:
     take_lengths(answers, source.size("data.max_length", 1024), ["data.max_length"])
     _steps(answers, "data.train_batch_size")
     columns = "with `prompt` and `completion`, or `messages`"
-    take_file(answers, _files(source.keys.get("data.train_files")), "data.train_files", "data.train", columns)
+    take_file(answers, files_of(source.keys.get("data.train_files")), "data.train_files", "data.train", columns)
     if "data.val_files" in source.keys:
-        take_file(answers, _files(source.keys["data.val_files"]), "data.val_files", "data.held_out", columns)
+        take_file(answers, files_of(source.keys["data.val_files"]), "data.val_files", "data.held_out", columns)
     if source.count("trainer.test_freq", -1) > 0:
         answers.take("evaluate.every", source.count("trainer.test_freq", -1), "trainer.test_freq")
     truncation = {"error": "error", "right": "truncate", "left": "drop"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -275,7 +276,10 @@ def _read_python(path: Path) -> Source:
 
 
 def _model(found: Found, calls: Calls) -> Found:
-    """The model of a trainer: a text, or what `from_pretrained` loads."""
+    """The model of a trainer: a text, or what `from_pretrained` loads; of several, the one that it names, or the first
+    one."""
+    if isinstance(found.value, Unread) and (named := calls.loaded_model(ast.parse(found.value.text, mode="eval").body)):
+        return Found(named, found.place)
     loaded = calls.calls.get("from_pretrained", {})
     if isinstance(found.value, Unread) and (first := loaded.get("0") or loaded.get("pretrained_model_name_or_path")):
         return first

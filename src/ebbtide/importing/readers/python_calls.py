@@ -31,6 +31,19 @@ class Calls:
     """Whether importing the script does more than to define things."""
     docstring: str = ""
     text: str = ""
+    known: _Known | None = None
+    """The names whose values can be read."""
+
+    def loaded_model(self, node: ast.expr) -> str | None:
+        """The folder or hub id of a model: a text, or what a call of `from_pretrained` loads; or a name of either."""
+        if self.known is None:
+            return None
+        node = self.known.followed(node)
+        if isinstance(node, ast.Call) and _name(node.func) == "from_pretrained":
+            named = [one.value for one in node.keywords if one.arg == "pretrained_model_name_or_path"]
+            node = next(iter([*node.args, *named]), node)
+        value = self.known.value(node, 0)
+        return value if isinstance(value, str) else None
 
 
 def read_calls(text: str, file: str) -> Calls:
@@ -44,7 +57,7 @@ def read_calls(text: str, file: str) -> Calls:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{file} is not valid Python: {error}") from None
     known = _Known(tree)
-    calls = Calls(docstring=ast.get_docstring(tree, clean=False) or "", text=text)
+    calls = Calls(docstring=ast.get_docstring(tree, clean=False) or "", text=text, known=known)
     calls.functions = {one.name: "" for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
     calls.runs = any(
         isinstance(one, RUNNING) and not isinstance(getattr(one, "value", None), ast.Constant) for one in tree.body
@@ -69,15 +82,22 @@ def read_calls(text: str, file: str) -> Calls:
 
 
 def reward_functions(found: Found, calls: Calls, script: str) -> tuple[Found, list[str]]:
-    """(the reward functions of a trainer as `module:name`, those that the script defines). A function that is made
-    where it is used cannot be named, and all are unread then. `script`: its path; empty if it is a notebook."""
-    if found.is_read:
+    """(the reward functions of a trainer as `module:name` and its reward models by their paths, the functions that the
+    script defines). A function that is made where it is used cannot be named, and all are unread then. `script`: its
+    path; empty if it is a notebook."""
+    if found.is_read or calls.known is None:
         return found, []
     node = ast.parse(str(found.value), mode="eval").body
+    if not (isinstance(node, ast.Name) and node.id in calls.functions):
+        node = calls.known.followed(node)
     parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     named, own = list[str](), list[str]()
     for part in parts:
         where = calls.functions.get(part.id) if isinstance(part, ast.Name) else None
+        model = calls.loaded_model(part) if where is None else None
+        if model is not None and "/" in model:
+            named.append(model)
+            continue
         if where is None or (not where and not script):
             return found, []
         named.append(where or f"{script}:{ast.unparse(part)}")
@@ -113,6 +133,10 @@ class _Known:
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             for one, part in zip(target.elts, value.elts, strict=True):
                 self._assign(one, part)
+
+    def followed(self, node: ast.expr) -> ast.expr:
+        """What a name stands for; anything else as it is."""
+        return self.names.get(node.id, node) if isinstance(node, ast.Name) else node
 
     def found(self, node: ast.expr, file: str) -> Found:
         return Found(self.value(node, 0), f"{file}:{node.lineno}")
