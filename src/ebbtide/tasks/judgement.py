@@ -4,7 +4,6 @@ question is never expanded again, and an answer is only searched."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from ebbtide.config.rewards import JudgeConfig
 from ebbtide.errors import UserError
 from ebbtide.system.printable import printable
 from ebbtide.tasks.files import Row
+from ebbtide.tasks.score_message import MAX_REWARD
 from ebbtide.tasks.task import Problem
 
 FIELD = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([A-Za-z_][\w.]*)\}")
@@ -89,7 +89,7 @@ def read_score(judge: JudgeConfig, answer: str) -> float:
     found = _verdict(judge, answer)
     if judge.values is not None:
         worth = {name.strip().casefold(): value for name, value in judge.values.items()}
-        if not isinstance(found, str) or (value := worth.get(found.strip().casefold())) is None:
+        if (value := worth.get(_text(found).strip().casefold())) is None:
             raise UnreadableAnswerError(
                 f"the judge's verdict is {_shown(found)}, which is none of {', '.join(judge.values)}"
             )
@@ -100,12 +100,10 @@ def read_score(judge: JudgeConfig, answer: str) -> float:
         score = float(found)
     except (ValueError, OverflowError):
         raise UnreadableAnswerError(f"the judge's score is {_shown(found)}, which is no number") from None
-    if judge.range is None:
-        return score  # One that is not finite fails as that of any scorer does.
-    low, high = judge.range
-    if not (math.isfinite(score) and low <= score <= high):
+    low, high = judge.range or (-MAX_REWARD, MAX_REWARD)
+    if not low <= score <= high:
         raise UnreadableAnswerError(f"the judge's score is {score:g}, which is not from {low:g} to {high:g}")
-    return (score - low) / (high - low)
+    return score if judge.range is None else (score - low) / (high - low)
 
 
 def _verdict(judge: JudgeConfig, answer: str) -> Any:
