@@ -5,9 +5,15 @@ import math
 
 import pytest
 
+from ebbtide.algorithms.evaluate import evaluate
 from ebbtide.errors import UserError
 from ebbtide.launch.job import Job
 from ebbtide.launch.start import _checked
+from ebbtide.progress import no_progress
+from ebbtide.rollout.engine import Completion
+from ebbtide.rollout.prompts import Prompt
+from ebbtide.tasks.score_message import ScoreResult, failed_score
+from ebbtide.tasks.task import Problem, ask
 from judge_server import judge_server
 from test_loop import SHAPED, run
 
@@ -44,13 +50,36 @@ def test_a_judge_that_fails_costs_samples_and_never_the_run(tiny, tmp_path, monk
         if not one.get("failure"):
             assert one["reward"] == 0.5 * one["parts"]["right"] + 2 * one["parts"]["style"]
     for number, line in enumerate(steps, start=1):
-        own = [one for one in samples if one["step"] == number]
-        style = sum(one.get("parts", {}).get("style", 0) for one in own) / 16
-        assert line["reward/style"] == pytest.approx(style)
+        own = [one for one in samples if one["step"] == number and not one.get("failure")]
+        assert line["reward/style"] == pytest.approx(sum(one["parts"]["style"] for one in own) / len(own))
+        assert line["reward"] == pytest.approx(sum(one["reward"] for one in own) / len(own))
         assert line["judge/style/requests"] + line["judge/style/cached"] == 16
     assert any("evaluate/judge/style/requests" in line for line in metrics)
     for file in (tmp_path / "run").rglob("*"):
         assert not file.is_file() or b"sk-secret" not in file.read_bytes()
+
+
+def test_an_evaluation_is_of_the_samples_that_were_judged(tiny) -> None:
+    """Of three problems with two samples each: all judged, one of them, none."""
+    lost = failed_score("judge_error", "no")
+    scored = [ScoreResult(-1.0), ScoreResult(-3.0), lost, ScoreResult(-4.0), lost, lost]
+    settings = {"every": 1, "problems": 3, "samples": 2, "temperature": 1.0, "k": [1, 2], "pass_reward": -2.0}
+    prompts = [Prompt(Problem(ask("?")), "?", [1])] * 3
+    done = [Completion([1], [0.0], [0.0], "stop", "")] * 6
+    found = evaluate(tiny({"evaluate": settings}), lambda *_: (done, scored), prompts, no_progress)
+    assert found["evaluate/reward"] == pytest.approx(-8 / 3)
+    assert (found["evaluate/pass@1"], found["evaluate/pass@2"]) == (0.25, 1.0)
+    assert found["evaluate/score_failures/judge_error"] == 3
+
+
+def test_a_judge_that_is_away_leaves_no_reward_that_a_checkpoint_could_be_best_by(tiny, tmp_path) -> None:
+    with judge_server(lambda number, request: (404, b"who?")) as server:
+        evaluate = {"every": 1, "problems": 4, "final": {"samples": 2, "k": [1]}}
+        changes = {"task.rewards": rewards(server.url), "evaluate": evaluate, "checkpoint": {"every": 1}}
+        metrics, _, _ = run(tiny, tmp_path / "run", changes)
+    assert [line["score_failures/judge_error"] for line in metrics if "samples" in line] == [16, 16]
+    assert any("evaluate/final/score_failures/judge_error" in line for line in metrics)
+    assert not any(name.endswith(("reward", "pass@1", "greedy")) for line in metrics for name in line)
 
 
 def test_losses_that_need_every_sample_go_on_without_a_few(tiny, tmp_path) -> None:

@@ -105,18 +105,18 @@ def _sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, 
     parts: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     for length, scored in zip(lengths, (sample.scored for sample in samples), strict=True):
-        if scored is not None:
+        if scored is not None and not scored.is_unjudged:
             rewards.append(scored.value)
             by_outcome["passed" if scored.value >= pass_reward else "failed"].append(length)
             parts.update(scored.parts)
-            failures.update([scored.failure] if scored.failure else [])
+        failures.update([scored.failure] if scored is not None and scored.failure else [])
     reward = {}
     if rewards:
-        reward = {"reward": sum(rewards) / count, "reward_std": torch.tensor(rewards).std(correction=0).item()}
+        reward = {"reward": sum(rewards) / len(rewards), "reward_std": torch.tensor(rewards).std(correction=0).item()}
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     return {
         **reward,
-        **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
+        **{f"reward/{name}": total / len(rewards) for name, total in sorted(parts.items())},
         **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
         "completion_tokens": sum(lengths) / count,
         **{f"completion_tokens/{name}": fmean(found) for name, found in by_outcome.items() if found},
