@@ -85,6 +85,14 @@ def test_what_is_too_long_is_not_scored(tiny, tmp_path) -> None:
     assert [isinstance(one, float) for one in scored(tiny, {"path": path, "max_tokens": 8}, work)] == [False, False]
 
 
+def test_a_tokenizer_knows_of_positions_that_no_token_has(tiny, tmp_path) -> None:
+    """A RoBERTa numbers tokens from its padding on: it would fail in the forward, which ends the run."""
+    path = pair_classifier(tmp_path / "model", kind="Roberta")
+    found = scored(tiny, {"path": path, "label": 0}, [(Problem(ask("a")), "b" * size) for size in (61, 62)])
+    assert isinstance(found[0], float)
+    assert found[1].failure == "too_long"
+
+
 def test_an_output_that_is_no_number_or_a_chat_that_is_refused_costs_the_sample(tiny, tmp_path) -> None:
     """It says nothing about the completion, which is no part of the loss then."""
     path = Path(reward_model(tmp_path / "model"))

@@ -70,7 +70,9 @@ class _RewardModel:
     ) -> None:
         self._config, self._model, self._encoder, self._tokenizer = config, model, encoder, tokenizer
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._longest = min(config.max_tokens or context or 10**9, context or 10**9)
+        # A tokenizer without a limit has one of 10**30. RoBERTa's is right: two of its positions are for padding.
+        limit = config.max_tokens or tokenizer.model_max_length
+        self._longest = min(limit, context) if context else limit
         self._pad: int | None = model.config.get_text_config().pad_token_id
 
     def score(self, work: Sequence[tuple[Problem, str]], progress: Progress) -> list[float | ScoreResult]:
