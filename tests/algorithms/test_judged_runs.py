@@ -118,6 +118,17 @@ def test_a_judge_may_be_all_there_is_and_each_task_of_a_mix_has_its_own(tiny, tm
     assert sum(line["judge/judged/style/requests"] for line in metrics) == asked <= 16
 
 
+def test_ranks_do_not_wait_for_each_other_as_long_as_for_a_judge(tiny) -> None:
+    judged = {"task.rewards": rewards("http://x", step_timeout_s=600), "parallel.gpus": 2}
+    with pytest.raises(
+        ValueError, match=r"style\.judge\.step_timeout_s: 600` is no less than `run\.distributed_timeout"
+    ):
+        tiny(judged)
+    tiny({**judged, "parallel": None})
+    tiny({**judged, "run.distributed_timeout_minutes": 11})
+    tiny({**judged, "task.rewards": rewards("http://x")})
+
+
 def test_what_is_missing_is_found_before_anything_is_loaded(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     for reward, said in (

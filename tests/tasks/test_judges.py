@@ -311,6 +311,10 @@ def test_an_unknown_field_of_a_row_is_refused_before_the_run(rows) -> None:
     task = config(rows, {"j": {"judge": judge(prompt="{meta.hunt}")}})
     with pytest.raises(UserError, match=r"`task\.rewards\.j\.judge\.prompt` has `\{meta\.hunt\}`"):
         build_task(task, 0).problems()
+    one = {"file": {"train": rows}, "held_out": 0, "rewards": {"j": {"judge": judge(prompt="{meta.hunt}")}}}
+    mixed = TaskConfig.model_validate({"mix": {"good": {"builtin": {"name": "copy"}}, "bad": one}})
+    with pytest.raises(UserError, match=r"`task\.mix\.bad\.rewards\.j\.judge\.prompt` has"):
+        build_task(mixed, 0).problems()
 
 
 def test_a_key_that_is_not_there_is_refused(rows, monkeypatch) -> None:

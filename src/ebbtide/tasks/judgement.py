@@ -14,7 +14,7 @@ from ebbtide.errors import UserError
 from ebbtide.system.printable import printable
 from ebbtide.tasks.files import Row
 from ebbtide.tasks.score_message import MAX_REWARD
-from ebbtide.tasks.task import Problem
+from ebbtide.tasks.task import Problem, Problems
 
 FIELD = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([A-Za-z_][\w.]*)\}")
 MOST_FAILED = 1000  # Braces in an answer that begin no JSON: each may take as long as the rest of the answer.
@@ -38,16 +38,18 @@ def read_api_key(config: JudgeConfig, key: str) -> str | None:
     return secret
 
 
-def check_prompt(judge: JudgeConfig, problem: Problem, key: str) -> None:
-    """Raises if the question names a field that the problem does not have."""
-    try:
-        ask_about(judge, problem, "")
-    except KeyError as error:
-        known = ["prompt", "completion", *(["answer"] if problem.answer is not None else []), *problem.metadata]
-        raise UserError(
-            f"`{key}.prompt` has `{{{error.args[0]}}}`, which the problem that begins {problem.question[:40]!r} does"
-            f" not have; it has: {', '.join(map(str, known))}. Write `{{{{{error.args[0]}}}}}` for a text in braces"
-        ) from None
+def check_prompts(judge: JudgeConfig, problems: Problems, key: str) -> None:
+    """Raises if the question names a field that a problem does not have. `key`: where the judge is configured."""
+    for problem in (*problems.train, *problems.held_out):
+        try:
+            ask_about(judge, problem, "")
+        except KeyError as error:
+            known = ["prompt", "completion", *(["answer"] if problem.answer is not None else []), *problem.metadata]
+            raise UserError(
+                f"`{key}.prompt` has `{{{error.args[0]}}}`, which the problem that begins {problem.question[:40]!r}"
+                f" does not have; it has: {', '.join(map(str, known))}. Write `{{{{{error.args[0]}}}}}` for a text in"
+                " braces"
+            ) from None
 
 
 def ask_about(judge: JudgeConfig, problem: Problem, completion: str) -> list[dict[str, str]]:
