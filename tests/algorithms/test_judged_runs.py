@@ -92,6 +92,8 @@ def test_losses_that_need_every_sample_go_on_without_a_few(tiny, tmp_path) -> No
     lost = [one for line in rollouts.splitlines() if (one := json.loads(line)).get("failure")]
     assert lost
     assert all(one["advantage"] == 0 for one in lost)
+    for line in metrics:
+        assert line["samples_trained"] == line["samples"] - sum(one["step"] == line["step"] for one in lost)
     assert all(math.isfinite(line["loss"]) for line in metrics)
     assert all(weight.isfinite().all() for weight in weights.values())
 

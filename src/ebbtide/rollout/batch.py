@@ -45,6 +45,11 @@ class Sample:
     episode: Episode | None = None
     """The episode that the completion is all sampled tokens of, where the task has an environment."""
 
+    @property
+    def is_unjudged(self) -> bool:
+        """Whether a judge or a reward model could not score it: its weight in the loss is 0."""
+        return self.scored is not None and self.scored.is_unjudged
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -73,7 +78,7 @@ class Batch:
         return sample_metrics(self.samples, pass_reward) | {
             "zero_std_groups": self.zero_std_groups,
             "groups_with_signal": 1 - self.zero_std_groups / self.groups,
-            "samples_trained": sum(sample.trained for sample in self.samples),
+            "samples_trained": sum(sample.trained and not sample.is_unjudged for sample in self.samples),
             **self._signal_by_task(),
             **({} if self.overlong_penalty is None else {"overlong_penalty": self.overlong_penalty}),
         }
@@ -256,7 +261,7 @@ def penalise_rewards(config: GrpoConfig, batch: Batch) -> Batch:
     it are trained on, and their data have old and reference log-probs."""
     kl = config.loss.kl
     assert kl is not None
-    known = [sample.scored is None or not sample.scored.is_unjudged for sample in batch.samples]
+    known = [not sample.is_unjudged for sample in batch.samples]
     lost = []  # [samples][tokens]
     for datum in batch.data:
         recorded = datum.values.get("old_logprobs", datum.values.get("rollout_logprobs"))
