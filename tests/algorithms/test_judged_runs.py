@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from conftest import TINY
 from ebbtide.algorithms.evaluate import evaluate
 from ebbtide.errors import UserError
 from ebbtide.launch.job import Job
@@ -96,6 +97,24 @@ def test_losses_that_need_every_sample_go_on_without_a_few(tiny, tmp_path) -> No
         assert line["samples_trained"] == line["samples"] - sum(one["step"] == line["step"] for one in lost)
     assert all(math.isfinite(line["loss"]) for line in metrics)
     assert all(weight.isfinite().all() for weight in weights.values())
+
+
+@pytest.mark.parametrize("turns", ["episode", "to_go"])
+def test_the_last_turn_of_an_episode_is_judged(tiny, tmp_path, turns) -> None:
+    """Episodes that the judge loses have advantage 0, and the others are compared without them."""
+    kinds = [(400, b"oh"), "I cannot say", "3", "1", "2"]
+    with judge_server(lambda number, request: kinds[sum(map(ord, str(request))) % len(kinds)]) as server:
+        task = {"environment": {"object": "rewardless_environment:Tools"}, "rewards": rewards(server.url)}
+        changes = {"task": {**TINY["task"], **task}, "advantage.turns": turns, "model.scratch.alphabet": None}
+        metrics, rollouts, _ = run(tiny, tmp_path / "run", changes)
+        asked = server.asked()
+    samples = [json.loads(line) for line in rollouts.splitlines()]
+    lost = [one for one in samples if one.get("failure")]
+    assert 0 < len(lost) < len(samples)
+    assert all(one["advantage"] == 0 for one in lost)
+    assert any(one["advantage"] for one in samples)
+    assert all(one["completion"] in "".join(asked) for one in samples)
+    assert all(line["samples_trained"] <= 16 - sum(one["step"] == line["step"] for one in lost) for line in metrics)
 
 
 def test_a_judge_may_be_all_there_is_and_each_task_of_a_mix_has_its_own(tiny, tmp_path) -> None:
