@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
+import transformers
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -53,11 +53,13 @@ def reward_model(
     return str(folder)
 
 
-def pair_classifier(folder: Path, labels: int = 3) -> str:
-    """A BERT of pairs of texts, without a chat template."""
+def pair_classifier(folder: Path, labels: int = 3, kind: Literal["Bert", "Roberta"] = "Bert") -> str:
+    """A BERT of pairs of texts, without a chat template; a RoBERTa has room for two tokens fewer than positions."""
     tokens = tokenizer(None)
     torch.manual_seed(0)
-    config = BertConfig(
+    if kind == "Roberta":
+        tokens.pad_token, tokens.model_max_length = tokens.convert_ids_to_tokens(1), 62
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokens),
         hidden_size=32,
         intermediate_size=48,
@@ -68,6 +70,6 @@ def pair_classifier(folder: Path, labels: int = 3) -> str:
         pad_token_id=tokens.pad_token_id,
         initializer_range=0.3,
     )
-    BertForSequenceClassification(config).save_pretrained(folder)
+    getattr(transformers, f"{kind}ForSequenceClassification")(config).save_pretrained(folder)
     tokens.save_pretrained(folder)
     return str(folder)

@@ -112,3 +112,34 @@ def test_the_plan_has_it_as_everything_else(tiny, tmp_path) -> None:
     lean = plan_offline(tiny(rewarded(path, **{"memory.preset": "lean", "memory.plan": "manual"})), hardware)[0]
     there = {name for name, phase in lean.candidate.prediction.phases.items() if "reward_model" in phase.device}
     assert there == {"score", "evaluate"}
+
+
+def test_the_plan_has_its_forwards_in_score_and_in_evaluations(tiny, tmp_path) -> None:
+    """Those of an evaluation are when its KV cache is free again: the larger of the two is the peak."""
+    hardware = Hardware("h100", None, None, None, None, 8)
+    path = reward_model(tmp_path / "model")
+
+    def planned(batch_tokens: int, problems: int = 8):
+        rewards = {"liked": {"reward_model": {"path": path, "batch_tokens": batch_tokens}}}
+        evaluate = {"every": 2, "problems": problems, "samples": 512, "temperature": 1.0}
+        found = plan_offline(tiny({"task.rewards": rewards, "evaluate": evaluate}), hardware)[0].candidate
+        return found.prediction
+
+    small, large = planned(14), planned(10**6)
+    for phase in ("score", "evaluate"):
+        assert large.phases[phase].peak > small.phases[phase].peak, phase
+    assert "kv_cache" in small.phases["evaluate"].device
+    assert "kv_cache" not in large.phases["evaluate"].device
+    assert large.generation.min_peak == pytest.approx(large.phases["evaluate"].peak, abs=2**27)
+    assert planned(14, 4).phases["evaluate"].seconds < small.phases["evaluate"].seconds
+
+
+def test_a_forward_is_filled_up_with_shorter_sequences(tiny, tmp_path) -> None:
+    """Of 14 tokens the longest, with room for 27: two of 13 are more than one of 14."""
+    hardware = Hardware("h100", None, None, None, None, 8)
+    path, bytes_of = reward_model(tmp_path / "model"), {}
+    for batch_tokens in (14, 27, 28, 10**6):
+        rewards = {"liked": {"reward_model": {"path": path, "batch_tokens": batch_tokens}}}
+        found = plan_offline(tiny({"task.rewards": rewards}), hardware)[0].candidate.prediction
+        bytes_of[batch_tokens] = found.phases["score"].device["workspace"]
+    assert bytes_of[14] < bytes_of[27] < bytes_of[28] < bytes_of[10**6]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from ebbtide.config.algorithms.grpo import GrpoConfig
@@ -14,7 +15,7 @@ from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.reward_models import reward_model_sizes
 from ebbtide.rollout.reward_models import RewardModels, batches
 from ebbtide.tasks.task import Problem, ask
-from tiny_reward_models import pair_classifier, reward_model, tokenizer
+from tiny_reward_models import TEMPLATE, pair_classifier, reward_model, tokenizer
 
 CPU = torch.device("cpu")
 WORK = [(Problem(ask(f"{n}?")), "x" * (7 * n % 11)) for n in range(9)]
@@ -82,6 +83,32 @@ def test_what_is_too_long_is_not_scored(tiny, tmp_path) -> None:
     assert long.failure == "too_long"
     assert "takes 128" in long.message
     assert [isinstance(one, float) for one in scored(tiny, {"path": path, "max_tokens": 8}, work)] == [False, False]
+
+
+def test_a_tokenizer_knows_of_positions_that_no_token_has(tiny, tmp_path) -> None:
+    """A RoBERTa numbers tokens from its padding on: it would fail in the forward, which ends the run."""
+    path = pair_classifier(tmp_path / "model", kind="Roberta")
+    found = scored(tiny, {"path": path, "label": 0}, [(Problem(ask("a")), "b" * size) for size in (61, 62)])
+    assert isinstance(found[0], float)
+    assert found[1].failure == "too_long"
+
+
+def test_an_output_that_is_no_number_or_a_chat_that_is_refused_costs_the_sample(tiny, tmp_path) -> None:
+    """It says nothing about the completion, which is no part of the loss then."""
+    path = Path(reward_model(tmp_path / "model"))
+    (path / "chat_template.jinja").write_text(
+        f"{{% if '7' in messages[0]['content'] %}}{{{{ no() }}}}{{% endif %}}{TEMPLATE}"
+    )
+    found = scored(tiny, {"path": str(path)})
+    assert [isinstance(one, float) for one in found] == [number != 7 for number in range(9)]
+    assert (found[7].failure, found[7].is_unjudged) == ("reward_model_error", True)
+    weights = load_file(path / "model.safetensors")
+    save_file(
+        {**weights, "score.weight": weights["score.weight"] * torch.nan}, path / "model.safetensors", {"format": "pt"}
+    )
+    found = scored(tiny, {"path": str(path)})
+    assert {one.failure for one in found} == {"reward_model_error"}
+    assert "is nan" in found[0].message
 
 
 def test_batches_have_similar_lengths_and_no_more_tokens_than_allowed() -> None:

@@ -136,6 +136,15 @@ def test_the_same_request_is_asked_once_and_the_cache_is_bounded(rows) -> None:
         assert len(set(found)) == 3
 
 
+def test_the_cache_does_not_keep_the_requests(rows) -> None:
+    with judge_server(lambda number, request: "1") as server:
+        task = config(rows, {"j": {"judge": judge(server.url, prompt="{completion}")}})
+        with Judges(task) as judges:
+            judges.start([(Problem(ask("?")), f"{n}" * 10_000) for n in range(5)]).result()
+            (client,) = judges._clients.values()
+            assert [(len(key), answer) for key, answer in client._cache.items()] == [(32, "1")] * 5
+
+
 def test_what_may_pass_is_tried_again_with_longer_and_longer_waits(rows) -> None:
     replies = [(500, b"no"), (200, b"<html>"), (429, b""), "0.5"]
     slept = Slept()
@@ -212,6 +221,11 @@ def test_work_that_is_abandoned_is_not_waited_for(rows) -> None:
         ({"json_field": "a.b"}, 'x {{"a": {"b": 3}} }', 3),
         ({"values": {"Yes": 1, "no": -1}}, "YES", 1),
         ({"regex": r"\[\[(\w)\]\]", "values": {"A": 1, "B": 0}}, "[[A]] or rather [[B]]", 0),
+        ({"json_field": "ok", "values": {"true": 1, "false": 0}}, '{"ok": false}', 0),
+        ({"json_field": "ok", "values": {"2": 1, "1": 0.5}}, '{"ok": 1}', 0.5),
+        ({}, "nan", None),
+        ({}, "-inf", None),
+        ({}, "1e7", None),
         ({"range": [1, 5]}, "6", None),
         ({"range": [1, 5]}, "nan", None),
         ({}, "about 3", None),
@@ -297,6 +311,10 @@ def test_an_unknown_field_of_a_row_is_refused_before_the_run(rows) -> None:
     task = config(rows, {"j": {"judge": judge(prompt="{meta.hunt}")}})
     with pytest.raises(UserError, match=r"`task\.rewards\.j\.judge\.prompt` has `\{meta\.hunt\}`"):
         build_task(task, 0).problems()
+    one = {"file": {"train": rows}, "held_out": 0, "rewards": {"j": {"judge": judge(prompt="{meta.hunt}")}}}
+    mixed = TaskConfig.model_validate({"mix": {"good": {"builtin": {"name": "copy"}}, "bad": one}})
+    with pytest.raises(UserError, match=r"`task\.mix\.bad\.rewards\.j\.judge\.prompt` has"):
+        build_task(mixed, 0).problems()
 
 
 def test_a_key_that_is_not_there_is_refused(rows, monkeypatch) -> None:
@@ -332,6 +350,28 @@ def test_a_list_of_rewards_is_a_mapping_to_overrides_too(tmp_path) -> None:
     mixed.write_text(f"model: x/y\ntask: [{task % 'one'}, {task % 'two'}]\n")
     found = load(str(mixed), ["task.mix.two.rewards.reward1.weight=3"]).task.mix
     assert (found["one"].rewards["reward1"].weight, found["two"].rewards["reward1"].weight) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("first", ["{name: reward2, scorer: task}", "{name: same, scorer: task}"])
+def test_two_rewards_of_a_list_have_two_names(tmp_path, first) -> None:
+    file = tmp_path / "twice.yaml"
+    second = "{scorer: task, weight: 2}" if "reward2" in first else "{name: same, scorer: task, weight: 2}"
+    file.write_text(f"model: x/y\ntask: {{builtin: copy, rewards: [{first}, {second}]}}\n")
+    for overrides in ([], ["task.rewards.same.weight=3"]):
+        with pytest.raises(UserError, match=r"two that are called '(reward2|same)'"):
+            load(str(file), overrides)
+
+
+def test_verdicts_that_yaml_takes_for_booleans_are_asked_for_in_quotes(tmp_path) -> None:
+    file = tmp_path / "yes.yaml"
+    text = (
+        "model: x/y\ntask: {builtin: copy, rewards: {j: {judge: {url: 'http://x', model: m, prompt: p, values: %s}}}}\n"
+    )
+    file.write_text(text % "{yes: 1, no: 0}")
+    with pytest.raises(UserError, match="key True is not a text: write it in quotes"):
+        load(str(file), [])
+    file.write_text(text % "{'yes': 1, 'no': 0}")
+    assert load(str(file), []).task.rewards["j"].judge.values == {"yes": 1, "no": 0}
 
 
 def test_a_pattern_that_never_ends_costs_the_sample(rows) -> None:

@@ -53,7 +53,8 @@ def evaluate(
         chosen = prompts[: settings.final.problems]
         greedy = run_trial(chosen, 1, 0.0, [1])
         sampled = run_trial(chosen, settings.final.samples, settings.final.temperature, settings.final.k)
-        figures |= {f"final/{name}": value for name, value in sampled.items()} | {"final/greedy": greedy["pass@1"]}
+        figures |= {f"final/{name}": value for name, value in sampled.items()}
+        figures |= {"final/greedy": greedy["pass@1"]} if "pass@1" in greedy else {}
     return {f"evaluate/{name}": value for name, value in figures.items()}
 
 
@@ -79,17 +80,22 @@ class _Trial:
         )
         completions, scored = self.attempt(prompts, samples, sampling, self.progress)
         assert self.config.evaluate is not None
-        right = [score.failure is None and score.value >= self.config.evaluate.pass_reward for score in scored]
-        passed = [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
+        pass_reward = self.config.evaluate.pass_reward
         failures = Counter(score.failure for score in scored if score.failure is not None)
+        # [prompts][those of its samples that were not lost by a judge or a reward model]
+        judged = [
+            [score for score in scored[first : first + samples] if not score.is_unjudged]
+            for first in range(0, len(scored), samples)
+        ]
+        passed = [sum(one.failure is None and one.value >= pass_reward for one in some) for some in judged]
 
         def figures(places: Sequence[int]) -> dict[str, float]:
-            """Of the prompts at these places."""
-            values = [scored[place * samples + number].value for place in places for number in range(samples)]
-            return {
-                "reward": fmean(values),
-                **{f"pass@{k}": fmean(pass_at_k(samples, passed[place], k) for place in places) for k in ks},
-            }
+            """Of the prompts at these places; nothing where too few samples were judged."""
+            found = {"reward": [score.value for place in places for score in judged[place]]}
+            for k in ks:
+                enough = [place for place in places if len(judged[place]) >= k]
+                found[f"pass@{k}"] = [pass_at_k(len(judged[place]), passed[place], k) for place in enough]
+            return {name: fmean(values) for name, values in found.items() if values}
 
         parts = by_task(range(len(prompts)), lambda place: prompts[place].problem)
         return {

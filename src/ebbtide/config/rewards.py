@@ -72,8 +72,8 @@ class JudgeConfig(Section):
     retries: Natural = 3
     """How many times a request is repeated after a timeout, a lost connection, or a status such as 429 or 500."""
 
-    step_timeout_s: Positive = 600.0
-    """Time limit for all requests of a step: samples that have no answer then are lost."""
+    step_timeout_s: Positive = 300.0
+    """Time limit for all requests of a step, in seconds: samples that have no answer then are lost."""
 
     cache_size: Natural = 10_000
     """Most answers that are remembered during a run: the same request is asked once. 0 remembers none."""

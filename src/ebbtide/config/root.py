@@ -23,7 +23,7 @@ from ebbtide.config.report import ReportConfig
 from ebbtide.config.rewards import RewardModelConfig
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.config.run import RunConfig
-from ebbtide.config.task import TaskConfig
+from ebbtide.config.task import TaskConfig, reward_key
 from ebbtide.config.train import TrainConfig
 from ebbtide.errors import UserError
 
@@ -175,6 +175,19 @@ class Config(Section):
             raise ValueError(
                 f"{missing}, which `evaluate` does: name the field of the answers, or set `evaluate: null`"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_wait_for_judges(self) -> Config:
+        judges = self.task.rewards_with("judge") if self.task is not None and self.parallel is not None else {}
+        for place, reward in judges.items():
+            minutes = self.run.distributed_timeout_minutes
+            if reward.judge is not None and reward.judge.step_timeout_s >= 60 * minutes:
+                raise ValueError(
+                    f"`{reward_key(*place)}.judge.step_timeout_s: {reward.judge.step_timeout_s:g}` is no less than"
+                    f" `run.distributed_timeout_minutes: {minutes:g}`, for which ranks wait for each other's scores:"
+                    " lower it, or raise that"
+                )
         return self
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from ebbtide.config.parallel import ParallelConfig
 from ebbtide.config.report import WandbConfig
 from ebbtide.config.rewards import PythonTaskConfig, RewardConfig, RewardModelConfig
 from ebbtide.config.task import BuiltinTaskConfig, FileTaskConfig, GymTaskConfig, TaskConfig
+from ebbtide.errors import UserError
 
 MAIN_KEYS: Mapping[type[BaseModel], str] = {
     KlConfig: "coefficient",
@@ -75,10 +76,13 @@ def expand_rewards(value: Any) -> Any:
 
 def _named(sections: Sequence[Mapping[str, Any]], called: str) -> dict[str, Any]:
     """The sections of a list by their `name`, or else by their place."""
-    return {
-        str(one.get("name", f"{called}{place}")): {key: value for key, value in one.items() if key != "name"}
-        for place, one in enumerate(sections, start=1)
-    }
+    found: dict[str, Any] = {}
+    for place, one in enumerate(sections, start=1):
+        name = str(one.get("name", f"{called}{place}"))
+        if name in found:
+            raise UserError(f"a list of {called}s has two that are called {name!r}: give each a `name` of its own")
+        found[name] = {key: value for key, value in one.items() if key != "name"}
+    return found
 
 
 def _meant(annotation: Any, value: Any) -> Any:

@@ -56,7 +56,7 @@ def _mapping_without_repeats(loader: _Yaml, node: yaml.MappingNode) -> dict[Any,
             continue
         name = loader.construct_object(key_node, deep=True)
         if not isinstance(name, str):
-            raise _error(f"the key {name!r} is not a text", key_node)
+            raise _error(f"the key {name!r} is not a text: write it in quotes", key_node)
         if name in names:
             raise _error(f"the key {name!r} appears twice", key_node)
         names.add(name)

@@ -5,7 +5,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from ebbtide.config.root import Config
@@ -83,6 +83,16 @@ class PlannedRun(NamedTuple):
     def updates(self) -> int:
         """Optimizer steps in a step of the loop."""
         return self.config.train.minibatches * self.config.train.epochs
+
+    @property
+    def evaluated(self) -> Workload:
+        """The completions of an evaluation. Algorithms that sample only to evaluate train on sequences of other
+        lengths: completions then have the maximum length."""
+        evaluate, rollout = self.config.evaluate, self.config.rollout
+        assert evaluate is not None
+        longest = Workload(1, 1, rollout.max_prompt_tokens, *[rollout.max_new_tokens] * 3)
+        work = self.work if "generate" in self.config.cycle else longest
+        return replace(work, prompts=evaluate.problems, samples=evaluate.samples)
 
 
 class HoldingBytes(NamedTuple):

@@ -72,12 +72,13 @@ class Predictor:
         self._rank = RankModel(shape, machine, itemsize=itemsize, on_cpu=on_cpu, mesh=self.sharing)
         self._train = TrainCosts(self._rank, frozen)
         self._generation, self._saves = GenerationCosts(self._rank), SaveCosts(self._rank)
+        self._rewards = RewardCosts(self._rank, rewards)
         self._parts: list[Part] = [
             WeightsCosts(self._rank),
             self._train,
             OptimizerCosts(self._rank),
             FrozenCosts(self._rank, frozen),
-            RewardCosts(self._rank, rewards),
+            self._rewards,
             self._saves,
             StreamCosts(self._rank),
         ]
@@ -103,12 +104,16 @@ class Predictor:
         phases = {phase: PhaseCost(dict(on), base.host) for phase, on in base.where.items() if phase not in absent}
         for part in self._parts:
             part.add_costs(run, phases)
-        held_out = PhaseCost(dict(phases["evaluate"].device)) if config.held_out_examples else None
+        # Forwards over held-out data come before an evaluation samples anything, and those of reward models when its KV
+        # cache is free again.
+        forwards = [self._train.add_evaluation] if config.held_out_examples else []
+        forwards += [self._rewards.add_evaluation] if config.reward_models and "evaluate" in config.scored_in else []
+        without_cache = [(add, PhaseCost(dict(phases["evaluate"].device))) for add in forwards]
         generation = self._generation.generation(run, phases)  # Its KV cache takes what the others leave.
-        if held_out is not None:  # Forwards over held-out data come before an evaluation samples anything.
-            self._train.add_evaluation(run, held_out)
-            phases["evaluate"].then(held_out)
-            generation = replace(generation, min_peak=max(generation.min_peak, held_out.peak))
+        for add_forwards, evaluation in without_cache:
+            add_forwards(run, evaluation)
+            phases["evaluate"].then(evaluation)
+            generation = replace(generation, min_peak=max(generation.min_peak, evaluation.peak))
         for phase in phases.values():
             phase.device[WORKSPACE] = phase.device.get(WORKSPACE, 0) + LIBRARIES * (self._rank.device_type == "cuda")
         for name, on in base.paths.items():

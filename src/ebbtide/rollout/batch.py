@@ -45,6 +45,11 @@ class Sample:
     episode: Episode | None = None
     """The episode that the completion is all sampled tokens of, where the task has an environment."""
 
+    @property
+    def is_unjudged(self) -> bool:
+        """Whether a judge or a reward model could not score it: its weight in the loss is 0."""
+        return self.scored is not None and self.scored.is_unjudged
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -73,7 +78,7 @@ class Batch:
         return sample_metrics(self.samples, pass_reward) | {
             "zero_std_groups": self.zero_std_groups,
             "groups_with_signal": 1 - self.zero_std_groups / self.groups,
-            "samples_trained": sum(sample.trained for sample in self.samples),
+            "samples_trained": sum(sample.trained and not sample.is_unjudged for sample in self.samples),
             **self._signal_by_task(),
             **({} if self.overlong_penalty is None else {"overlong_penalty": self.overlong_penalty}),
         }
@@ -105,18 +110,18 @@ def _sample_metrics(samples: Sequence[Sample], pass_reward: float) -> dict[str, 
     parts: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     for length, scored in zip(lengths, (sample.scored for sample in samples), strict=True):
-        if scored is not None:
+        if scored is not None and not scored.is_unjudged:
             rewards.append(scored.value)
             by_outcome["passed" if scored.value >= pass_reward else "failed"].append(length)
             parts.update(scored.parts)
-            failures.update([scored.failure] if scored.failure else [])
+        failures.update([scored.failure] if scored is not None and scored.failure else [])
     reward = {}
     if rewards:
-        reward = {"reward": sum(rewards) / count, "reward_std": torch.tensor(rewards).std(correction=0).item()}
+        reward = {"reward": sum(rewards) / len(rewards), "reward_std": torch.tensor(rewards).std(correction=0).item()}
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     return {
         **reward,
-        **{f"reward/{name}": total / count for name, total in sorted(parts.items())},
+        **{f"reward/{name}": total / len(rewards) for name, total in sorted(parts.items())},
         **{f"score_failures/{name}": float(number) for name, number in sorted(failures.items())},
         "completion_tokens": sum(lengths) / count,
         **{f"completion_tokens/{name}": fmean(found) for name, found in by_outcome.items() if found},
@@ -256,7 +261,7 @@ def penalise_rewards(config: GrpoConfig, batch: Batch) -> Batch:
     it are trained on, and their data have old and reference log-probs."""
     kl = config.loss.kl
     assert kl is not None
-    known = [sample.scored is None or not sample.scored.is_unjudged for sample in batch.samples]
+    known = [not sample.is_unjudged for sample in batch.samples]
     lost = []  # [samples][tokens]
     for datum in batch.data:
         recorded = datum.values.get("old_logprobs", datum.values.get("rollout_logprobs"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ebbtide.config.rollout import RolloutConfig, VllmConfig
+from ebbtide.config.rollout import VllmConfig
 from ebbtide.config.root import Config
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingSpec
@@ -103,12 +103,7 @@ class GenerationCosts:
                     # vLLM's share includes its copy of the weights.
                     phase.device[KV_CACHE.name] = int(vllm.memory_share * self._machine.device_gib * GIB)
         if config.evaluate is not None and config.generates and "evaluate" in phases:
-            tests = replace(
-                run.work if "generate" in config.cycle else _longest_completions(config.rollout),
-                prompts=config.evaluate.problems,
-                samples=config.evaluate.samples,
-            )
-            found = self.set_costs(config, tests, phases["evaluate"], run.budget)
+            found = self.set_costs(config, run.evaluated, phases["evaluate"], run.budget)
         if config.rollout.replay is None and "generate" in phases:  # A replay generates nothing.
             found = self.set_costs(config, run.work, phases["generate"], run.budget)
         return found
@@ -227,9 +222,3 @@ class GenerationCosts:
             decode = overlap(decode, self._speed.host("fused forward" if self._is_fused else "forward"))
         prefill = self._speed.forward(work.prompts * work.prompt_tokens, work.prompt_tokens)
         return passes * decode + prefill
-
-
-def _longest_completions(rollout: RolloutConfig) -> Workload:
-    """Completions of the maximum length, for algorithms that sample only to evaluate: the sequences that they train on
-    have other lengths."""
-    return Workload(1, 1, rollout.max_prompt_tokens, *[rollout.max_new_tokens] * 3)

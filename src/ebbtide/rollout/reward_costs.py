@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
-from ebbtide.memory.costs import WORKSPACE, HoldingBytes, PhaseCosts, PlannedRun
+from ebbtide.memory.costs import WORKSPACE, HoldingBytes, PhaseCost, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
+from ebbtide.model.workload import Workload
 from ebbtide.parallel.rank_model import RankModel
 from ebbtide.policy.compute_costs import OPS
 from ebbtide.system.units import ceil_div
@@ -62,19 +63,24 @@ class RewardCosts:
         return HoldingBytes({REWARD_MODEL: sum(model.bytes for model in self._models)} if self._models else {})
 
     def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:
-        """The forwards of a step. Those of an evaluation come when its KV cache, which is larger, is free again."""
-        if "score" not in run.config.cycle:
-            return
-        work, rates = run.work, self._rank.machine.rates
+        """Adds the forwards of a step."""
+        if "score" in run.config.cycle:
+            self._add_forwards(run.work, phases["score"])
+
+    def add_evaluation(self, run: PlannedRun, phase: PhaseCost) -> None:
+        """Adds the forwards of an evaluation."""
+        self._add_forwards(run.evaluated, phase)
+
+    def _add_forwards(self, work: Workload, phase: PhaseCost) -> None:
         length = work.prompt_tokens + work.longest
         sequences = ceil_div(work.sequences, self._rank.mesh.size)
-        phase, largest = phases["score"], 0.0
+        tokens, rates, largest = sequences * (work.prompt_tokens + work.new_tokens), self._rank.machine.rates, 0.0
         for model in self._models:
-            at_once = max(1, min(sequences, int(model.batch_tokens // length)))
-            largest = max(largest, model.forward_bytes(at_once * length, length))
-            tokens = sequences * (work.prompt_tokens + work.new_tokens)
+            # Shorter sequences than the longest fill a forward up.
+            at_once = max(length, min(float(model.batch_tokens), sequences * length))
+            largest = max(largest, model.forward_bytes(at_once, length))
             matmuls = 2 * (model.parameters - model.embedding) * tokens / rates.matmul
-            host = ceil_div(sequences, at_once) * model.layers * OPS["forward"] / rates.host_op
+            host = ceil_div(round(tokens), round(at_once)) * model.layers * OPS["forward"] / rates.host_op
             phase.seconds += max(SMALL * matmuls, host)
         if largest:
             phase.device[WORKSPACE] = phase.device.get(WORKSPACE, 0) + round(largest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,9 @@ class _RewardModel:
     ) -> None:
         self._config, self._model, self._encoder, self._tokenizer = config, model, encoder, tokenizer
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._longest = min(config.max_tokens or context or 10**9, context or 10**9)
+        # A tokenizer without a limit has one of 10**30. RoBERTa's is right: two of its positions are for padding.
+        limit = config.max_tokens or tokenizer.model_max_length
+        self._longest = min(limit, context) if context else limit
         self._pad: int | None = model.config.get_text_config().pad_token_id
 
     def score(self, work: Sequence[tuple[Problem, str]], progress: Progress) -> list[float | ScoreResult]:
@@ -85,7 +88,8 @@ class _RewardModel:
         for rows in batches(lengths, self._config.batch_tokens):
             scores = self._forward([inputs[places[row]] for row in rows])
             for row, score in zip(rows, scores, strict=True):
-                found[places[row]] = score
+                why = f"the output of `{self._config.path}` is {score}"
+                found[places[row]] = score if isfinite(score) else failed_score("reward_model_error", why)
             done += len(rows)
             progress(done, len(work))
         return found
@@ -97,13 +101,15 @@ class _RewardModel:
             try:
                 prepared = self._encoder.prepare_chat(chat, generation_prompt=False)
             except TemplateError as error:
-                return failed_score("error", f"the reward model's chat template refuses the messages: {error}")
+                return failed_score(
+                    "reward_model_error", f"the reward model's chat template refuses the messages: {error}"
+                )
             inputs: Inputs = {"input_ids": self._encoder.tokenize([prepared])[0]}
         else:
             pair: Any = self._tokenizer(prompt_text(problem), text, split_special_tokens=True)
             inputs = {name: list(pair[name]) for name in ("input_ids", "token_type_ids") if name in pair}
         if not (count := len(inputs["input_ids"])):
-            return failed_score("error", "the prompt and the completion have no tokens for the reward model")
+            return failed_score("reward_model_error", "the prompt and the completion have no tokens")
         if count > self._longest:
             why = f"the prompt and the completion have {count} tokens, and the reward model takes {self._longest}"
             return failed_score("too_long", why)

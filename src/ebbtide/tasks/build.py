@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from ebbtide.config.task import TaskConfig, TaskSourceConfig
+from ebbtide.config.task import TaskConfig, TaskSourceConfig, reward_key
 from ebbtide.errors import UserError
 from ebbtide.tasks.builtin import build_builtin
 from ebbtide.tasks.environment_task import EnvironmentTask
 from ebbtide.tasks.files import FileTask
 from ebbtide.tasks.gym import GymTask
+from ebbtide.tasks.judgement import check_prompts
 from ebbtide.tasks.mixed import MixedTask
 from ebbtide.tasks.python_task import load_python_task, load_reward_function_task
 from ebbtide.tasks.rewards import EXTRACTED, AnswerScorer, RewardedTask
@@ -24,17 +27,18 @@ def build_task(config: TaskConfig, seed: int, evaluated: bool = True) -> Task:
     aside if `evaluated`."""
     if config.mix is None:
         return _build(config, seed, evaluated)
-    tasks = {name: _build(one, seed, evaluated) for name, one in config.mix.items()}
+    tasks = {name: _build(one, seed, evaluated, name) for name, one in config.mix.items()}
     return MixedTask(tasks, [one.weight for one in config.mix.values()])
 
 
-def _build(config: TaskSourceConfig, seed: int, evaluated: bool) -> Task:
+def _build(config: TaskSourceConfig, seed: int, evaluated: bool, task: str | None = None) -> Task:
+    """`task`: its name in `task.mix`, if there is one."""
     source = _source(config, seed, config.held_out if evaluated else 0)
     wrapped = _WrappedTask(source, config)
     if config.rewards is None:
         return wrapped
     functions = {
-        name: load_reward_function_task(one.python, config.file, held_out=0, key=f"task.rewards.{name}.python")
+        name: load_reward_function_task(one.python, config.file, held_out=0, key=f"{reward_key(task, name)}.python")
         for name, one in config.rewards.items()
         if one.python is not None and config.file is not None
     }
@@ -42,7 +46,13 @@ def _build(config: TaskSourceConfig, seed: int, evaluated: bool) -> Task:
     for name, one in config.rewards.items():
         if one.scorer is not None:
             scorers[name] = wrapped if one.scorer == "task" else _WrappedTask(AnswerScorer(source, one.scorer), config)
-    return RewardedTask(wrapped, config.rewards, scorers, [function.check for function in functions.values()])
+    checks: list[Callable[[Problems], None]] = [function.check for function in functions.values()]
+    checks += [
+        partial(check_prompts, one.judge, key=f"{reward_key(task, name)}.judge")
+        for name, one in config.rewards.items()
+        if one.judge is not None
+    ]
+    return RewardedTask(wrapped, config.rewards, scorers, checks)
 
 
 def _source(config: TaskSourceConfig, seed: int, held_out: int) -> Task:

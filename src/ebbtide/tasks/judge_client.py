@@ -4,6 +4,7 @@ may help, and remembered."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections import OrderedDict
@@ -54,6 +55,7 @@ class JudgeClient:
         # A client for each connection: one with a pool of 64 takes 5 to 10 times as long for 1,000 requests.
         self._clients: list[httpx.AsyncClient] = []
         self._free: list[httpx.AsyncClient] = []
+        # By digests of the requests, which are as long as completions.
         self._cache: OrderedDict[bytes, str] = OrderedDict()
         self._requests = self._cached = self._retries = 0
         self._seconds: list[float] = []
@@ -115,9 +117,9 @@ class JudgeClient:
         return json.dumps({"model": self._config.model, "messages": messages, **self._config.options}).encode()
 
     def _known(self, body: bytes) -> str | None:
-        if body in self._cache:
-            self._cache.move_to_end(body)
-        return self._cache.get(body)
+        if (digest := _digest(body)) in self._cache:
+            self._cache.move_to_end(digest)
+        return self._cache.get(digest)
 
     async def _answer(self, body: bytes) -> str | ScoreResult:
         """The answer to a request, tried as often as configured."""
@@ -136,7 +138,7 @@ class JudgeClient:
                 self._retries += 1
                 await self._sleep(min(delay, MAX_DELAY))
         if self._config.cache_size:
-            self._cache[body] = answer
+            self._cache[_digest(body)] = answer
             if len(self._cache) > self._config.cache_size:
                 self._cache.popitem(last=False)
         return answer
@@ -147,7 +149,7 @@ class JudgeClient:
                 return await self._post(body)
         except TimeoutError:
             raise _RequestError("judge_timeout", f"did not answer within {self._config.timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.StreamError, OSError) as error:
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError) as error:
             raise _RequestError("judge_error", f"cannot be asked: {type(error).__name__}: {error}") from None
 
     async def _post(self, body: bytes) -> str:
@@ -191,6 +193,10 @@ class JudgeClient:
     def _without_secret(self, text: str) -> str:
         """A server may repeat what it was sent."""
         return text.replace(self._secret, "***") if self._secret else text
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
 
 
 def _content(data: bytes | bytearray) -> str | None:

@@ -4,7 +4,6 @@ question is never expanded again, and an answer is only searched."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ from ebbtide.config.rewards import JudgeConfig
 from ebbtide.errors import UserError
 from ebbtide.system.printable import printable
 from ebbtide.tasks.files import Row
-from ebbtide.tasks.task import Problem
+from ebbtide.tasks.score_message import MAX_REWARD
+from ebbtide.tasks.task import Problem, Problems
 
 FIELD = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([A-Za-z_][\w.]*)\}")
 MOST_FAILED = 1000  # Braces in an answer that begin no JSON: each may take as long as the rest of the answer.
@@ -38,16 +38,18 @@ def read_api_key(config: JudgeConfig, key: str) -> str | None:
     return secret
 
 
-def check_prompt(judge: JudgeConfig, problem: Problem, key: str) -> None:
-    """Raises if the question names a field that the problem does not have."""
-    try:
-        ask_about(judge, problem, "")
-    except KeyError as error:
-        known = ["prompt", "completion", *(["answer"] if problem.answer is not None else []), *problem.metadata]
-        raise UserError(
-            f"`{key}.prompt` has `{{{error.args[0]}}}`, which the problem that begins {problem.question[:40]!r} does"
-            f" not have; it has: {', '.join(map(str, known))}. Write `{{{{{error.args[0]}}}}}` for a text in braces"
-        ) from None
+def check_prompts(judge: JudgeConfig, problems: Problems, key: str) -> None:
+    """Raises if the question names a field that a problem does not have. `key`: where the judge is configured."""
+    for problem in (*problems.train, *problems.held_out):
+        try:
+            ask_about(judge, problem, "")
+        except KeyError as error:
+            known = ["prompt", "completion", *(["answer"] if problem.answer is not None else []), *problem.metadata]
+            raise UserError(
+                f"`{key}.prompt` has `{{{error.args[0]}}}`, which the problem that begins {problem.question[:40]!r}"
+                f" does not have; it has: {', '.join(map(str, known))}. Write `{{{{{error.args[0]}}}}}` for a text in"
+                " braces"
+            ) from None
 
 
 def ask_about(judge: JudgeConfig, problem: Problem, completion: str) -> list[dict[str, str]]:
@@ -89,7 +91,7 @@ def read_score(judge: JudgeConfig, answer: str) -> float:
     found = _verdict(judge, answer)
     if judge.values is not None:
         worth = {name.strip().casefold(): value for name, value in judge.values.items()}
-        if not isinstance(found, str) or (value := worth.get(found.strip().casefold())) is None:
+        if (value := worth.get(_text(found).strip().casefold())) is None:
             raise UnreadableAnswerError(
                 f"the judge's verdict is {_shown(found)}, which is none of {', '.join(judge.values)}"
             )
@@ -100,12 +102,10 @@ def read_score(judge: JudgeConfig, answer: str) -> float:
         score = float(found)
     except (ValueError, OverflowError):
         raise UnreadableAnswerError(f"the judge's score is {_shown(found)}, which is no number") from None
-    if judge.range is None:
-        return score  # One that is not finite fails as that of any scorer does.
-    low, high = judge.range
-    if not (math.isfinite(score) and low <= score <= high):
+    low, high = judge.range or (-MAX_REWARD, MAX_REWARD)
+    if not low <= score <= high:
         raise UnreadableAnswerError(f"the judge's score is {score:g}, which is not from {low:g} to {high:g}")
-    return (score - low) / (high - low)
+    return score if judge.range is None else (score - low) / (high - low)
 
 
 def _verdict(judge: JudgeConfig, answer: str) -> Any:

@@ -49,12 +49,12 @@ class Judges:
         self._clients: Mapping[tuple[str | None, str], JudgeClient] = {}
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._clients = {
             place: JudgeClient(config, f"{reward_key(*place)}.judge", ranks=self._ranks, sleep=self._sleep)
             for place, config in self._configs.items()
         }
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
         return self
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ebbtide.config.rewards import RewardConfig
-from ebbtide.tasks.judgement import check_prompt, read_score
+from ebbtide.tasks.judgement import read_score
 from ebbtide.tasks.scorers import find_scorer
 from ebbtide.tasks.task import Problem, Problems, Score, Task, to_score
 
@@ -44,10 +44,6 @@ class RewardedTask:
         found = self._source.problems()
         for check in self._checks:
             check(found)
-        for name, reward in self._rewards.items():
-            for problem in (*found.train, *found.held_out) if reward.judge is not None else ():
-                assert reward.judge is not None
-                check_prompt(reward.judge, problem, f"task.rewards.{name}.judge")
         return found
 
     def score(self, problem: Problem, completion: str) -> Score:

@@ -15,7 +15,10 @@ from ebbtide.system.printable import cut_middle, printable
 
 ScorerFailure = Literal["error", "not_finite", "too_large", "judge_unreadable"]
 """Failures of a scorer that its own process detects."""
-Failure = Literal["timeout", "crash", "judge_timeout", "judge_error", "too_long"] | ScorerFailure
+Failure = Literal["timeout", "crash", "judge_timeout", "judge_error", "reward_model_error", "too_long"] | ScorerFailure
+"""Why a sample has no score."""
+UNJUDGED: tuple[Failure, ...] = ("judge_timeout", "judge_error", "judge_unreadable", "reward_model_error", "too_long")
+"""Those of a judge or a reward model, which say nothing about the completion."""
 
 MAX_REWARD = 1e6
 """A sample with a larger reward or part fails. Rewards are about 1: a million is far above any of them, and far below
@@ -38,9 +41,9 @@ class ScoreResult:
 
     @property
     def is_unjudged(self) -> bool:
-        """Whether a judge or a reward model could not score it, which says nothing about the completion: it is no part
-        of the loss, and nothing is compared with it."""
-        return self.failure in ("judge_timeout", "judge_error", "judge_unreadable", "too_long")
+        """Whether a judge or a reward model could not score it: it is no part of the loss, and nothing is compared with
+        it."""
+        return self.failure in UNJUDGED
 
 
 def failed_score(failure: Failure, message: str) -> ScoreResult:
