@@ -15,9 +15,9 @@ from ebbtide.config.roots import roots
 from ebbtide.config.serve import ServeConfig
 from ebbtide.importing.table import Entry, read_table
 from ebbtide.model.families import FAMILIES
-from ebbtide.model.known import hub_id_of, known_models
+from ebbtide.model.known import hub_id_of, known_config, known_models
 from ebbtide.model.shape import find_shape, from_config
-from ebbtide.planner.host_memory import known_config, meta_model
+from ebbtide.planner.host_memory import meta_model
 
 CASES = [
     (tool, algorithm)

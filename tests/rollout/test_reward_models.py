@@ -168,3 +168,9 @@ def test_a_single_value_is_its_path() -> None:
     tree = {"task": {"rewards": [{"name": "a", "reward_model": "x/y"}, {"scorer": "task", "weight": 1}]}}
     found = convert_values(GrpoConfig, tree)["task"]["rewards"]
     assert found == {"a": {"reward_model": {"path": "x/y"}}, "reward2": {"scorer": "task", "weight": 1}}
+
+
+def test_sizes_of_well_known_reward_models_need_no_files(tiny) -> None:
+    path = "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
+    (size,) = reward_model_sizes(tiny({"task.rewards": {"liked": {"reward_model": {"path": path}}}}), "cuda")
+    assert size.parameters == 596_049_920 + 1024  # of the blocks and the embedding, and of the one output

@@ -64,11 +64,15 @@ def read_classifier_config(config: RewardModelConfig) -> PretrainedConfig:
     return found
 
 
-def meta_classifier(config: RewardModelConfig) -> PreTrainedModel:
-    """The model without memory for its weights."""
-    shape = read_classifier_config(config)
-    with _refuse_broken_files(config), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(shape, **NO_CODE)
+def meta_classifier(config: RewardModelConfig, known: PretrainedConfig | None = None) -> PreTrainedModel:
+    """The model without memory for its weights. `known`: its transformers config, if its files need not be read."""
+    with torch.device("meta"):
+        if known is not None:
+            return AutoModelForSequenceClassification.from_config(known, **NO_CODE)
+        with _refuse_broken_files(config):
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+                read_classifier_config(config), **NO_CODE
+            )
     return model
 
 

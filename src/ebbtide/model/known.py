@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @cache
@@ -19,6 +24,17 @@ def known_models() -> Mapping[str, Mapping[str, Any]]:
         for group in yaml.safe_load(text)
         for name, context in group["models"].items()
     }
+
+
+def known_config(path: str | None) -> PretrainedConfig | None:
+    """The transformers config of a well-known hub model, for which no hub is asked; None for any other model."""
+    if path is None or path not in known_models() or Path(path).exists():
+        return None
+    from transformers import AutoConfig
+
+    sizes = deepcopy(dict(known_models()[path]))
+    found: PretrainedConfig = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    return found
 
 
 def hub_id_of(name: str) -> str | None:

@@ -4,13 +4,10 @@ parameters are counted."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig
 
 from ebbtide.checkpoint.costs import SAVE, describe_synchronous, save_copies
 from ebbtide.config.model import BaseKind
@@ -22,7 +19,7 @@ from ebbtide.memory.host import free_host_bytes
 from ebbtide.memory.move_costs import host_bytes_of
 from ebbtide.memory.plan import Plan
 from ebbtide.model.files import NO_CODE, refuse_broken_files
-from ebbtide.model.known import known_models
+from ebbtide.model.known import known_config
 from ebbtide.model.load import head_weight, layers_of, model_config, pick_device, pick_dtype
 from ebbtide.model.lora import add_adapters
 from ebbtide.model.quantized_sizes import quantized_bytes
@@ -39,7 +36,7 @@ from ebbtide.rollout.reward_costs import REWARD_MODEL
 from ebbtide.system.units import ceil_div, gib
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 COPIES = "copies for checkpoints"
 
@@ -142,15 +139,6 @@ def _block_bytes(model: PreTrainedModel, base: BaseKind | None) -> int:
         if base is not None and isinstance(layer, torch.nn.Linear):
             size += quantized_bytes(layer.out_features, layer.in_features, base) - layer.weight.nbytes
     return size
-
-
-def known_config(path: str | None) -> PretrainedConfig | None:
-    """The transformers config of a well-known hub model, for which no hub is asked; None for any other model."""
-    if path is None or path not in known_models() or Path(path).exists():
-        return None
-    sizes = deepcopy(dict(known_models()[path]))
-    found: PretrainedConfig = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-    return found
 
 
 def meta_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:

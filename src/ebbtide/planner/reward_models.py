@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from ebbtide.config.root import Config
+from ebbtide.model.known import known_config
 from ebbtide.rollout.reward_costs import RewardModelSize
 
 
 def reward_model_sizes(config: Config, device_type: str) -> list[RewardModelSize]:
-    """The sizes of the reward models, from their files. Of any family: the model is built without memory for its
-    weights, and its parameters are counted."""
+    """The sizes of the reward models, from their files, or of well-known ones from a table. Of any family: the model is
+    built without memory for its weights, and its parameters are counted."""
     if not config.reward_models:
         return []
     from ebbtide.model.classifier import meta_classifier
 
     found = []
     for one in config.reward_models:
-        model = meta_classifier(one)
+        known = known_config(one.path)
+        if known is not None:
+            known.num_labels = 1 + (one.label or 0)
+        model = meta_classifier(one, known)
         shape = model.config.get_text_config()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         embedding = model.get_input_embeddings().weight.numel()
