@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ebbtide.errors import UserError
+from ebbtide.model.state_layers import state_layers
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged import cache_costs
 from ebbtide.rollout.paged.engine import PagedEngine
@@ -97,3 +98,17 @@ def test_few_slots_are_enough_and_none_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(cache_costs, "STATES_MEMORY_FRACTION", 0.0)
     with pytest.raises(UserError, match=r"states of a sequence.*memory\.offload\.generate"):
         engine.generate(requests, SamplingParams(5), lambda *_: None)
+
+
+def test_layers_get_tokens_of_the_models_type() -> None:
+    """Some weights of OLMo hybrid stay in float32 where the model has 16 bits, and the first of a layer is one."""
+    loaded = family_model("olmo_hybrid", torch.bfloat16)
+    layer = state_layers(loaded.model).layers[0]
+    for name in ("A_log", "dt_bias"):
+        weight = layer.module.get_parameter(name)
+        weight.data = weight.data.float()
+    assert next(layer.module.parameters()).dtype == torch.float32
+    engine = PagedEngine(loaded, 2, block=4, chunk=3)
+    ((one,),) = engine.generate([Request(PROMPTS[0], [1])], SamplingParams(5, ignore_eos=True), lambda *_: None)
+    assert (own_logprobs(loaded, PROMPTS[0], one.tokens) - torch.tensor(one.plain_logprobs)).abs().mean() <= 0.1
+    assert {state.dtype for (kind, _), state in layer.sizes.items() if kind == "conv"} == {torch.bfloat16}

@@ -123,6 +123,10 @@ class StateLayers:
     def hidden_size(self) -> int:
         return int(self._model.config.get_text_config().hidden_size)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         starts = named.get("cu_seq_lens_q")
         self.lengths = None if starts is None else starts.diff().tolist()
@@ -211,8 +215,7 @@ class StateLayer:
     @torch.no_grad()
     def _continues(self) -> bool:
         """Whether several tokens after a state depend on all of it: transformers' Mamba 1 forgets a part."""
-        numbers = torch.arange(4 * self.owner.hidden_size, device=self._weight.device).sin()
-        tokens = numbers.view(1, 4, -1).to(self._weight.dtype)
+        tokens = torch.arange(4 * self.owner.hidden_size).sin().view(1, 4, -1).to(self._no_tokens)
         _, states = self._step(tokens[:, :2], self._empty, {})
 
         def after(changed: States) -> Tensor:
@@ -237,16 +240,17 @@ class StateLayer:
     @torch.no_grad()
     def sizes(self) -> States:
         """The states of one sequence [1, ...], for their sizes and types."""
-        return self._step(self._weight.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
+        return self._step(self._no_tokens.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
 
     @cached_property
     def _alone(self) -> bool:
         """Whether it runs on one packed sequence at a time. Then not even the rounding of one depends on others."""
-        return self._weight.device.type == "cpu"
+        return self._no_tokens.device.type == "cpu"
 
     @property
-    def _weight(self) -> Tensor:
-        return next(self.module.parameters())
+    def _no_tokens(self) -> Tensor:
+        """Of the type and on the device of what it gets. Some of its weights may be kept in float32."""
+        return torch.empty(0, dtype=self.owner.dtype, device=next(self.module.parameters()).device)
 
     @property
     def _empty(self) -> dict[str, Any]:
