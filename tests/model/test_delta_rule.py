@@ -61,5 +61,5 @@ def test_a_state_is_returned_where_it_is_asked_for() -> None:
 def test_where_kernels_have_wrong_gradients(monkeypatch, triton, capability, wrong) -> None:
     monkeypatch.setattr(delta_rule, "version", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    assert has_wrong_gradients(torch.device("cuda")) == wrong
-    assert not has_wrong_gradients(torch.device("cpu"))
+    assert has_wrong_gradients.__wrapped__(torch.device("cuda")) == wrong  # What is kept is the machine's.
+    assert not has_wrong_gradients.__wrapped__(torch.device("cpu"))

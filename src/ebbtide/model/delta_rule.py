@@ -8,6 +8,7 @@ its inputs alone, and the backward pass computes the others again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -73,10 +74,12 @@ def make_lean(module: nn.Module) -> None:
         replace_delta_rule(module, LeanDeltaRule(own.function, own.plain))
 
 
+@cache
 def has_kernels() -> bool:
     return find_spec("fla") is not None
 
 
+@cache  # Every call of a layer asks, and to find a package's version takes almost a millisecond.
 def has_wrong_gradients(device: torch.device) -> bool:
     """Whether fla cannot compute gradients on this device."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or find_spec("tilelang") is not None:
