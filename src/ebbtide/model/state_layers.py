@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ebbtide.errors import UserError
 from ebbtide.model.delta_rule import RIGHT_SINCE, has_wrong_gradients, make_lean
 from ebbtide.model.load import decoder
+from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_cache import StateCache
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class StateLayer:
         number, outputs = self.owner.layers.index(self), []
         for rows in state_pass.rows:
             before = {} if rows.read is None else state_pass.slots.read(number, rows.read)
-            output, after = self._run(tokens[0][rows.tokens], given, before)
+            output, after = self._run(tokens[0], rows.tokens, given, before)
             state_pass.slots.write(number, rows.write, after)
             outputs.append(output)
         return _gather(outputs, state_pass.order)
@@ -201,13 +202,15 @@ class StateLayer:
         output = self._own(**given, **{self._input: tokens, self._cache: cache})
         return output, cache.states
 
-    def _run(self, tokens: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
-        """`_step`, token by token where the layer cannot compute several after a state."""
-        if not states or tokens.shape[1] == 1 or self._continues:
-            return self._step(tokens, given, states)
+    def _run(self, tokens: Tensor, places: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
+        """`_step` for the tokens of a pass at `places` [S, n], with their adapters: token by token where the layer
+        cannot compute several after a state."""
+        if not states or places.shape[1] == 1 or self._continues:
+            with row_adapters(self.module).chosen_of(places):
+                return self._step(tokens[places], given, states)
         outputs = []
-        for token in tokens.split(1, dim=1):
-            output, states = self._step(token, given, states)
+        for place in places.split(1, dim=1):
+            output, states = self._run(tokens, place, given, states)
             outputs.append(output)
         return _by_token(outputs, lambda some: torch.cat(list(some), 1)), states
 
@@ -216,15 +219,17 @@ class StateLayer:
     def _continues(self) -> bool:
         """Whether several tokens after a state depend on all of it: transformers' Mamba 1 forgets a part."""
         tokens = torch.arange(4 * self.owner.hidden_size).sin().view(1, 4, -1).to(self._no_tokens)
-        _, states = self._step(tokens[:, :2], self._empty, {})
 
-        def after(changed: States) -> Tensor:
-            copies = {name: state.clone() for name, state in {**states, **changed}.items()}
+        def after(states: States) -> Tensor:
+            copies = {name: state.clone() for name, state in states.items()}
             output, _ = self._step(tokens[:, 2:], self._empty, copies)
             found: Tensor = output[0] if isinstance(output, tuple) else output
             return found
 
-        return not any(torch.equal(after({}), after({name: -state})) for name, state in states.items())
+        with row_adapters(self.module).chosen(None):  # Those of a pass are not of these tokens.
+            _, states = self._step(tokens[:, :2], self._empty, {})
+            usual = after(states)
+            return not any(torch.equal(usual, after({**states, name: -state})) for name, state in states.items())
 
     def _limit_time_steps(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
         """Limits the time steps of Mamba 2, softplus(x + bias), when tokens are sampled as in training: transformers
