@@ -126,7 +126,8 @@ class StateLayers:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._model.dtype
+        dtype: torch.dtype = self._model.dtype
+        return dtype
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         starts = named.get("cu_seq_lens_q")
