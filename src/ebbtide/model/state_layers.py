@@ -134,10 +134,6 @@ class StateLayers:
         self.lengths = None if starts is None else starts.diff().tolist()
         self.state_pass = getattr(named.get("paged_pass"), "states", None)
 
-    def bytes_per_slot(self) -> int:
-        """The bytes of the states of one sequence."""
-        return sum(state.nbytes for layer in self.layers for state in layer.sizes.values())
-
 
 class StateLayer:
     """The forward of one layer with a state, in place of its own."""

@@ -1,9 +1,10 @@
 """Kernels of other packages in a trace: they do not run on the meta device, so stand-ins have their memory.
 
 transformers' layers with states call a package's kernel where that is installed, and plain torch elsewhere. A trace
-calls plain torch, which saves more, but for gated delta nets where `fla` is installed: its kernel saves its inputs, the
-normalized queries and keys, and a matrix for each chunk of tokens, and computes the rest again in its backward. That is
-what the code of flash-linear-attention says; no run was compared with it.
+calls plain torch, which saves more, but for gated delta nets. Where `fla` is installed, its kernel saves its inputs,
+the normalized queries and keys, and a matrix for each chunk of tokens, and computes the rest again in its backward:
+that is what the code of flash-linear-attention says; no run was compared with it. Elsewhere the rule of delta_rule.py,
+which saves its inputs, is traced as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ebbtide.model.delta_rule import LeanDeltaRule
 from ebbtide.model.state_layers import state_layers
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ def _without_kernel(name: str, value: Any) -> Callable[..., Any] | None:
     """What a trace calls in place of a function of transformers' that may call a kernel; None if it is none."""
     if DELTA_RULE in name and callable(value) and find_spec(PACKAGE) is not None:
         return delta_rule
+    if isinstance(value, LeanDeltaRule):
+        return None
     plain = getattr(value, "__wrapped__", None)  # transformers wraps its own version of such functions.
     is_kernel = any(part in name for part in (DELTA_RULE, "causal_conv1d", "chunk_scan", "recurrent"))
     return plain if callable(value) and callable(plain) and is_kernel else None
