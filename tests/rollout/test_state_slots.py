@@ -2,6 +2,7 @@
 shared, cut into chunks, preempted, parked or suspended."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -137,3 +138,13 @@ def test_samples_of_several_adapters_have_each_their_own(name) -> None:
         with row_adapters(loaded.model).chosen(torch.tensor([request.adapter])):
             for one in group:
                 _check(loaded, list(request.prompt), one.tokens, one.plain_logprobs)
+
+
+def test_no_state_outlives_its_session() -> None:
+    engine = PagedEngine(family_model("lfm2"), 2, block=4)
+    with engine.session([(1, 1)], 4) as session:
+        session.add(Request([8], [1]), SamplingParams(4, ignore_eos=True))
+        session.step()
+        slots = [weakref.ref(state) for layer in engine._runner._cache.states for state in layer.values()]
+    assert slots
+    assert not any(one() is not None for one in slots)

@@ -119,6 +119,7 @@ class StateLayers:
         """The pass of the paged engine."""
         if self.layers:
             decoder(model).register_forward_pre_hook(self._begin, with_kwargs=True)
+            decoder(model).register_forward_hook(self._end, always_call=True)
 
     @property
     def hidden_size(self) -> int:
@@ -133,6 +134,9 @@ class StateLayers:
         starts = named.get("cu_seq_lens_q")
         self.lengths = None if starts is None else starts.diff().tolist()
         self.state_pass = getattr(named.get("paged_pass"), "states", None)
+
+    def _end(self, *_: Any) -> None:
+        self.state_pass = None  # It holds the slots. The lengths stay: a backward may run layers again.
 
 
 class StateLayer:
