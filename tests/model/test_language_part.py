@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ebbtide.algorithms.loop import train
 from ebbtide.checkpoint.export import export
 from ebbtide.errors import UserError
-from ebbtide.model.language_part import MULTIMODAL, text_config
+from ebbtide.model.language_part import MULTIMODAL, is_tied, text_config
 from ebbtide.model.load import load_model, model_config, uninitialized_model
 from ebbtide.model.shape import find_shape
 from ebbtide.model.tokenizer import scratch_tokenizer
@@ -234,6 +234,12 @@ def test_the_files_say_whether_the_head_is_the_embedding(tiny, made, tmp_path, t
         shape = find_shape(config.model)
         assert shape.tied == tied
         assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_without_weights_the_outer_config_counts(tmp_path, outer) -> None:
+    """As in a plan of a folder that has nothing but a config.json."""
+    assert is_tied(outer, not outer, tmp_path) == outer
 
 
 def test_a_plan_finds_the_nested_config(tiny, made) -> None:

@@ -1,6 +1,7 @@
 """Plans of families that no formula describes: what a trace counts is what formulas say of families that have both, and
 what the parts of a run take."""
 
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from conftest import TINY, merged
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.planner_keys import with_changes
 from ebbtide.errors import UserError
+from ebbtide.model.delta_rule import ChosenDeltaRule
 from ebbtide.model.shape import from_config
 from ebbtide.model.traced_shape import TracedShape
 from ebbtide.model.workload import max_workload
@@ -158,16 +160,21 @@ def test_what_a_trace_cannot_plan_is_refused_by_name(tmp_path) -> None:
         plan_offline(config, H200)
 
 
-def test_kernels_of_a_package_save_more_than_plain_torch(tmp_path, monkeypatch) -> None:
-    """A stand-in has their memory where they are installed, and the layer's own function is there afterwards. In plain
-    torch the delta rule saves its inputs alone."""
+def test_delta_rules_save_less_than_plain_torch(tmp_path, monkeypatch) -> None:
+    """The rule that runs where no kernel is installed is traced as it is. Where one is, a stand-in has its memory, and
+    the layer's own function is there afterwards."""
     sizes = {**SHAPE, **OF["qwen3_5_text"]}
-    plain = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
+    lean = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
     module = __import__("transformers.models.qwen3_5.modeling_qwen3_5", fromlist=["_"])
     before = module.torch_chunk_gated_delta_rule
+    assert isinstance(before, ChosenDeltaRule)
+    with monkeypatch.context() as patch:
+        patch.setattr(traced_kernels, "in_torch", unwrap(before._own))
+        plain = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
     monkeypatch.setattr(traced_kernels, "find_spec", lambda name: True)
     fused = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
     assert module.torch_chunk_gated_delta_rule is before
-    assert fused.state_bytes == plain.state_bytes
-    assert fused.keep.saved[1] > plain.keep.saved[1]
+    assert lean.state_bytes == fused.state_bytes == plain.state_bytes
+    assert lean.keep.saved[1] < fused.keep.saved[1] < plain.keep.saved[1]
+    assert lean.keep.saved[3] == plain.keep.saved[3]  # attention
     assert fused.keep.saved[3] == plain.keep.saved[3]  # attention

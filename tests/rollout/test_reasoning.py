@@ -87,6 +87,9 @@ ANALYSIS = "<|channel|>analysis<|message|>7?<|end|><|start|>assistant"
         ("harmony", "?<|start|>assistant<|channel|>final<|message|>", "42<|return|>", "", "42", False),
         ("harmony", "<|start|>assistant<|channel|>final<|message|>4<|end|><|start|>assistant", "42", "", "42", False),
         ("harmony", "?", "42", "", "42", False),
+        ("harmony", "?", "42<|return|>", "", "42", False),
+        ("harmony", "?<|start|>assistant", "<|message|>42<|return|>", "", "42", False),
+        ("harmony", "?", f"{ANALYSIS}<|message|>42<|return|>", "7?42", "", True),  # all but `final` is reasoning
     ],
 )
 def test_the_answer_is_what_follows_the_reasoning(format, prompt, text, reasoning, answer, unfinished) -> None:

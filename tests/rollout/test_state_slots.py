@@ -2,11 +2,16 @@
 shared, cut into chunks, preempted, parked or suspended."""
 
 import random
+import weakref
 
 import pytest
 import torch
 
+from ebbtide.config.model import LoraConfig
 from ebbtide.errors import UserError
+from ebbtide.model.lora import adapted_layers, add_adapters
+from ebbtide.model.row_adapters import join_adapters, row_adapters, take_adapters
+from ebbtide.model.state_layers import state_layers
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.paged import cache_costs
 from ebbtide.rollout.paged.engine import PagedEngine
@@ -97,3 +102,49 @@ def test_few_slots_are_enough_and_none_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(cache_costs, "STATES_MEMORY_FRACTION", 0.0)
     with pytest.raises(UserError, match=r"states of a sequence.*memory\.offload\.generate"):
         engine.generate(requests, SamplingParams(5), lambda *_: None)
+
+
+def test_layers_get_tokens_of_the_models_type() -> None:
+    """Some weights of OLMo hybrid stay in float32 where the model has 16 bits, and the first of a layer is one."""
+    loaded = family_model("olmo_hybrid", torch.bfloat16)
+    layer = state_layers(loaded.model).layers[0]
+    for name in ("A_log", "dt_bias"):
+        weight = layer.module.get_parameter(name)
+        weight.data = weight.data.float()
+    assert next(layer.module.parameters()).dtype == torch.float32
+    engine = PagedEngine(loaded, 2, block=4, chunk=3)
+    ((one,),) = engine.generate([Request(PROMPTS[0], [1])], SamplingParams(5, ignore_eos=True), lambda *_: None)
+    assert (own_logprobs(loaded, PROMPTS[0], one.tokens) - torch.tensor(one.plain_logprobs)).abs().mean() <= 0.1
+    assert {state.dtype for (kind, _), state in layer.sizes.items() if kind == "conv"} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_samples_of_several_adapters_have_each_their_own(name) -> None:
+    """Layers with states run on a part of a pass at a time, and its adapters are those of its tokens."""
+    taken = []
+    for number in (1, 2):
+        model = family_model(name).model
+        add_adapters(model, LoraConfig(rank=2 + number, alpha=5), seed=number)
+        for layer in adapted_layers(model).values():
+            torch.nn.init.normal_(layer.lora_B, std=0.3)
+        taken.append(take_adapters(model))
+    loaded = family_model(name)
+    join_adapters(loaded.model, taken)
+    assert any(row_adapters(layer.module).count for layer in state_layers(loaded.model).layers)
+    engine = PagedEngine(loaded, 6, block=4, blocks=10, chunk=5)
+    requests = [Request(prompt, [1, 2], number) for number, prompt in enumerate(PROMPTS)]
+    found = engine.generate(requests, SamplingParams(9, ignore_eos=True), lambda *_: None)
+    for request, group in zip(requests, found, strict=True):
+        with row_adapters(loaded.model).chosen(torch.tensor([request.adapter])):
+            for one in group:
+                _check(loaded, list(request.prompt), one.tokens, one.plain_logprobs)
+
+
+def test_no_state_outlives_its_session() -> None:
+    engine = PagedEngine(family_model("lfm2"), 2, block=4)
+    with engine.session([(1, 1)], 4) as session:
+        session.add(Request([8], [1]), SamplingParams(4, ignore_eos=True))
+        session.step()
+        slots = [weakref.ref(state) for layer in engine._runner._cache.states for state in layer.values()]
+    assert slots
+    assert not any(one() is not None for one in slots)

@@ -5,6 +5,7 @@ of flash-linear-attention (`fla`), or plain torch (gated_delta_rule.py), in plac
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -57,6 +58,7 @@ def choose_delta_rule(module: nn.Module) -> None:
         replace_delta_rule(module, ChosenDeltaRule(own))
 
 
+@cache  # Every call of a layer asks, and to find a package's version takes almost a millisecond.
 def has_kernel(device: torch.device) -> bool:
     """Whether fla is installed and computes right gradients on this device."""
     return device.type == "cuda" and find_spec("fla") is not None and not has_wrong_gradients(device)

@@ -61,9 +61,8 @@ def text_config(found: Mapping[str, Any], folder: Path | None) -> Mapping[str, A
 def is_tied(outer: bool, inner: bool, folder: Path | None) -> bool:
     """Whether the head is the embedding, by a multimodal model's config and by its `text_config`. Where they differ,
     the checkpoint says it: it has a head or it has none. The outer one counts where that cannot be seen."""
-    if outer == inner or folder is None:
-        return outer
-    return not any(text_name(name) == "lm_head.weight" for name in _tensor_names(folder))
+    names = [] if outer == inner or folder is None else [text_name(name) for name in _tensor_names(folder)]
+    return "lm_head.weight" not in names if names else outer
 
 
 def _tensor_names(folder: Path) -> Iterable[str]:

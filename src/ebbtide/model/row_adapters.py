@@ -8,7 +8,7 @@ does not depend on what other rows have. An adapter that a layer lacks has no co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -45,28 +45,33 @@ class RowAdapters:
         return len(self._scales)
 
     @contextmanager
-    def chosen(self, rows: Tensor) -> Iterator[None]:
-        """Inside this context a pass over T rows has the adapters of `rows` [T], or of [1] for all of them. It is read
-        on its device, so that a CUDA graph reads what it has when the graph is replayed."""
-        self._rows = rows
+    def chosen(self, rows: Tensor | None) -> Iterator[None]:
+        """Inside this context a pass over T rows has the adapters of `rows` [T], or of [1] for all of them; None: it
+        has none. It is read on its device, so that a CUDA graph reads what it has when the graph is replayed."""
+        before = self._rows, self._masks
+        self._rows, self._masks = rows, {}
         try:
             yield
         finally:
-            self._rows = None
-            self._masks.clear()
+            self._rows, self._masks = before
+
+    def chosen_of(self, places: Tensor) -> AbstractContextManager[None]:
+        """Inside this context a layer runs on some rows of the present pass alone, those at `places` [S, n]."""
+        return self.chosen(None if self._rows is None else self._rows[places])
 
     @property
     def are_chosen(self) -> bool:
         return self._rows is not None
 
     def mask(self, columns: Columns) -> Tensor:
-        """[T, columns] in float32: the scale of a row's adapter in its columns, 0 in the others. It is made once in a
-        pass, as most blocks have the same columns."""
+        """[T, columns] or [S, n, columns] in float32: the scale of a row's adapter in its columns, 0 in the others. It
+        is made once in a pass, as most blocks have the same columns."""
         assert self._rows is not None
         if columns not in self._masks:
             if columns not in self._tables:  # before a capture: a step runs once without a graph
                 self._tables[columns] = self._table(columns).to(self._rows.device)
-            self._masks[columns] = self._tables[columns].index_select(0, self._rows)
+            masks = self._tables[columns].index_select(0, self._rows.flatten())
+            self._masks[columns] = masks.unflatten(0, self._rows.shape)
         return self._masks[columns]
 
     def _table(self, columns: Columns) -> Tensor:

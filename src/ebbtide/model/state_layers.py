@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ebbtide.errors import UserError
 from ebbtide.model.delta_rule import RIGHT_SINCE, choose_delta_rule, has_wrong_gradients
 from ebbtide.model.load import decoder
+from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_cache import StateCache
 
 if TYPE_CHECKING:
@@ -118,19 +119,24 @@ class StateLayers:
         """The pass of the paged engine."""
         if self.layers:
             decoder(model).register_forward_pre_hook(self._begin, with_kwargs=True)
+            decoder(model).register_forward_hook(self._end, always_call=True)
 
     @property
     def hidden_size(self) -> int:
         return int(self._model.config.get_text_config().hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         starts = named.get("cu_seq_lens_q")
         self.lengths = None if starts is None else starts.diff().tolist()
         self.state_pass = getattr(named.get("paged_pass"), "states", None)
 
-    def bytes_per_slot(self) -> int:
-        """The bytes of the states of one sequence."""
-        return sum(state.nbytes for layer in self.layers for state in layer.sizes.values())
+    def _end(self, *_: Any) -> None:
+        self.state_pass = None  # It holds the slots. The lengths stay: a backward may run layers again.
 
 
 class StateLayer:
@@ -186,7 +192,7 @@ class StateLayer:
         number, outputs = self.owner.layers.index(self), []
         for rows in state_pass.rows:
             before = {} if rows.read is None else state_pass.slots.read(number, rows.read)
-            output, after = self._run(tokens[0][rows.tokens], given, before)
+            output, after = self._run(tokens[0], rows.tokens, given, before)
             state_pass.slots.write(number, rows.write, after)
             outputs.append(output)
         return _gather(outputs, state_pass.order)
@@ -197,13 +203,15 @@ class StateLayer:
         output = self._own(**given, **{self._input: tokens, self._cache: cache})
         return output, cache.states
 
-    def _run(self, tokens: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
-        """`_step`, token by token where the layer cannot compute several after a state."""
-        if not states or tokens.shape[1] == 1 or self._continues:
-            return self._step(tokens, given, states)
+    def _run(self, tokens: Tensor, places: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
+        """`_step` for the tokens of a pass at `places` [S, n], with their adapters: token by token where the layer
+        cannot compute several after a state."""
+        if not states or places.shape[1] == 1 or self._continues:
+            with row_adapters(self.module).chosen_of(places):
+                return self._step(tokens[places], given, states)
         outputs = []
-        for token in tokens.split(1, dim=1):
-            output, states = self._step(token, given, states)
+        for place in places.split(1, dim=1):
+            output, states = self._run(tokens, place, given, states)
             outputs.append(output)
         return _by_token(outputs, lambda some: torch.cat(list(some), 1)), states
 
@@ -211,17 +219,18 @@ class StateLayer:
     @torch.no_grad()
     def _continues(self) -> bool:
         """Whether several tokens after a state depend on all of it: transformers' Mamba 1 forgets a part."""
-        numbers = torch.arange(4 * self.owner.hidden_size, device=self._weight.device).sin()
-        tokens = numbers.view(1, 4, -1).to(self._weight.dtype)
-        _, states = self._step(tokens[:, :2], self._empty, {})
+        tokens = torch.arange(4 * self.owner.hidden_size).sin().view(1, 4, -1).to(self._no_tokens)
 
-        def after(changed: States) -> Tensor:
-            copies = {name: state.clone() for name, state in {**states, **changed}.items()}
+        def after(states: States) -> Tensor:
+            copies = {name: state.clone() for name, state in states.items()}
             output, _ = self._step(tokens[:, 2:], self._empty, copies)
             found: Tensor = output[0] if isinstance(output, tuple) else output
             return found
 
-        return not any(torch.equal(after({}), after({name: -state})) for name, state in states.items())
+        with row_adapters(self.module).chosen(None):  # Those of a pass are not of these tokens.
+            _, states = self._step(tokens[:, :2], self._empty, {})
+            usual = after(states)
+            return not any(torch.equal(usual, after({**states, name: -state})) for name, state in states.items())
 
     def _limit_time_steps(self, layer: nn.Module, given: Any, output: Tensor) -> Tensor:
         """Limits the time steps of Mamba 2, softplus(x + bias), when tokens are sampled as in training: transformers
@@ -237,16 +246,17 @@ class StateLayer:
     @torch.no_grad()
     def sizes(self) -> States:
         """The states of one sequence [1, ...], for their sizes and types."""
-        return self._step(self._weight.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
+        return self._step(self._no_tokens.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
 
     @cached_property
     def _alone(self) -> bool:
         """Whether it runs on one packed sequence at a time. Then not even the rounding of one depends on others."""
-        return self._weight.device.type == "cpu"
+        return self._no_tokens.device.type == "cpu"
 
     @property
-    def _weight(self) -> Tensor:
-        return next(self.module.parameters())
+    def _no_tokens(self) -> Tensor:
+        """Of the type and on the device of what it gets. Some of its weights may be kept in float32."""
+        return torch.empty(0, dtype=self.owner.dtype, device=next(self.module.parameters()).device)
 
     @property
     def _empty(self) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 `model/families.py` describes families whose blocks are all alike, and a plan of those needs no torch. Any other family
 is built by transformers' own class on the meta device, where tensors have sizes and no memory, and runs a forward and a
 backward of a few sequences there, which takes seconds however large the model is: of a repeated pattern of blocks,
-only the first ones run. Every tensor that is made is counted
-until it is freed, so that the bytes are those of the code that will run. Attention is a stand-in with the memory of
-the kernels that a GPU has; gradients of parameters are left out, for they are a holding of their own.
+only the first ones run. Every tensor that is made is counted until it is freed, so that the bytes are those of the code
+that will run. Attention is a stand-in with the memory of the kernels that a GPU has; gradients of parameters are left
+out, for they are a holding of their own.
 
 What a trace cannot know: temporary copies as large as a parameter, and kernels of other packages, for which stand-ins
 run (traced_kernels.py).

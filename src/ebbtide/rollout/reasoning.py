@@ -188,6 +188,7 @@ class _Channels(ReasoningSplitter):
     def __init__(self, marks: Sequence[str]) -> None:
         super().__init__(marks)
         self._header: str | None = ""
+        self._no_header = ""  # what turned out to be none: no message followed
         self._has_channel = self._has_answer = False
 
     def _text(self, text: str) -> None:
@@ -199,15 +200,16 @@ class _Channels(ReasoningSplitter):
     def _mark(self, mark: str) -> None:
         if mark == MESSAGE and self._header is not None:
             channel = self._header.rpartition(CHANNEL)[2].partition(CONSTRAIN)[0].strip()
-            self._header, self.is_reasoning = None, channel != "final"
+            self._header, self.is_reasoning = None, self._has_channel and channel != "final"
             self._has_answer = self._has_answer or not self.is_reasoning
         elif mark in (CHANNEL, CONSTRAIN):
             self._header = (self._header or "") + mark
             self._has_channel = True
         elif mark in (START, *ENDS):
+            self._no_header += self._header or ""
             self._header = ""
 
     def _close(self) -> None:
         if not self._has_channel:  # no channels at all: it is all answer
-            self._parts.append((False, self._header or ""))
+            self._parts.append((False, self._no_header + (self._header or "")))
         self.is_reasoning = self._has_channel and not self._has_answer
