@@ -187,3 +187,9 @@ def test_the_table_is_documented() -> None:
     page = reference()
     assert "| `num_generations` | `rollout.group_size` |" in page
     assert all(f"| `{name}` |" in page for root in roots().values() for name in foreign.foreign_names(root))
+
+
+def test_a_section_of_ours_is_no_foreign_name_for_a_wrong_key_in_it() -> None:
+    judge = "{url: 'http://localhost:8000/v1', model: m, prompt: 'Rate {completion}', scale: [0, 10]}"
+    with pytest.raises(UserError, match=r"rewards\.liked\.judge\.scale` .* Valid keys here: url, model"):
+        load("quickstart", [f"task.rewards={{liked: {{judge: {judge}}}}}"])

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from ebbtide.config.keys import all_keys
+from ebbtide.config.keys import all_keys, section_at
 from ebbtide.config.serve import ServeConfig
 
 QUOTED = re.compile(r"`([^`]+)`")
@@ -61,9 +61,12 @@ def is_foreign(keys: Sequence[str], root: type[BaseModel]) -> bool:
 
 
 def find_counterpart(keys: Sequence[str], root: type[BaseModel]) -> str | None:
-    """A sentence on a foreign key, matched in full or by its last parts, or on a known section above it."""
+    """A sentence on a foreign key, matched in full or by its last parts, or on a known section above it that is none of
+    ours."""
     parts, known = [_plain(key) for key in keys], foreign_names(root)
     for end in range(len(parts), 0, -1):
+        if end < len(parts) and section_at(keys[:end], root) is not None:
+            break
         for start in range(end):
             if (found := known.get(".".join(parts[start:end]))) is not None:
                 return f"{'Here it is ' if found.startswith('`') else ''}{found}."
