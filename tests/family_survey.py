@@ -216,7 +216,19 @@ def _sampled(figures: dict[str, float], what: str, engine: Engine, model: PreTra
     _refuse_difference(what, figures[f"{what}, mean"])
 
 
-def _config(folder: Path, engine: str) -> GrpoConfig:
+def mismatch_in_16_bits(name: str, folder: Path) -> float:
+    """How far log-probs of the paged engine and of the trainer are apart on average in a step of GRPO in bfloat16."""
+    tiny_model(name).save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    config = _config(folder, "paged", "bfloat16")
+    with Report(config, "survey") as report:
+        train(config, report)
+    (line,) = (folder / "paged" / "metrics.jsonl").read_text().splitlines()
+    found: float = json.loads(line)["mismatch"]
+    return found
+
+
+def _config(folder: Path, engine: str, dtype: str = "float32") -> GrpoConfig:
     problems = folder / "problems.jsonl"
     if not problems.exists():
         texts = ("What is the sum of 12 and 30?", "Count to ten.", "Spell the word tide backwards, please", "Say yes")
@@ -225,7 +237,7 @@ def _config(folder: Path, engine: str) -> GrpoConfig:
     return GrpoConfig.model_validate(
         {
             "device": "cpu",
-            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "model": {"path": str(folder / "model"), "dtype": dtype},
             "task": {
                 "file": {"train": str(problems), "scorer": "regex"},
                 "held_out": 1,

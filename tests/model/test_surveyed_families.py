@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from family_survey import CLOSE, CLOSE_GRADIENTS, examine, own_logprobs
+from family_survey import CLOSE, CLOSE_GRADIENTS, examine, mismatch_in_16_bits, own_logprobs
 from tiny_families import tiny_model
 
 NAMED = (
@@ -32,6 +32,12 @@ def test_the_families_that_people_use_train_with_both_engines(name: str, tmp_pat
     assert len(means) == 6
     assert max(means.values()) <= CLOSE
     assert finding.figures["gradients"] <= CLOSE_GRADIENTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMED)
+def test_they_train_in_16_bits(name: str, tmp_path: Path) -> None:
+    assert mismatch_in_16_bits(name, tmp_path) < 0.1
 
 
 def test_the_docs_show_the_results() -> None:
