@@ -9,9 +9,7 @@ import torch
 from conftest import family
 from ebbtide.algorithms.loop import train
 from ebbtide.report.report import Report
-
-# What a clock or the allocator says, not the seed.
-MEASURED = ("seconds", "tokens_per_second", "peak_gib", "reserved_gib", "device_gib", "host_gib", "moved_gib")
+from example_runs import MEASURED
 
 EVERYTHING = {
     "train.minibatches": 2,

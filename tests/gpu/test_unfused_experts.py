@@ -1,5 +1,7 @@
 """Experts of models whose blocks are not fused, in groups whose sizes the device alone knows."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -23,15 +25,21 @@ def test_experts_and_their_gradients_are_transformers(name) -> None:
     if not groups_on_device(module.down_proj):
         pytest.skip("this GPU has no grouped matmuls")
     chosen = torch.rand((500, module.num_experts), device="cuda").topk(2).indices
-    given = torch.randn((500, 128), device="cuda", dtype=torch.bfloat16), torch.rand((500, 2), device="cuda")
+    given = [torch.randn((500, 128), device="cuda").bfloat16(), torch.rand((500, 2), device="cuda").bfloat16()]
     found = []
-    for function in (grouped_experts, mix_experts):
-        hidden, weights = (one.detach().clone().requires_grad_() for one in given)
-        mixed = function(module, hidden, chosen, weights.to(torch.bfloat16))
-        inputs = [hidden, weights, *module.parameters()]
+    for function, dtype in (
+        (grouped_experts, torch.float32),
+        (grouped_experts, torch.bfloat16),
+        (mix_experts, torch.bfloat16),
+    ):
+        own = deepcopy(module).to(dtype)
+        hidden, weights = (one.to(dtype).requires_grad_() for one in given)
+        mixed = function(own, hidden, chosen, weights)
+        inputs = [hidden, weights, *own.parameters()]
         found.append([mixed, *torch.autograd.grad((mixed.float() * given[0].float()).sum(), inputs)])
-    for one, other in zip(*found, strict=True):
-        assert (one - other).float().norm() <= 1e-2 * other.float().norm()
+    for true, theirs, ours in zip(*found, strict=True):
+        # transformers' gradient of a bias adds bfloat16 numbers up one by one, so it is the one that is off there.
+        assert (ours - true).norm() <= max(5e-3 * true.norm(), 1.1 * (theirs - true).norm())
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
