@@ -6,6 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import state_families  # noqa: F401 (it knows the families)
+from ebbtide.model.state_layers import StatePass, StateRows, TensorSlots, state_layers
+from families import family_model
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs them on a CPU
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
@@ -37,3 +41,36 @@ def test_states_are_copied_from_and_to_slots(shapes) -> None:
             before[0][name][rows[:2].long()] = found[name][1:]
             assert torch.equal(tensors[0][name], before[0][name])
             assert torch.equal(tensors[1][name], before[1][name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2"])
+@torch.no_grad()
+def test_layers_compute_one_more_token_in_the_slots(name, dtype) -> None:
+    from ebbtide.rollout.paged.state_kernels import AddressedSlots
+
+    model = family_model(name, dtype).model.to(DEVICE)
+    layers, count = state_layers(model).layers[:2], 6
+    given = dict.fromkeys(layers[1]._empty)
+    tensors = [{key: torch.randn_like(one) for key, one in layer.new_slots(count).items()} for layer in layers]
+    addressed = AddressedSlots(layers, torch.device(DEVICE))
+    read, write = (torch.tensor(slots, dtype=torch.int32, device=DEVICE) for slots in ([3, 0, 0, 5], [3, 1, 2, 4]))
+    tokens = torch.randn((1, 4, layers[1].owner.hidden_size), device=DEVICE).to(dtype)
+    rows = StateRows(torch.arange(4, device=DEVICE)[:, None], read, write)
+    found = []
+    for slots in (TensorSlots(tensors), addressed):
+        own = [{key: one.clone() for key, one in states.items()} for states in tensors]
+        if isinstance(slots, TensorSlots):
+            slots = TensorSlots(own)
+        else:
+            addressed.attach(own)
+            assert slots.in_place(1, read, write).keys() == own[1].keys()
+        output = layers[1]._continue(tokens, dict(given), StatePass([rows], None, slots))
+        found.append((output[0] if isinstance(output, tuple) else output, own))
+    assert layers[1]._steps_in_slots
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found[1][0], found[0][0], atol=tolerance, rtol=tolerance)
+    for mine, wanted, before in zip(found[1][1], found[0][1], tensors, strict=True):
+        for key, state in wanted.items():
+            torch.testing.assert_close(mine[key], state, atol=tolerance, rtol=tolerance)
+            assert torch.equal(mine[key][[0, 5]], before[key][[0, 5]])

@@ -82,7 +82,7 @@ def test_layers_compute_what_transformers_does(monkeypatch, name) -> None:
     ids = torch.arange(3, 12).repeat(9)[None, :70]
     with torch.no_grad():
         layers = state_layers(model).layers
-        chosen = transformers_internals.delta_rule(layers[0].module)
+        chosen = transformers_internals.state_function(layers[0].module, transformers_internals.DELTA_RULE)
         assert isinstance(chosen, ChosenDeltaRule)
         found = model(ids, use_cache=False).logits
         monkeypatch.setitem(type(layers[0].module).forward.__globals__, "torch_chunk_gated_delta_rule", chosen._own)

@@ -194,13 +194,22 @@ PRIVATE = re.compile(
 )
 
 
+DELTA_INPUTS = {"query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"}
+STATE_FUNCTIONS = {
+    transformers_internals.DELTA_RULE: DELTA_INPUTS,
+    transformers_internals.DELTA_STEP: DELTA_INPUTS,
+    transformers_internals.CONV_STEP: {"hidden_states", "conv_state", "weight", "bias", "activation"},
+}
+
+
+@pytest.mark.parametrize("name", STATE_FUNCTIONS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"])
-def test_a_delta_rule_in_plain_torch_is_known(family) -> None:
+def test_the_functions_of_a_gated_delta_net_are_known(family, name) -> None:
     code = import_module(f"transformers.models.{family}.modeling_{family}")
     (layer,) = (one for name, one in vars(code).items() if name.endswith("GatedDeltaNet"))
-    found = transformers_internals.delta_rule(layer.__new__(layer))
+    found = transformers_internals.state_function(layer.__new__(layer), name)
     assert found is not None
-    assert {"query", "key", "value", "g", "beta", "output_final_state"} <= set(signature(unwrap(found)).parameters)
+    assert STATE_FUNCTIONS[name] <= set(signature(unwrap(found)).parameters)
 
 
 def test_no_other_file_uses_private_parts_of_transformers() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ebbtide.model.gated_delta_rule import gated_delta_rule
-from ebbtide.system.transformers_internals import delta_rule, replace_delta_rule
+from ebbtide.system.transformers_internals import DELTA_RULE, replace_state_function, state_function
 
 RIGHT_SINCE = "3.7.1"
 """The version of Triton since which fla's gradients are right on Hopper GPUs. Below, the compiler breaks a kernel that
@@ -53,9 +53,9 @@ class ChosenDeltaRule:
 
 def choose_delta_rule(module: nn.Module) -> None:
     """Replaces the delta rule of a layer, and of all others of its class, if it has one."""
-    own = delta_rule(module)
+    own = state_function(module, DELTA_RULE)
     if own is not None and not isinstance(own, ChosenDeltaRule):
-        replace_delta_rule(module, ChosenDeltaRule(own))
+        replace_state_function(module, DELTA_RULE, ChosenDeltaRule(own))
 
 
 @cache  # Every call of a layer asks, and to find a package's version takes almost a millisecond.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ class StateCache:
     """What such layers ask of a cache of transformers, for one layer, under whatever number that layer has. Where
     there is no state yet, the layer begins with none."""
 
-    def __init__(self, states: dict[tuple[str, int], Tensor]) -> None:
+    def __init__(self, states: Mapping[tuple[str, int], Any]) -> None:
         self.states = dict(states)
-        """By kind and number; layers also change them in place."""
+        """By kind and number: tensors, which layers also change in place, or their slots (state_steps.py)."""
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """The last inputs of a convolution [S, channels, kernel size]."""
         return self.states.get((CONV, state_idx))
 
@@ -37,11 +38,11 @@ class StateCache:
         self.states[CONV, state_idx] = found[..., -size:].contiguous()
         return found
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """The state that was carried from token to token."""
         return self.states.get((RECURRENT, state_idx))
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
         """Replaces the state that is carried on."""
         self.states[RECURRENT, state_idx] = recurrent_states
         return recurrent_states
@@ -56,7 +57,7 @@ class StateCache:
 
     # The names under which MiniMax asks for its state.
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+    def get_linear_cache(self, layer_idx: int) -> Any:
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:

@@ -9,7 +9,7 @@ sequence of the paged engine with the state that it had: whatever the layer comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ from ebbtide.model.delta_rule import RIGHT_SINCE, choose_delta_rule, has_wrong_g
 from ebbtide.model.load import decoder
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_cache import StateCache
+from ebbtide.model.state_steps import SlotRows, step_in_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +82,11 @@ class StateSlots(Protocol):
         """Replaces the states in some slots [S], of one layer."""
         ...
 
+    def in_place(self, layer: int, read: Tensor, write: Tensor) -> dict[StateName, SlotRows] | None:
+        """The states of one layer for one more token of some sequences [S], which are read from some slots and written
+        to others, or the same; None if there are no kernels for that."""
+        ...
+
 
 @dataclass(frozen=True)
 class TensorSlots:
@@ -95,6 +101,9 @@ class TensorSlots:
     def write(self, layer: int, slots: Tensor, states: States) -> None:
         for name, state in self.layers[layer].items():
             state[slots] = states[name].to(state.dtype)
+
+    def in_place(self, layer: int, read: Tensor, write: Tensor) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -191,19 +200,26 @@ class StateLayer:
         """The outputs for the sequences of a pass [1, T, ...], whose states are read and written."""
         number, outputs = self.owner.layers.index(self), []
         for rows in state_pass.rows:
+            if rows.read is not None and rows.tokens.shape[1] == 1 and self._steps_in_slots:
+                in_place = state_pass.slots.in_place(number, rows.read, rows.write)
+                if in_place is not None:
+                    outputs.append(self._run(tokens[0], rows.tokens, given, in_place)[0])
+                    continue
             before = {} if rows.read is None else state_pass.slots.read(number, rows.read)
             output, after = self._run(tokens[0], rows.tokens, given, before)
             state_pass.slots.write(number, rows.write, after)
             outputs.append(output)
         return _gather(outputs, state_pass.order)
 
-    def _step(self, tokens: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
+    def _step(self, tokens: Tensor, given: dict[str, Any], states: Mapping[StateName, Any]) -> tuple[Any, States]:
         """(the outputs for sequences [S, n, ...], their states after it), from these states on, or none."""
         cache = StateCache(states)
         output = self._own(**given, **{self._input: tokens, self._cache: cache})
         return output, cache.states
 
-    def _run(self, tokens: Tensor, places: Tensor, given: dict[str, Any], states: States) -> tuple[Any, States]:
+    def _run(
+        self, tokens: Tensor, places: Tensor, given: dict[str, Any], states: Mapping[StateName, Any]
+    ) -> tuple[Any, Any]:
         """`_step` for the tokens of a pass at `places` [S, n], with their adapters: token by token where the layer
         cannot compute several after a state."""
         if not states or places.shape[1] == 1 or self._continues:
@@ -247,6 +263,11 @@ class StateLayer:
     def sizes(self) -> States:
         """The states of one sequence [1, ...], for their sizes and types."""
         return self._step(self._no_tokens.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
+
+    @cached_property
+    def _steps_in_slots(self) -> bool:
+        """Whether one more token of a sequence can be computed with the states in their slots."""
+        return step_in_slots(self.module, {kind for kind, _ in self.sizes})
 
     @cached_property
     def _alone(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,9 +79,9 @@ def _without_kernel(name: str, value: Any) -> Callable[..., Any] | None:
     """What a trace calls in place of a function of transformers' that may call a kernel; None if it is none."""
     if isinstance(value, ChosenDeltaRule):
         return delta_rule if _has_kernel() else in_torch
-    plain = getattr(value, "__wrapped__", None)  # transformers wraps its own version of such functions.
     is_kernel = any(part in name for part in ("causal_conv1d", "chunk_scan", "recurrent"))
-    return plain if callable(value) and callable(plain) and is_kernel else None
+    # transformers wraps its own version of such functions.
+    return unwrap(value) if callable(value) and hasattr(value, "__wrapped__") and is_kernel else None
 
 
 def _has_kernel() -> bool:

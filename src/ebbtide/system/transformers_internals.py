@@ -56,19 +56,22 @@ def set_experts(model: PreTrainedModel, name: str, experts: Experts) -> None:
         model.set_experts_implementation(name)
 
 
-_DELTA_RULE = "torch_chunk_gated_delta_rule"
+DELTA_RULE, DELTA_STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+CONV_STEP = "causal_conv1d_update"
+"""The functions that layers with states call: the gated delta rule for many tokens and for one, and a convolution for
+one."""
 
 
-def delta_rule(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """The gated delta rule in chunks that a layer's forward calls, by a kernel if one is installed. It relies on the
-    name of that function in the module of the layer's class."""
+def state_function(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The function of this name that a layer's forward calls, by a kernel if one is installed. It relies on these names
+    in the module of the layer's class."""
     forward = inspect.unwrap(type(module).forward)
-    return forward.__globals__.get(_DELTA_RULE) if _DELTA_RULE in forward.__code__.co_names else None
+    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
 
 
-def replace_delta_rule(module: nn.Module, function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
-    """Replaces the function of `delta_rule`, for all layers of the class."""
-    inspect.unwrap(type(module).forward).__globals__[_DELTA_RULE] = function
+def replace_state_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Replaces such a function, for all layers of the class."""
+    inspect.unwrap(type(module).forward).__globals__[name] = function
 
 
 def forget_quantized_file(model: PreTrainedModel) -> None:
