@@ -94,6 +94,26 @@ def test_norm_backward(rows: int, width: int, dtype: torch.dtype, norm: Norm, ad
     assert torch.equal(dweight, again[1])
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (70, 128), (333, 80), (3, 5000)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_gated_norm(rows: int, width: int, dtype: torch.dtype, norm: Norm) -> None:
+    from ebbtide.model import gated_norm_kernels
+
+    x, gate, weight = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    found = gated_norm_kernels.gated_norm(x, gate, weight, norm)
+    within_an_ulp(found, reference.gated_norm(x, gate, weight, norm), ulps=2 if norm.wide else 3)
+    grad = random(rows, width, dtype=dtype)
+    x_leaf, gate_leaf, weight_leaf = leaves(x, gate, weight)
+    (double_norm(x_leaf, weight_leaf, norm) * torch.nn.functional.silu(gate_leaf)).backward(grad.double())
+    gradients = gated_norm_kernels.gated_norm_backward(x, gate, weight, norm, grad)
+    for ours, leaf in zip(gradients, (x_leaf, gate_leaf, weight_leaf), strict=True):
+        assert ours.dtype == dtype
+        near(ours, leaf.grad)
+    again = gated_norm_kernels.gated_norm_backward(x, gate, weight, norm, grad)
+    assert all(torch.equal(*pair) for pair in zip(gradients, again, strict=True))
+
+
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "channels"), HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [None, *NORMS])

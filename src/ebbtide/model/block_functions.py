@@ -22,6 +22,8 @@ __all__ = [
     "activate_weighted_backward",
     "add_norm",
     "combine",
+    "gated_norm",
+    "gated_norm_backward",
     "norm_backward",
     "rotate",
     "rotate_backward",
@@ -61,6 +63,35 @@ def norm_backward(
 
         return block_kernels.norm_backward(x, weight, norm, grad, residual, remakes=remakes)
     return block_reference.norm_backward(x, weight, norm, grad, residual, remakes=remakes)
+
+
+def gated_norm(
+    x: Tensor,  # [T, W]
+    gate: Tensor,  # [T, W]
+    weight: Tensor,  # [W]
+    norm: Norm,
+) -> Tensor:
+    """Returns the RMS norm of x times the SiLU of the gate [T, W]."""
+    if x.is_cuda:
+        from ebbtide.model import gated_norm_kernels
+
+        return gated_norm_kernels.gated_norm(x, gate, weight, norm)
+    return block_reference.gated_norm(x, gate, weight, norm)
+
+
+def gated_norm_backward(
+    x: Tensor,  # [T, W]
+    gate: Tensor,  # [T, W]
+    weight: Tensor,  # [W]
+    norm: Norm,
+    grad: Tensor,  # [T, W]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of x and of the gate [T, W], and of the weight [W]."""
+    if x.is_cuda:
+        from ebbtide.model import gated_norm_kernels
+
+        return gated_norm_kernels.gated_norm_backward(x, gate, weight, norm, grad)
+    return block_reference.gated_norm_backward(x, gate, weight, norm, grad)
 
 
 def rotate(

@@ -76,6 +76,30 @@ def norm_backward(
     return dx.to(x.dtype), dweight.to(weight.dtype), _normed(x, weight, norm) if remakes else None
 
 
+def gated_norm(
+    x: Tensor,  # [T, W]
+    gate: Tensor,  # [T, W]
+    weight: Tensor,  # [W]
+    norm: Norm,
+) -> Tensor:
+    """Returns the RMS norm of x times the SiLU of the gate, which is rounded with it [T, W]."""
+    return (_normed(x, weight, norm).float() * silu(gate.float())).to(x.dtype)
+
+
+def gated_norm_backward(
+    x: Tensor,  # [T, W]
+    gate: Tensor,  # [T, W]
+    weight: Tensor,  # [W]
+    norm: Norm,
+    grad: Tensor,  # [T, W]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of x and of the gate [T, W], and of the weight [W]; `grad` is that of the output."""
+    wide, share, above = gate.float(), gate.float().sigmoid(), grad.float()
+    dx, dweight = _norm_gradients(x, weight, norm, above * wide * share)
+    dgate = above * _normed(x, weight, norm).float() * (share + wide * share * (1 - share))
+    return dx.to(x.dtype), dgate.to(gate.dtype), dweight.to(weight.dtype)
+
+
 def rotate(
     qkv: Tensor,  # [T, (heads + 2 kv_heads) * channels]
     rotary: Rotary,

@@ -23,7 +23,7 @@ def plannable_shape(config: Config, device_type: str, model: ModelConfig | None 
             raise
     from ebbtide.planner.traced_model import trace_shape
 
-    return trace_shape(config.model_copy(update={"model": model}), model.itemsize(device_type))
+    return trace_shape(config.model_copy(update={"model": model}), device_type)
 
 
 def frozen_shapes(config: Config, device_type: str) -> dict[HoldingName, FrozenShape]:

@@ -20,6 +20,7 @@ from ebbtide.planner.traced_kernels import traced_kernels
 from ebbtide.policy.activation_costs import PROBE_TOKENS, probe_length
 from ebbtide.policy.attention_calls import record_calls
 from ebbtide.policy.block_activations import have_named_modules
+from ebbtide.policy.fused_norm import fuse_norms
 from ebbtide.rollout.paged.attention import layout_of, model_cache_costs
 from ebbtide.rollout.paged.state_memory import StateMemory
 
@@ -30,7 +31,7 @@ NOT_TRACED = (NotImplementedError, RuntimeError, TypeError, ValueError, Attribut
 """What transformers' code raises where it needs numbers, which tensors on the meta device do not have."""
 
 
-def trace_shape(config: Config, itemsize: int) -> TracedShape:
+def trace_shape(config: Config, device_type: str) -> TracedShape:
     """Traces the configured model, on sequences as long as the run's."""
     model, tokens = config.model, min(PROBE_TOKENS, config.train.microbatch_tokens)
     if model.base is not None:
@@ -38,7 +39,10 @@ def trace_shape(config: Config, itemsize: int) -> TracedShape:
             f"`model.path: {model.path}` is of a family whose blocks no formula describes, and a plan of it with"
             f" `model.base: {model.base}` is not possible: remove `model.base`"
         )
+    itemsize = model.itemsize(device_type)
     built = meta_model(config, {2: torch.bfloat16, 4: torch.float32}[itemsize]).eval()
+    if device_type == "cuda":
+        fuse_norms(built)
     return shape_of_model(built, config, probe_length(tokens, config.max_sequence_tokens), itemsize)
 
 

@@ -41,6 +41,7 @@ from ebbtide.policy.figures import Figures, summarize, zeros
 from ebbtide.policy.fuse import FusedBlocks
 from ebbtide.policy.fused_activations import FusedActivations
 from ebbtide.policy.fused_check import fuse_blocks
+from ebbtide.policy.fused_norm import fuse_norms
 from ebbtide.policy.head import Head, token_logprobs
 from ebbtide.policy.losses import Loss, LossInputs, loss_head, mismatch
 from ebbtide.policy.packing import MicroBatch, pack, together
@@ -129,9 +130,11 @@ class Policy:
         self.device, self._gathered_bytes = device, gathered_bytes(self.model, mesh)
 
     def fuse_blocks(self, note: Callable[[str], None] = lambda text: None, *, joins: bool = True) -> None:
-        """Replaces the forwards of the model's blocks by fused ones, on a GPU, where they compute the same. `joins`:
-        whether the weights may move to lie side by side."""
+        """Replaces the forwards of the model's blocks by fused ones, on a GPU, where they compute the same, or else
+        those of norms. `joins`: whether the weights may move to lie side by side."""
         self._fused = fuse_blocks(self.model, self.device, self._ranks.mesh, note, joins=joins)
+        if self._fused is None:
+            fuse_norms(self.model)
         if slow := missing_kernels(self.model):
             note(slow)
 

@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.memory.plan import HoldingName
 from ebbtide.model.load import LoadedModel
+from ebbtide.policy.fused_norm import fuse_norms
 from ebbtide.progress import Progress
 from ebbtide.rollout.engine import Completion, Request, SamplingParams
 from ebbtide.rollout.paged.attention import CacheLayout, cache_layout
@@ -93,7 +94,10 @@ class PagedEngine:
             return CpuRunner(self._model, self._block)
         from ebbtide.rollout.paged.cuda_runner import CudaRunner
 
-        return CudaRunner(self._model, layout, self._batch, self._block, exact=self._exact)
+        runner = CudaRunner(self._model, layout, self._batch, self._block, exact=self._exact)
+        if not runner.is_fused:
+            fuse_norms(self._model)
+        return runner
 
     @contextmanager
     def probing(self) -> Iterator[None]:
