@@ -198,6 +198,7 @@ DELTA_INPUTS = {"query", "key", "value", "g", "beta", "initial_state", "output_f
 STATE_FUNCTIONS = {
     transformers_internals.DELTA_RULE: DELTA_INPUTS,
     transformers_internals.DELTA_STEP: DELTA_INPUTS,
+    transformers_internals.CONVOLUTION: {"hidden_states", "weight", "bias", "activation"},
     transformers_internals.CONV_STEP: {"hidden_states", "conv_state", "weight", "bias", "activation"},
 }
 

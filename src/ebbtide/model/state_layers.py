@@ -25,6 +25,7 @@ from ebbtide.model.delta_rule import RIGHT_SINCE, choose_delta_rule, has_wrong_g
 from ebbtide.model.load import decoder
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_cache import StateCache
+from ebbtide.model.state_convolution import choose_convolution
 from ebbtide.model.state_steps import SlotRows, step_in_slots
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ class StateLayer:
         self._rest = next((name for name, one in parameters.items() if one.kind is Parameter.VAR_KEYWORD), None)
         module.forward = self
         choose_delta_rule(module)
+        choose_convolution(module)
         if tuple(getattr(module, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
             module.get_submodule("in_proj").register_forward_hook(self._limit_time_steps)
 

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ebbtide.model.state_cache import CONV, RECURRENT
+from ebbtide.model.state_convolution import SILU
 from ebbtide.system.transformers_internals import CONV_STEP, DELTA_STEP, replace_state_function, state_function
-
-SILU = ("silu", "swish")  # transformers' names of it
 
 
 class SlotRows(Protocol):

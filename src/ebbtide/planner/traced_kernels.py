@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.model.delta_rule import ChosenDeltaRule, has_kernel, in_torch
+from ebbtide.model.state_convolution import Convolution
 from ebbtide.model.state_layers import state_layers
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def _without_kernel(name: str, value: Any) -> Callable[..., Any] | None:
     """What a trace calls in place of a function of transformers' that may call a kernel; None if it is none."""
     if isinstance(value, ChosenDeltaRule):
         return delta_rule if _has_kernel() else in_torch
+    if isinstance(value, Convolution):
+        return Convolution(unwrap(value))
     is_kernel = any(part in name for part in ("causal_conv1d", "chunk_scan", "recurrent"))
     # transformers wraps its own version of such functions.
     return unwrap(value) if callable(value) and hasattr(value, "__wrapped__") and is_kernel else None

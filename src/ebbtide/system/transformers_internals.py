@@ -57,16 +57,17 @@ def set_experts(model: PreTrainedModel, name: str, experts: Experts) -> None:
 
 
 DELTA_RULE, DELTA_STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
-CONV_STEP = "causal_conv1d_update"
+CONVOLUTION, CONV_STEP = "causal_conv1d_fn", "causal_conv1d_update"
 """The functions that layers with states call: the gated delta rule for many tokens and for one, and a convolution for
-one."""
+many and for one."""
 
 
 def state_function(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The function of this name that a layer's forward calls, by a kernel if one is installed. It relies on these names
-    in the module of the layer's class."""
-    forward = inspect.unwrap(type(module).forward)
-    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
+    """The function of this name that a layer calls, by a kernel if one is installed. It relies on these names in the
+    module of the layer's class."""
+    methods = (inspect.unwrap(one) for one in vars(type(module)).values() if callable(one))
+    calls = any(name in one.__code__.co_names for one in methods if inspect.isfunction(one))
+    return inspect.unwrap(type(module).forward).__globals__.get(name) if calls else None
 
 
 def replace_state_function(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
