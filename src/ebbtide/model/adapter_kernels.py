@@ -3,12 +3,14 @@ from it added to their products, in place. Decode, prefill and training run the 
 
 A row has the same bits among few rows as among many: a program always has 64 rows, whatever number of them there are,
 and the inner dimension is summed in chunks whose size follows from that dimension alone. With few rows each chunk has a
-program of its own, so that there is work for a GPU, and with many one program sums them all, in the same order.
+program of its own, so that there is work for a GPU, and the program that ends last adds them up. With many rows one
+program sums all chunks. The order is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -23,15 +25,19 @@ DEPTH, STAGES = 128, 3  # of x and of A at once: 96 KiB, which the smaller GPUs 
 CHUNK, MOST_CHUNKS = 512, 8  # numbers of the inner dimension that are summed by themselves, at least; how often at most
 FEW = 1024  # rows: up to here each chunk has a program
 LAYERS = 3  # that have the same input, at most
+MOST_BLOCKS = 64  # of channels: 4,096 of them
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
 def _lower(
     x,  # [rows, depth]
     first,  # [channels, depth]: A of all layers
-    low,  # [parts, rows, channels] float32: the sum of each program's chunks
+    sums,  # [parts, rows, channels] float32: of each program's chunks, where there are several parts
+    ended,  # [tiles x wide]: how many parts have ended; zeros before and after
+    low,  # [rows, channels]
     rows,
     chunks,  # of a program
+    parts: tl.constexpr,
     depth: tl.constexpr,
     channels: tl.constexpr,
     chunk: tl.constexpr,
@@ -41,9 +47,9 @@ def _lower(
 ):
     tiles, wide = tl.cdiv(rows, tile), tl.cdiv(channels, columns)
     program = tl.program_id(0)
-    part = program // (tiles * wide)
-    row = (program % tiles * tile + tl.arange(0, tile)).to(tl.int64)
-    channel, place = program // tiles % wide * columns + tl.arange(0, columns), tl.arange(0, at_once)
+    part, block = program // (tiles * wide), program % (tiles * wide)
+    row = (block % tiles * tile + tl.arange(0, tile)).to(tl.int64)
+    channel, place = block // tiles * columns + tl.arange(0, columns), tl.arange(0, at_once)
     is_row, is_channel = row < rows, channel < channels
     begin = part * chunks * chunk
     total = tl.zeros([tile, columns], tl.float32)
@@ -56,14 +62,25 @@ def _lower(
             some = tl.load(of_x, mask=is_row[:, None] & inside, other=0.0)
             found = tl.dot(some, tl.load(of_first, mask=is_channel[:, None] & inside, other=0.0).T, found)
         total += found
-    target = low + (part * rows + row[:, None]) * channels + channel[None, :]
-    tl.store(target, total, mask=is_row[:, None] & is_channel[None, :])
+    where, real = row[:, None] * channels + channel[None, :], is_row[:, None] & is_channel[None, :]
+    if parts == 1:
+        tl.store(low + where, total.to(low.dtype.element_ty), mask=real)
+    else:
+        size = tl.cast(rows, tl.int64) * channels
+        tl.store(sums + part * size + where, total, mask=real)
+        tl.debug_barrier()  # All threads have stored before one says so.
+        if tl.atomic_add(ended + block, 1, sem="acq_rel") == parts - 1:
+            total = tl.zeros([tile, columns], tl.float32)
+            for one in tl.static_range(parts):
+                total += tl.load(sums + one * size + where, mask=real, other=0.0, cache_modifier=".cg")
+            tl.store(low + where, total.to(low.dtype.element_ty), mask=real)
+            tl.store(ended + block, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _add(
     products,  # [rows, stride]: of all layers, side by side
-    low,  # [parts, rows, channels] float32
+    low,  # [rows, channels]
     second_0,  # [width_0, rank]: B of each layer that has an adapter
     second_1,
     second_2,
@@ -77,7 +94,6 @@ def _add(
     column_2: tl.constexpr,
     stride: tl.constexpr,
     channels: tl.constexpr,
-    parts: tl.constexpr,
     rank: tl.constexpr,
     tile: tl.constexpr,
     columns: tl.constexpr,
@@ -95,38 +111,44 @@ def _add(
     row = (program % tiles * tile + tl.arange(0, tile)).to(tl.int64)
     column, place = block * columns + tl.arange(0, columns), tl.arange(0, at_once)
     is_row, is_column = row < rows, column < width
+    target, mask = products + row[:, None] * stride + (begin + column)[None, :], is_row[:, None] & is_column[None, :]
+    before = tl.load(target, mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros([tile, columns], tl.float32)
     for at in tl.static_range(0, rank, at_once):
         inside = (at + place < rank)[None, :]
-        some = tl.zeros([tile, at_once], tl.float32)
-        for part in tl.static_range(parts):
-            of_low = low + (part * rows + row[:, None]) * channels + (first_channel + at + place)[None, :]
-            some += tl.load(of_low, mask=is_row[:, None] & inside, other=0.0)
+        of_low = low + row[:, None] * channels + (first_channel + at + place)[None, :]
         of_second = second + column[:, None] * rank + (at + place)[None, :]
+        some = tl.load(of_low, mask=is_row[:, None] & inside, other=0.0)
         factor = tl.load(of_second, mask=is_column[:, None] & inside, other=0.0)
-        total = tl.dot(some.to(factor.dtype), factor.T, total)
-    target, mask = products + row[:, None] * stride + (begin + column)[None, :], is_row[:, None] & is_column[None, :]
-    found = tl.load(target, mask=mask, other=0.0).to(tl.float32) + scale * total
-    tl.store(target, found.to(products.dtype.element_ty), mask=mask)
+        total = tl.dot(some, factor.T, total)
+    tl.store(target, (before + scale * total).to(products.dtype.element_ty), mask=mask)
 
 
 _launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add)
 
 
+@cache
+def _ended(device: torch.device) -> Tensor:
+    """Zeros for the tiles of a launch, which each launch leaves as they were. Launches follow each other."""
+    return torch.zeros(ceil_div(FEW, ROWS) * MOST_BLOCKS, dtype=torch.int32, device=device)
+
+
 def lower(x: Tensor, first: Tensor) -> Tensor:
-    """x [T, K] @ first.T [K, channels] for `add`, of all adapters: float32 sums that are to be added up."""
+    """x [T, K] @ first.T [K, channels] for `add`, of all adapters."""
     x, first = x.contiguous(), first.contiguous()
     (rows, depth), channels = x.shape, len(first)
     chunk = max(CHUNK, _power_of_2(ceil_div(depth, MOST_CHUNKS)))
-    chunks = ceil_div(depth, chunk)
-    parts, wide = chunks if rows <= FEW else 1, min(COLUMNS, _power_of_2(channels))
-    low = torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
+    chunks, wide = ceil_div(depth, chunk), min(COLUMNS, _power_of_2(channels))
+    blocks = ceil_div(channels, wide)
+    parts = chunks if rows <= FEW and blocks <= MOST_BLOCKS else 1
+    low = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
+    sums = low if parts == 1 else torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
     if rows:
         _launch_lower(
-            ceil_div(rows, ROWS) * ceil_div(channels, wide) * parts,
-            (x, first, low),
+            ceil_div(rows, ROWS) * blocks * parts,
+            (x, first, sums, _ended(x.device), low),
             (rows, chunks // parts),
-            *(depth, channels, chunk, ROWS, wide, DEPTH),
+            *(parts, depth, channels, chunk, ROWS, wide, DEPTH),
             warps=4,
         )
     return low
@@ -134,13 +156,13 @@ def lower(x: Tensor, first: Tensor) -> Tensor:
 
 def add(
     products: Tensor,  # [T, N]: of all layers, side by side
-    low: Tensor,  # [parts, T, adapters x rank]: of `lower`
+    low: Tensor,  # [T, adapters x rank]: of `lower`
     seconds: Sequence[Tensor],  # [width, rank] each: B of all adapters, three at most
     columns: Sequence[int],  # where the product of each adapter's layer begins
     scale: float,
 ) -> None:
     """Adds scale * low B.T to the products of the layers that have an adapter, in place."""
-    (parts, rows, channels), rank = low.shape, seconds[0].shape[1]
+    (rows, channels), rank = low.shape, seconds[0].shape[1]
     if not rows:
         return
     seconds = [second.contiguous() for second in seconds]
@@ -149,7 +171,7 @@ def add(
         ceil_div(rows, ROWS) * sum(ceil_div(width, COLUMNS) for width in widths),
         (products, low, *seconds, *[seconds[0]] * missing),
         (rows, scale),
-        *(*widths, *[0] * missing, *columns, *[0] * missing, products.stride(0), channels, parts, rank),
+        *(*widths, *[0] * missing, *columns, *[0] * missing, products.stride(0), channels, rank),
         *(ROWS, COLUMNS, min(DEPTH, _power_of_2(rank))),
         warps=4,
     )
