@@ -85,9 +85,9 @@ def test_gradients_in_16_bits_are_as_near_to_32_as_transformers(name) -> None:
     ids = torch.arange(3, 12).repeat(9)[None]
     half, wide = family_model(name, torch.bfloat16).model, family_model(name).model
     wide.load_state_dict(half.state_dict())
+    for model in (half, wide):
+        state_layers(model)  # Without it, fla's kernels are called on the CPU, too.
     wanted, theirs = _computed(wide, ids), _computed(half, ids)
-    half.cuda()
-    state_layers(half)
-    fuse_norms(half)
+    fuse_norms(half.cuda())
     for found, right, other in zip(_computed(half, ids.cuda()), wanted, theirs, strict=True):
         assert (found - right).norm() <= 1.5 * (other - right).norm() + 1e-3 * right.norm()
