@@ -1,4 +1,5 @@
-"""The gated delta rule in chunks of tokens, in plain torch, with a backward of its own.
+"""The gated delta rule in chunks of tokens, with a backward of its own: in plain torch, and on a GPU, for inputs of 16
+bits, by the Triton kernels of delta_kernels.py.
 
 A head has a state S [K, V]. A token with query q, key k and value v, decay g <= 0 and rate b changes it to
 
@@ -17,14 +18,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+if TYPE_CHECKING:
+    from ebbtide.model.delta_passes import DeltaPasses
+
 CHUNK = 64
 EPSILON = 1e-6  # of the norms of queries and keys
+KERNEL_CHANNELS = 16, 32, 64, 128, 256  # of heads that the kernels compute
 
 
 def gated_delta_rule(
@@ -45,9 +50,7 @@ def gated_delta_rule(
         assert state is None, "there are no gradients from a state on"
         output, last = _GatedDeltaRule.apply(*inputs, normalizes)  # type: ignore[no-untyped-call]
         return output, last
-    chunks = _Chunks.cut(*inputs, normalizes=normalizes)
-    run = _run(chunks, state)
-    return _joined(run.output, query), run.last.unflatten(0, (query.shape[0], -1))
+    return _forward(*inputs, state, normalizes=normalizes)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -57,15 +60,15 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, value, g, beta)
         ctx.normalizes = normalizes
-        chunks = _Chunks.cut(query, key, value, g, beta, normalizes=normalizes)
-        run = _run(chunks, None)
-        last = run.last.unflatten(0, (query.shape[0], -1))
+        output, last = _forward(query, key, value, g, beta, None, normalizes=normalizes)
         ctx.mark_non_differentiable(last)
-        return _joined(run.output, query), last
+        return output, last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         inputs: tuple[Tensor, ...] = ctx.saved_tensors
+        if _has_kernels(*inputs[:3]):
+            return *_kernels(*inputs, normalizes=ctx.normalizes).backward(grads[0]), None
         chunks = _Chunks.cut(*inputs, normalizes=ctx.normalizes)
         dquery, dkey, dvalue, dg, dbeta = _gradients(chunks, _cut(grads[0]))
         if ctx.normalizes:
@@ -75,6 +78,27 @@ class _GatedDeltaRule(torch.autograd.Function):
             dquery = dquery * chunks.scale
         found = zip((dquery, dkey, dvalue, dg[..., None], dbeta[..., None]), inputs, strict=True)
         return *(_joined(grad, one).view_as(one) for grad, one in found), None
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *, normalizes: bool
+) -> tuple[Tensor, Tensor]:
+    if _has_kernels(query, key, value):
+        return _kernels(query, key, value, g, beta, normalizes=normalizes).forward(state)
+    chunks = _Chunks.cut(query, key, value, g, beta, normalizes=normalizes)
+    run = _run(chunks, state)
+    return _joined(run.output, query), run.last.unflatten(0, (query.shape[0], -1))
+
+
+def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    has_sizes = query.shape[-1] in KERNEL_CHANNELS and value.shape[-1] in KERNEL_CHANNELS and query.numel() > 0
+    return has_sizes and query.is_cuda and query.itemsize == 2 and query.dtype == key.dtype == value.dtype
+
+
+def _kernels(*inputs: Tensor, normalizes: bool) -> DeltaPasses:
+    from ebbtide.model.delta_passes import DeltaPasses  # It needs triton, which comes with torch on a GPU.
+
+    return DeltaPasses(*inputs, normalizes=normalizes)
 
 
 @dataclass(frozen=True)
