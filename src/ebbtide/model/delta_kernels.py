@@ -20,11 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Tokens. For matmuls of a multiple of 64 rows by four warps, Triton uses the instructions of Hopper GPUs that run on
-# beside the program (wgmma). Since its version 3.4, kernels of this rule are miscompiled with them: gradients are wrong
-# where the kernel computed an operand, or memory is read that is not its own (flash-linear-attention's issues 640 and
-# 984, Triton's 11366 and 11781). For 32 rows, or by two warps, it uses the instructions of earlier GPUs.
-CHUNK = 32
+from ebbtide.model.delta_sizes import CHUNK
+
 EPSILON = 1e-6  # of the norms of queries and keys
 
 _CHUNK, _EPSILON = tl.constexpr(CHUNK), tl.constexpr(EPSILON)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from ebbtide.model import delta_kernels
-from ebbtide.model.delta_kernels import CHUNK
+from ebbtide.model.delta_sizes import CHUNK, PART, SCAN_WARPS, SMALLEST, WARPS
 from ebbtide.model.launch import Launcher
 
-# Numbers of a part of a state [K, some of V's channels] that a program has at once: compiled for Hopper GPUs and heads
-# of 128 channels, the scans then fit the registers (203 to 255 of each thread), and with twice the part they do not.
-PART, SMALLEST = 2048, 16  # and the least channels that a matmul can have
-SCAN_WARPS, WARPS = 2, 4  # With more warps a scan has matmuls by wgmma (delta_kernels.CHUNK).
 
-_launch_prepare = Launcher(delta_kernels._prepare)
-# Two stages: what comes next is loaded while one chunk, or one part of a state, is computed.
-_launch_scan = Launcher(delta_kernels._scan, num_stages=2)
-_launch_scan_back = Launcher(delta_kernels._scan_back, num_stages=2)
-_launch_gradients = Launcher(delta_kernels._gradients, num_stages=2)
+@cache
+def _launcher(name: str) -> Launcher:
+    from ebbtide.model import delta_kernels  # It needs triton, which comes with torch on a GPU.
+
+    # Two stages: what comes next is loaded while one chunk, or one part of a state, is computed.
+    options = {} if name == "_prepare" else {"num_stages": 2}
+    return Launcher(getattr(delta_kernels, name), **options)
+
+
+def _launch(
+    name: str, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *constants: int, warps: int
+) -> None:
+    if not tensors[0].is_meta:  # else it is a plan's trace, which wants to know what is allocated
+        _launcher(name)(programs, tensors, numbers, *constants, warps=warps)
 
 
 class DeltaPasses:
@@ -38,7 +44,8 @@ class DeltaPasses:
         padded = self._rows, chunks * CHUNK
         decay_and_factors, solution_and_scores = self._wide(3, *padded), self._wide(2, *padded, CHUNK)
         self._prepared = *decay_and_factors.unbind(), *solution_and_scores.unbind()
-        _launch_prepare(
+        _launch(
+            "_prepare",
             self._rows * chunks,
             (self._query, self._key, self._g, self._beta, *self._prepared),
             self._lengths,
@@ -62,7 +69,8 @@ class DeltaPasses:
         # In 16 bits, they would cost the gradients of g a twentieth where keys are alike: dS S almost cancels then.
         states, dstates = self._wide(2, self._rows, chunks, self._K, self._V).unbind()
         self._scan(states, written, written, states, states, continues=False, reads=False)
-        _launch_scan_back(
+        _launch(
+            "_scan_back",
             self._rows * self._V // self._part,
             (self._query, self._key, grad, self._beta, *self._prepared, dright, dstates),
             self._lengths,
@@ -73,7 +81,8 @@ class DeltaPasses:
         found = tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in inputs)
         decay, query_factor, key_factor, _, scores = self._prepared
         kept = written, states, dright, dstates
-        _launch_gradients(
+        _launch(
+            "_gradients",
             self._rows * chunks,
             (*inputs[:3], grad, self._beta, decay, query_factor, key_factor, scores, *kept, *found),
             self._lengths,
@@ -84,7 +93,8 @@ class DeltaPasses:
 
     def _scan(self, *tensors: Tensor, continues: bool, reads: bool) -> None:
         """`tensors`: from `initial` on."""
-        _launch_scan(
+        _launch(
+            "_scan",
             self._rows * self._V // self._part,
             (self._query, self._key, self._value, self._beta, *self._prepared, *tensors),
             self._lengths,
@@ -101,6 +111,6 @@ def _by_token(x: Tensor) -> tuple[Tensor, int]:
     a copy of those that lie otherwise: behind a convolution, a channel's tokens are side by side."""
     tokens, heads, channels = x.shape[1:]
     step = x.stride(1)
-    if x.stride() == (tokens * step, step, channels, 1) and x.data_ptr() % 16 == 0:
+    if x.stride() == (tokens * step, step, channels, 1) and (x.is_meta or x.data_ptr() % 16 == 0):
         return x, step
     return x.contiguous(), heads * channels

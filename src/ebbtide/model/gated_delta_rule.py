@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from ebbtide.model.delta_passes import DeltaPasses
+from ebbtide.model.delta_passes import DeltaPasses
 
 CHUNK = 64
 EPSILON = 1e-6  # of the norms of queries and keys
@@ -68,7 +67,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         inputs: tuple[Tensor, ...] = ctx.saved_tensors
         if _has_kernels(*inputs[:3]):
-            return *_kernels(*inputs, normalizes=ctx.normalizes).backward(grads[0]), None
+            return *DeltaPasses(*inputs, normalizes=ctx.normalizes).backward(grads[0]), None
         chunks = _Chunks.cut(*inputs, normalizes=ctx.normalizes)
         dquery, dkey, dvalue, dg, dbeta = _gradients(chunks, _cut(grads[0]))
         if ctx.normalizes:
@@ -84,7 +83,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *, normalizes: bool
 ) -> tuple[Tensor, Tensor]:
     if _has_kernels(query, key, value):
-        return _kernels(query, key, value, g, beta, normalizes=normalizes).forward(state)
+        return DeltaPasses(query, key, value, g, beta, normalizes=normalizes).forward(state)
     chunks = _Chunks.cut(query, key, value, g, beta, normalizes=normalizes)
     run = _run(chunks, state)
     return _joined(run.output, query), run.last.unflatten(0, (query.shape[0], -1))
@@ -92,13 +91,8 @@ def _forward(
 
 def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
     has_sizes = query.shape[-1] in KERNEL_CHANNELS and value.shape[-1] in KERNEL_CHANNELS and query.numel() > 0
-    return has_sizes and query.is_cuda and query.itemsize == 2 and query.dtype == key.dtype == value.dtype
-
-
-def _kernels(*inputs: Tensor, normalizes: bool) -> DeltaPasses:
-    from ebbtide.model.delta_passes import DeltaPasses  # It needs triton, which comes with torch on a GPU.
-
-    return DeltaPasses(*inputs, normalizes=normalizes)
+    on_gpu = query.is_cuda or query.is_meta  # A plan's trace is of a GPU.
+    return has_sizes and on_gpu and query.itemsize == 2 and query.dtype == key.dtype == value.dtype
 
 
 @dataclass(frozen=True)

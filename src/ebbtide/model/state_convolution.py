@@ -33,7 +33,8 @@ class Convolution:
         on_gpu = (hidden_states.is_cuda or hidden_states.is_meta) and hidden_states.dtype == weight.dtype in HALF
         if not on_gpu or activation not in (None, *SILU) or any(one is not None for one in named.values()):
             return self._own(hidden_states, weight, bias, activation=activation, **named)
-        found: Tensor = _Convolution.apply(hidden_states, weight, bias, activation is not None)  # type: ignore[no-untyped-call]
+        inputs = hidden_states, weight, bias, activation is not None
+        found: Tensor = _Convolution.apply(*inputs)  # type: ignore[no-untyped-call]
         return found
 
 
