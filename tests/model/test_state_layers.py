@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ebbtide.model.load import decoder
-from ebbtide.model.state_layers import missing_kernels, similar_lengths, state_layers
+from ebbtide.model.packed_batches import PackedBatches, PutInRows, TakeFromRows, similar_lengths
+from ebbtide.model.state_layers import missing_kernels, state_layers
 from ebbtide.policy.attention import PACKED, use_attention
 from families import family_model
 from state_families import KINDS, STATES
@@ -92,17 +93,40 @@ def test_sequences_of_similar_lengths_are_padded_together() -> None:
 def test_padded_groups_give_what_single_sequences_give(monkeypatch) -> None:
     """As on a GPU."""
     model = family_model("qwen3_5_text").model
-    layers = state_layers(model)
-    sequences = _sequences(model.config.vocab_size)
-    alone = _hidden(model, sequences)
-    for layer in layers.layers:
-        monkeypatch.setattr(layer, "_alone", False)
-    monkeypatch.setattr("ebbtide.model.state_layers.PADDED", 3.0)
-    torch.testing.assert_close(_hidden(model, sequences), alone, atol=1e-5, rtol=1e-5)
+    layers, weights = state_layers(model), [*model.model.parameters()]
+    sequences, found = _sequences(model.config.vocab_size), []
+    monkeypatch.setattr("ebbtide.model.packed_batches.PADDED", 3.0)
+    for alone in (True, False):
+        for layer in layers.layers:
+            monkeypatch.setattr(layer, "_alone", alone)
+        hidden = _hidden(model, sequences)
+        factors = torch.arange(hidden.numel()).sin().view_as(hidden)
+        found.append([hidden, *torch.autograd.grad((hidden * factors).sum(), weights)])
+    assert layers.batches(torch.device("cpu")).sizes == [(4, 20)]
+    for ours, wanted in zip(found[1], found[0], strict=True):
+        assert (ours - wanted).norm() <= 2e-5 * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3], [1, 9, 8, 2, 40, 8]])
+def test_tokens_come_back_from_their_places(lengths) -> None:
+    batches = PackedBatches.of(lengths, torch.device("cpu"))
+    x = torch.randn((sum(lengths), 3), requires_grad=True)
+    rows = PutInRows.apply(x, batches.tokens, batches.places)
+    assert len(rows) == sum(count * longest for count, longest in batches.sizes)
+    starts, place = torch.tensor([0, *lengths]).cumsum(0), 0
+    for members, (count, longest) in zip(similar_lengths(lengths), batches.sizes, strict=True):
+        batch = rows[place : place + count * longest].view(count, longest, 3)
+        place += count * longest
+        for row, member in zip(batch, members, strict=True):
+            assert torch.equal(row[: lengths[member]], x[starts[member] : starts[member + 1]])
+    back = TakeFromRows.apply(2 * rows, batches.places)
+    assert torch.equal(back, 2 * x)
+    grad = torch.randn_like(x)
+    assert torch.equal(torch.autograd.grad(back, x, grad)[0], 2 * grad)
 
 
 def test_slow_layers_on_a_gpu_are_told_of(monkeypatch) -> None:
-    model = family_model("qwen3_5_text").model
+    model = family_model("qwen3_5_text").model  # in 32 bits, with heads of 8 channels
     assert not missing_kernels(model)  # on a CPU there are none
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     monkeypatch.setattr("ebbtide.model.state_layers.find_spec", lambda name: None)
@@ -110,5 +134,12 @@ def test_slow_layers_on_a_gpu_are_told_of(monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.model.state_layers.find_spec", lambda name: object())
     monkeypatch.setattr("ebbtide.model.state_layers.has_wrong_gradients", lambda device: True)
     assert "tilelang" in missing_kernels(model)
+    monkeypatch.setattr("ebbtide.model.state_layers.kernels_compute", lambda *given: True)
+    for layer in state_layers(model).layers:
+        del layer.has_delta_kernels
+    assert not missing_kernels(model)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr("ebbtide.model.state_layers.find_spec", lambda name: object())
     monkeypatch.setattr("ebbtide.model.state_layers.has_wrong_gradients", lambda device: False)
     assert not missing_kernels(model)

@@ -90,9 +90,14 @@ def _forward(
 
 
 def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    has_sizes = query.shape[-1] in KERNEL_CHANNELS and value.shape[-1] in KERNEL_CHANNELS and query.numel() > 0
     on_gpu = query.is_cuda or query.is_meta  # A plan's trace is of a GPU.
-    return has_sizes and on_gpu and query.itemsize == 2 and query.dtype == key.dtype == value.dtype
+    alike = query.dtype == key.dtype == value.dtype
+    return on_gpu and alike and query.numel() > 0 and kernels_compute(query.dtype, query.shape[-1], value.shape[-1])
+
+
+def kernels_compute(dtype: torch.dtype, *channels: int) -> bool:
+    """Whether there are kernels for heads with so many channels."""
+    return dtype.itemsize == 2 and all(count in KERNEL_CHANNELS for count in channels)
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from ebbtide.errors import UserError
 from ebbtide.model.delta_rule import RIGHT_SINCE, choose_delta_rule, has_wrong_gradients
+from ebbtide.model.gated_delta_rule import kernels_compute
 from ebbtide.model.load import decoder
+from ebbtide.model.packed_batches import PackedBatches, PutInRows, TakeFromRows
 from ebbtide.model.row_adapters import row_adapters
-from ebbtide.model.state_cache import StateCache
+from ebbtide.model.state_cache import RECURRENT, StateCache
 from ebbtide.model.state_convolution import choose_convolution
 from ebbtide.model.state_steps import SlotRows, step_in_slots
+from ebbtide.system.transformers_internals import DELTA_RULE, state_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PADDED = 1.25
-"""On a GPU, sequences of similar lengths are padded to one batch, of at most so many times their tokens."""
 
 NO_LIMIT = (0.0, math.inf)  # of Mamba's time steps
 KERNELS = {
@@ -125,6 +124,7 @@ class StateLayers:
         self.layers = [StateLayer(self, module) for module in decoder(model).modules() if has_state(module)]
         self.lengths: list[int] | None = None
         """The lengths of packed sequences, in training."""
+        self._batches: PackedBatches | None = None
         self.state_pass: StatePass | None = None
         """The pass of the paged engine."""
         if self.layers:
@@ -142,8 +142,14 @@ class StateLayers:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         starts = named.get("cu_seq_lens_q")
-        self.lengths = None if starts is None else starts.diff().tolist()
+        self.lengths, self._batches = None if starts is None else starts.diff().tolist(), None
         self.state_pass = getattr(named.get("paged_pass"), "states", None)
+
+    def batches(self, device: torch.device) -> PackedBatches:
+        """The packed sequences as batches; the same for all layers of a pass."""
+        if self._batches is None:
+            self._batches = PackedBatches.of(self.lengths or [], device)
+        return self._batches
 
     def _end(self, *_: Any) -> None:
         self.state_pass = None  # It holds the slots. The lengths stay: a backward may run layers again.
@@ -182,21 +188,17 @@ class StateLayer:
 
     def _separately(self, tokens: Tensor, given: dict[str, Any], lengths: list[int]) -> Any:
         """The outputs for packed sequences [1, T, ...]."""
-        parts = tokens[0].split(lengths)
-        batches = [[number] for number in range(len(lengths))] if self._alone else similar_lengths(lengths)
-        outputs = []
-        for members in batches:
-            batch = pad_sequence([parts[member] for member in members], batch_first=True)
-            outputs.append(self._own(**given, **{self._input: batch, self._cache: None}))
-        # Where the token of each sequence lies in the outputs of all batches, one after the other.
-        places, start = dict[int, range](), 0
-        for members in batches:
-            longest = max(lengths[member] for member in members)
-            for row, member in enumerate(members):
-                places[member] = range(start + row * longest, start + row * longest + lengths[member])
-            start += len(members) * longest
-        order = [place for member in range(len(lengths)) for place in places[member]]
-        return _gather(outputs, None if order == list(range(start)) else torch.tensor(order, device=tokens.device))
+        if self._alone:
+            parts = tokens.split(lengths, 1)
+            return _gather([self._own(**given, **{self._input: part, self._cache: None}) for part in parts], None)
+        batches = self.owner.batches(tokens.device)
+        rows: Tensor = PutInRows.apply(tokens[0], batches.tokens, batches.places)  # type: ignore[no-untyped-call]
+        parts = rows.split([count * longest for count, longest in batches.sizes])
+        outputs = [
+            self._own(**given, **{self._input: part.unflatten(0, size), self._cache: None})
+            for part, size in zip(parts, batches.sizes, strict=True)
+        ]
+        return _gather(outputs, batches.places)
 
     def _continue(self, tokens: Tensor, given: dict[str, Any], state_pass: StatePass) -> Any:
         """The outputs for the sequences of a pass [1, T, ...], whose states are read and written."""
@@ -267,6 +269,14 @@ class StateLayer:
         return self._step(self._no_tokens.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
 
     @cached_property
+    def has_delta_kernels(self) -> bool:
+        """Whether it is a gated delta net that kernels of ours compute on a GPU."""
+        if state_function(self.module, DELTA_RULE) is None:
+            return False
+        (state,) = (one for (kind, _), one in self.sizes.items() if kind == RECURRENT)
+        return kernels_compute(self.owner.dtype, *state.shape[-2:])
+
+    @cached_property
     def _steps_in_slots(self) -> bool:
         """Whether one more token of a sequence can be computed with the states in their slots."""
         return step_in_slots(self.module, {kind for kind, _ in self.sizes})
@@ -296,25 +306,14 @@ def _softplus_inverse(value: float) -> float:
     return -math.inf if value <= 0 else value + math.log(-math.expm1(-value))
 
 
-def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """The indices of sequences in groups whose padding is a small part of them, the longest first."""
-    groups: list[list[int]] = []
-    tokens = 0
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        tokens += lengths[number]
-        if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > PADDED * tokens:
-            groups.append([])
-            tokens = lengths[number]
-        groups[-1].append(number)
-    return groups
-
-
 def _gather(outputs: Sequence[Any], order: Tensor | None) -> Any:
     """The outputs for several batches [S, n, ...] as one, [1, T, ...], with the tokens in this order."""
 
     def join(batches: Sequence[Tensor]) -> Tensor:
-        tokens = torch.cat([batch.flatten(0, 1) for batch in batches])
-        return (tokens if order is None else tokens.index_select(0, order))[None]
+        tokens = torch.cat([batch.flatten(0, 1) for batch in batches]) if len(batches) > 1 else batches[0].flatten(0, 1)
+        if order is not None:
+            tokens = TakeFromRows.apply(tokens, order)  # type: ignore[no-untyped-call]
+        return tokens[None]
 
     return _by_token(outputs, join)
 
@@ -333,15 +332,16 @@ def _by_token(outputs: Sequence[Any], join: Callable[[Sequence[Tensor]], Tensor]
 
 def missing_kernels(model: PreTrainedModel) -> str:
     """What to say of layers that run in plain torch on a GPU, because a package with kernels for them is missing."""
-    modules = [layer.module for layer in state_layers(model).layers] if model.device.type == "cuda" else []
-    names = {name for module in modules for name in _code_names(module)}
+    layers = state_layers(model).layers if model.device.type == "cuda" else []
+    names = {name for layer in layers if not layer.has_delta_kernels for name in _code_names(layer.module)}
     for part, (package, install) in KERNELS.items():
         if any(part in name for name in names) and find_spec(package) is None:
             return f"layers with states run in plain torch, which is slow: `pip install {install}` has kernels for them"
     if any("gated_delta_rule" in name for name in names) and has_wrong_gradients(model.device):
         return (
             "layers with states train in plain torch, which is slow: flash-linear-attention's gradients need Triton"
-            f" {RIGHT_SINCE} or newer on this GPU, or `pip install tilelang`"
+            f" {RIGHT_SINCE} or newer on this GPU, or `pip install tilelang`; models of 16 bits with heads of 16, 32,"
+            " 64, 128 or 256 channels need neither"
         )
     return ""
 
