@@ -93,7 +93,7 @@ def test_no_plan_changes_a_bit(tiny, tmp_path, plan, dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_every_optimizer_mode_trains_the_same_policy(tiny, tmp_path, dtype) -> None:
     """Streamed to the bit; on the CPU, whole or in part, to rounding."""
     changes = {**EVERYTHING, "model.dtype": dtype, "train.steps": 2, "memory.preset": "lean"}

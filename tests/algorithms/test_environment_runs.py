@@ -42,6 +42,7 @@ def run(folder, changes=None, resumed=None):
     return metrics, (folder / "rollouts.jsonl").read_text(), [one.detach().clone() for one in policy.model.parameters()]
 
 
+@pytest.mark.slow
 def test_the_recipe_learns_to_use_the_calculator(tmp_path) -> None:
     recipe = load("calculator", [f"run.folder={tmp_path / 'run'}", "train.steps=60", "evaluate=null"])
     with Report(recipe, "calculator") as report:

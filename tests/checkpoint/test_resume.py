@@ -78,7 +78,7 @@ def stop_after(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path, mode, dtype, monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.checkpoint.state.READ_AT_ONCE", 3000)  # elements: some of the parameters
     checkpoint = {**EVERYTHING["checkpoint"], "async_save": dtype == "bfloat16"}

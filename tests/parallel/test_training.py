@@ -24,6 +24,8 @@ WORLDS = {
     "tensor": (2, {"tensor": 2, "gpus": 2}),
     "both": (4, {"data": 2, "tensor": 2}),
 }
+OFTEN = "two", "both"
+"""`make slow` has all."""
 CASES = {
     **{
         f"optimizer, {name}": {f"optimizer.{key}": value for key, value in mode.items()} for name, mode in MODES.items()
@@ -120,7 +122,10 @@ def agree(mine, theirs) -> None:
     assert_trained_alike(mine["weights"], theirs["weights"], lr=1e-3, steps=len(mine["metrics"]))
 
 
-@pytest.mark.parametrize("comm", [name for name in WORLDS if name != "one"])
+@pytest.mark.parametrize(
+    "comm",
+    [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for name in WORLDS if name != "one"],
+)
 def test_ranks_train_the_policy_that_one_trains(tmp_path, alone, comm) -> None:
     ranks_agree(tmp_path, alone, comm, TRIED.get(comm, tuple(CASES)))
 
