@@ -12,6 +12,7 @@ from ebbtide.model.load import decoder
 from ebbtide.policy import fused_norm
 from ebbtide.policy.fused_norm import fuse_norms, norm_by_trying
 from families import family_model
+from tiny_families import tiny_model
 
 NARROW, GEMMA, WIDE = Norm(1e-6), Norm(1e-6, offset=1.0, wide=True), Norm(1e-6, wide=True)
 KINDS = {
@@ -57,6 +58,13 @@ def test_what_is_no_norm_is_left_alone() -> None:
     assert fused_norm._epsilon(Wider()) is None
     assert fused_norm._epsilon(nn.LayerNorm(8, bias=False)) is not None
     assert norm_by_trying(nn.LayerNorm(8, bias=False), 1e-5) is None
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "jamba", "zamba2"])
+def test_norms_that_want_a_gate_may_fail_without_one(name) -> None:
+    model = tiny_model(name)
+    fuse_norms(model)
+    assert any("forward" in vars(module) for module in decoder(model).modules())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "gemma3n_text", "bamba"])

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 EPSILONS = ("eps", "variance_epsilon", "epsilon")
 """The names of it in transformers' norms."""
-HALF = (torch.bfloat16, torch.float16)
 
 
 class FusedNorm:
@@ -78,9 +77,9 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def fuse_norms(model: PreTrainedModel) -> None:
-    """Replaces the forwards of the norms of a model on a GPU, or on the meta device for a plan of one, whose blocks are
-    not fused. Where `memory.activations` knows a block's norms by name, they stay transformers': there it may recompute
-    what these save."""
+    """Replaces the forwards of the norms of a model whose blocks are not fused, for where it runs on a GPU, or on the
+    meta device for a plan of one. Where `memory.activations` knows a block's norms by name, they stay transformers':
+    there it may recompute what these save."""
     blocks = layers_of(model)
     if not blocks or have_named_modules(list(blocks)):
         return
@@ -113,9 +112,10 @@ def norm_by_trying(module: nn.Module, epsilon: float, *, gated: bool = False) ->
     tried = copy.copy(module)
     tried.__dict__ = {name: value for name, value in vars(module).items() if name != "forward"}
     tried._parameters = {**module._parameters, "weight": nn.Parameter(weight)}
+    given = (x, gate) if gated else (x,)
     try:
-        wanted = tried(x, gate) if gated else tried(x)
-    except TypeError:  # It wants fewer tensors, or more.
+        wanted = type(module).forward(tried, *given)  # without its hooks
+    except (TypeError, AttributeError, RuntimeError, ValueError):  # It wants fewer tensors, or more, or other ones.
         return None
     for norm in (Norm(epsilon, offset, wide) for offset in (0.0, 1.0) for wide in (False, True)):
         found = gated_norm(x, gate, weight, norm) if gated else add_norm(x, None, weight, norm)[1]
@@ -142,7 +142,11 @@ class _Forward:
 
 def _on_gpu(*tensors: Any) -> bool:
     """Whether all are plain tensors, which no rank shards, in the same 16 bits, on a GPU or in a plan for one."""
-    return all(
-        type(one) in (Tensor, nn.Parameter) and one.dtype == tensors[0].dtype in HALF and (one.is_cuda or one.is_meta)
-        for one in tensors
+    return (
+        all(
+            type(one) in (Tensor, nn.Parameter) and one.dtype == tensors[0].dtype and (one.is_cuda or one.is_meta)
+            for one in tensors
+        )
+        and tensors[0].is_floating_point()
+        and tensors[0].itemsize == 2
     )

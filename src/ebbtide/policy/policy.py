@@ -133,7 +133,7 @@ class Policy:
         """Replaces the forwards of the model's blocks by fused ones, on a GPU, where they compute the same, or else
         those of norms. `joins`: whether the weights may move to lie side by side."""
         self._fused = fuse_blocks(self.model, self.device, self._ranks.mesh, note, joins=joins)
-        if self._fused is None:
+        if self._fused is None and self.device.type == "cuda":
             fuse_norms(self.model)
         if slow := missing_kernels(self.model):
             note(slow)
