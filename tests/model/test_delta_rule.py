@@ -5,7 +5,7 @@ import torch
 
 import state_families  # noqa: F401 (it knows the family)
 from ebbtide.model import delta_rule
-from ebbtide.model.delta_rule import ChosenDeltaRule, has_kernel, has_wrong_gradients, in_torch
+from ebbtide.model.delta_rule import ChosenDeltaRule, can_use_fla, has_wrong_gradients, our_rule
 from ebbtide.model.gated_delta_rule import gated_delta_rule
 from ebbtide.model.state_layers import state_layers
 from ebbtide.system import transformers_internals
@@ -92,7 +92,7 @@ def test_layers_compute_what_transformers_does(monkeypatch, name) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_state_is_returned_where_it_is_asked_for(asked) -> None:
     query, key, value, g, beta = (one.detach() for one in _inputs(70))
-    _, state = in_torch(query, key, value, g=g, beta=beta, output_final_state=asked, chunk_size=64, cu_seqlens=None)
+    _, state = our_rule(query, key, value, g=g, beta=beta, output_final_state=asked, chunk_size=64, cu_seqlens=None)
     assert (state is not None) == asked
 
 
@@ -105,5 +105,5 @@ def test_where_kernels_have_wrong_gradients(monkeypatch, triton, capability, wro
     monkeypatch.setattr(delta_rule, "find_spec", lambda name: None if name == "tilelang" else object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     assert has_wrong_gradients(GPU) == wrong
-    assert has_kernel.__wrapped__(GPU) == (not wrong)
-    assert not has_kernel.__wrapped__(torch.device("cpu"))
+    assert can_use_fla.__wrapped__(GPU) == (not wrong)
+    assert not can_use_fla.__wrapped__(torch.device("cpu"))

@@ -125,6 +125,20 @@ def test_tokens_come_back_from_their_places(lengths) -> None:
     assert torch.equal(torch.autograd.grad(back, x, grad)[0], 2 * grad)
 
 
+def test_which_delta_nets_have_kernels() -> None:
+    """It is asked when the weights may be sharded, which no layer can run with."""
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 16}
+    for name, dtype, changes, have in (
+        ("qwen3_5_text", torch.bfloat16, sizes, True),
+        ("qwen3_5_text", torch.float32, sizes, False),
+        ("qwen3_5_text", torch.bfloat16, {**sizes, "linear_key_head_dim": 24}, False),
+        ("olmo_hybrid", torch.bfloat16, sizes, True),
+        ("lfm2", torch.bfloat16, {}, False),
+    ):
+        model = family_model(name, dtype, **changes).model.to("meta")
+        assert {layer.has_delta_kernels for layer in state_layers(model).layers} == {have}
+
+
 def test_slow_layers_on_a_gpu_are_told_of(monkeypatch) -> None:
     model = family_model("qwen3_5_text").model  # in 32 bits, with heads of 8 channels
     assert not missing_kernels(model)  # on a CPU there are none
@@ -135,8 +149,6 @@ def test_slow_layers_on_a_gpu_are_told_of(monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.model.state_layers.has_wrong_gradients", lambda device: True)
     assert "tilelang" in missing_kernels(model)
     monkeypatch.setattr("ebbtide.model.state_layers.kernels_compute", lambda *given: True)
-    for layer in state_layers(model).layers:
-        del layer.has_delta_kernels
     assert not missing_kernels(model)
     monkeypatch.undo()
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))

@@ -169,7 +169,7 @@ def test_delta_rules_save_less_than_plain_torch(tmp_path, monkeypatch) -> None:
     before = module.torch_chunk_gated_delta_rule
     assert isinstance(before, ChosenDeltaRule)
     with monkeypatch.context() as patch:
-        patch.setattr(traced_kernels, "in_torch", unwrap(before._own))
+        patch.setattr(traced_kernels, "our_rule", unwrap(before._own))
         plain = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
     monkeypatch.setattr(traced_kernels, "find_spec", lambda name: True)
     fused = shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2)
@@ -178,3 +178,13 @@ def test_delta_rules_save_less_than_plain_torch(tmp_path, monkeypatch) -> None:
     assert lean.keep.saved[1] < fused.keep.saved[1] < plain.keep.saved[1]
     assert lean.keep.saved[3] == plain.keep.saved[3]  # attention
     assert fused.keep.saved[3] == plain.keep.saved[3]  # attention
+
+
+def test_a_plan_for_a_cpu_counts_no_kernels_of_a_gpu(tmp_path) -> None:
+    sizes = {**SHAPE, **OF["qwen3_5_text"], "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    shapes = [
+        shape_of_model(meta("qwen3_5_text", sizes), settings(tmp_path), 128, 2, device) for device in ("cuda", "cpu")
+    ]
+    on_gpu, on_cpu = (shape.keep for shape in shapes)
+    assert on_gpu.saved[1] < on_cpu.saved[1]  # what the activation after the convolution gets
+    assert on_gpu.in_backward < 0.7 * on_cpu.in_backward

@@ -20,9 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ebbtide.model.delta_sizes import CHUNK
-
-EPSILON = 1e-6  # of the norms of queries and keys
+from ebbtide.model.delta_sizes import CHUNK, EPSILON
 
 _CHUNK, _EPSILON = tl.constexpr(CHUNK), tl.constexpr(EPSILON)
 

@@ -1,6 +1,6 @@
-"""Which function computes the gated delta rule of Qwen3.5, Qwen3-Next and OLMo hybrid for chunks of tokens: the kernel
-of flash-linear-attention (`fla`), or plain torch (gated_delta_rule.py), in place of transformers' own, which keeps some
-20 tensors for the backward."""
+"""Which function computes the gated delta rule of Qwen3.5, Qwen3-Next and OLMo hybrid for chunks of tokens, in place of
+transformers' own, which keeps some 20 tensors for the backward: that of gated_delta_rule.py, by its kernels or in plain
+torch, or where it has no kernels, that of flash-linear-attention (`fla`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from ebbtide.model.gated_delta_rule import gated_delta_rule
+from ebbtide.model.gated_delta_rule import gated_delta_rule, has_kernels
 from ebbtide.system.transformers_internals import DELTA_RULE, replace_state_function, state_function
 
 RIGHT_SINCE = "3.7.1"
@@ -22,7 +22,7 @@ RIGHT_SINCE = "3.7.1"
 fla refuses to run (its issue 640) unless it finds tilelang, with which it has another."""
 
 
-def in_torch(
+def our_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -32,23 +32,25 @@ def in_torch(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    plain: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`gated_delta_rule`, called as transformers calls its own."""
-    output, state = gated_delta_rule(query, key, value, g, beta, initial_state, normalizes=use_qk_l2norm_in_kernel)
+    how = {"normalizes": use_qk_l2norm_in_kernel, "plain": plain}
+    output, state = gated_delta_rule(query, key, value, g, beta, initial_state, **how)
     return output, state if output_final_state else None
 
 
 class ChosenDeltaRule:
-    """The kernel where there is one for the device, and plain torch elsewhere."""
+    """`our_rule`, or fla where that has kernels and ours has none."""
 
     def __init__(self, own: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
         """`own`: transformers' function, which calls the kernel if it is installed."""
         self._own = self.__wrapped__ = own
 
     def __call__(self, query: Tensor, *inputs: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        rule = self._own if has_kernel(query.device) else in_torch
-        return rule(query, *inputs, **named)
+        ours = has_kernels(query, *inputs[:2]) or not can_use_fla(query.device)
+        return (our_rule if ours else self._own)(query, *inputs, **named)
 
 
 def choose_delta_rule(module: nn.Module) -> None:
@@ -59,7 +61,7 @@ def choose_delta_rule(module: nn.Module) -> None:
 
 
 @cache  # Every call of a layer asks, and to find a package's version takes almost a millisecond.
-def has_kernel(device: torch.device) -> bool:
+def can_use_fla(device: torch.device) -> bool:
     """Whether fla is installed and computes right gradients on this device."""
     return device.type == "cuda" and find_spec("fla") is not None and not has_wrong_gradients(device)
 

@@ -1,4 +1,7 @@
-"""What a program of the gated delta rule's kernels has at once; no torch."""
+"""The numbers that the gated delta rule's kernels and what calls them share; no torch."""
+
+KERNEL_CHANNELS = 16, 32, 64, 128, 256  # of the heads that the kernels compute
+EPSILON = 1e-6  # of the norms of queries and keys
 
 # Tokens. For matmuls of a multiple of 64 rows by four warps, Triton uses the instructions of Hopper GPUs that run on
 # beside the program (wgmma). Since its version 3.4, kernels of this rule are miscompiled with them: gradients are wrong

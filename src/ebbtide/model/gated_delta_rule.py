@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ebbtide.model.delta_passes import DeltaPasses
+from ebbtide.model.delta_sizes import EPSILON, KERNEL_CHANNELS
 
 CHUNK = 64
-EPSILON = 1e-6  # of the norms of queries and keys
-KERNEL_CHANNELS = 16, 32, 64, 128, 256  # of heads that the kernels compute
 
 
 def gated_delta_rule(
@@ -40,34 +39,43 @@ def gated_delta_rule(
     state: Tensor | None = None,  # [B, heads, K, V]
     *,
     normalizes: bool = False,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(the outputs [B, T, heads, V], the states after the last tokens), from these states on, or none. `normalizes`:
-    whether queries and keys are divided by their norms. Queries are divided by the root of K. Gradients are for the
-    inputs without a state, and of the outputs alone."""
+    whether queries and keys are divided by their norms. Queries are divided by the root of K. `plain`: in plain torch,
+    also where there are kernels. Gradients are for the inputs without a state, and of the outputs alone."""
     inputs = query, key, value, g, beta
+    by_kernels = not plain and has_kernels(query, key, value)
     if torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
         assert state is None, "there are no gradients from a state on"
-        output, last = _GatedDeltaRule.apply(*inputs, normalizes)  # type: ignore[no-untyped-call]
+        output, last = _GatedDeltaRule.apply(*inputs, normalizes, by_kernels)  # type: ignore[no-untyped-call]
         return output, last
-    return _forward(*inputs, state, normalizes=normalizes)
+    return _forward(*inputs, state, normalizes=normalizes, by_kernels=by_kernels)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalizes: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        normalizes: bool,
+        by_kernels: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, value, g, beta)
-        ctx.normalizes = normalizes
-        output, last = _forward(query, key, value, g, beta, None, normalizes=normalizes)
+        ctx.normalizes, ctx.by_kernels = normalizes, by_kernels
+        output, last = _forward(query, key, value, g, beta, None, normalizes=normalizes, by_kernels=by_kernels)
         ctx.mark_non_differentiable(last)
         return output, last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         inputs: tuple[Tensor, ...] = ctx.saved_tensors
-        if _has_kernels(*inputs[:3]):
-            return *DeltaPasses(*inputs, normalizes=ctx.normalizes).backward(grads[0]), None
+        if ctx.by_kernels:
+            return *DeltaPasses(*inputs, normalizes=ctx.normalizes).backward(grads[0]), None, None
         chunks = _Chunks.cut(*inputs, normalizes=ctx.normalizes)
         dquery, dkey, dvalue, dg, dbeta = _gradients(chunks, _cut(grads[0]))
         if ctx.normalizes:
@@ -76,20 +84,29 @@ class _GatedDeltaRule(torch.autograd.Function):
         else:
             dquery = dquery * chunks.scale
         found = zip((dquery, dkey, dvalue, dg[..., None], dbeta[..., None]), inputs, strict=True)
-        return *(_joined(grad, one).view_as(one) for grad, one in found), None
+        return *(_joined(grad, one).view_as(one) for grad, one in found), None, None
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, *, normalizes: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    *,
+    normalizes: bool,
+    by_kernels: bool,
 ) -> tuple[Tensor, Tensor]:
-    if _has_kernels(query, key, value):
+    if by_kernels:
         return DeltaPasses(query, key, value, g, beta, normalizes=normalizes).forward(state)
     chunks = _Chunks.cut(query, key, value, g, beta, normalizes=normalizes)
     run = _run(chunks, state)
     return _joined(run.output, query), run.last.unflatten(0, (query.shape[0], -1))
 
 
-def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether kernels compute the rule for these inputs."""
     on_gpu = query.is_cuda or query.is_meta  # A plan's trace is of a GPU.
     alike = query.dtype == key.dtype == value.dtype
     return on_gpu and alike and query.numel() > 0 and kernels_compute(query.dtype, query.shape[-1], value.shape[-1])

@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from ebbtide.system.transformers_internals import CONVOLUTION, replace_state_function, state_function
 
 SILU = ("silu", "swish")  # transformers' names of it
-HALF = (torch.bfloat16, torch.float16)
 
 
 class Convolution:
@@ -30,8 +29,14 @@ class Convolution:
         activation: str | None = None,
         **named: Any,
     ) -> Tensor:
-        on_gpu = (hidden_states.is_cuda or hidden_states.is_meta) and hidden_states.dtype == weight.dtype in HALF
-        if not on_gpu or activation not in (None, *SILU) or any(one is not None for one in named.values()):
+        on_gpu = hidden_states.is_cuda or hidden_states.is_meta  # A plan's trace is of a GPU.
+        has_bits = hidden_states.dtype == weight.dtype and weight.itemsize == 2
+        if (
+            not on_gpu
+            or not has_bits
+            or activation not in (None, *SILU)
+            or any(one is not None for one in named.values())
+        ):
             return self._own(hidden_states, weight, bias, activation=activation, **named)
         inputs = hidden_states, weight, bias, activation is not None
         found: Tensor = _Convolution.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -54,7 +59,9 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         if x.is_meta:
-            return *(None if one is None else torch.empty_like(one) for one in (x, weight, bias)), None
+            # Before the others is made the gradient of what the activation gets.
+            _, *found = (None if one is None else torch.empty_like(one) for one in (x, x, weight, bias))
+            return *found, None
         from ebbtide.model import convolution_kernels
 
         return *convolution_kernels.convolve_backward(x, weight, bias, grads[0], silu=ctx.silu), None

@@ -2,8 +2,10 @@
 sequences at once.
 
 transformers runs such a layer on one sequence, or on a batch of equally long ones, and keeps its state in a cache. Here
-its forward is called for each sequence of a pack, so that no state crosses from one into the next, and for each
-sequence of the paged engine with the state that it had: whatever the layer computes, it is transformers' own code.
+its forward is called for each sequence of a pack, on a GPU for batches of them (packed_batches.py), so that no state
+crosses from one into the next; and in the paged engine for each sequence with the state that it had. Whatever the layer
+computes, it is transformers' own code, but for the functions that have kernels here: the gated delta rule
+(delta_rule.py), convolutions (state_convolution.py), and both for one more token (state_steps.py).
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from torch import Tensor, nn
 
 from ebbtide.errors import UserError
 from ebbtide.model.delta_rule import RIGHT_SINCE, choose_delta_rule, has_wrong_gradients
+from ebbtide.model.delta_sizes import KERNEL_CHANNELS
 from ebbtide.model.gated_delta_rule import kernels_compute
 from ebbtide.model.load import decoder
 from ebbtide.model.packed_batches import PackedBatches, PutInRows, TakeFromRows
 from ebbtide.model.row_adapters import row_adapters
-from ebbtide.model.state_cache import RECURRENT, StateCache
+from ebbtide.model.state_cache import StateCache
 from ebbtide.model.state_convolution import choose_convolution
 from ebbtide.model.state_steps import SlotRows, step_in_slots
 from ebbtide.system.transformers_internals import DELTA_RULE, state_function
@@ -268,13 +271,11 @@ class StateLayer:
         """The states of one sequence [1, ...], for their sizes and types."""
         return self._step(self._no_tokens.new_zeros((1, 1, self.owner.hidden_size)), self._empty, {})[1]
 
-    @cached_property
+    @property
     def has_delta_kernels(self) -> bool:
         """Whether it is a gated delta net that kernels of ours compute on a GPU."""
-        if state_function(self.module, DELTA_RULE) is None:
-            return False
-        (state,) = (one for (kind, _), one in self.sizes.items() if kind == RECURRENT)
-        return kernels_compute(self.owner.dtype, *state.shape[-2:])
+        channels = (getattr(self.module, name, 0) for name in ("head_k_dim", "head_v_dim"))
+        return state_function(self.module, DELTA_RULE) is not None and kernels_compute(self.owner.dtype, *channels)
 
     @cached_property
     def _steps_in_slots(self) -> bool:
@@ -340,8 +341,8 @@ def missing_kernels(model: PreTrainedModel) -> str:
     if any("gated_delta_rule" in name for name in names) and has_wrong_gradients(model.device):
         return (
             "layers with states train in plain torch, which is slow: flash-linear-attention's gradients need Triton"
-            f" {RIGHT_SINCE} or newer on this GPU, or `pip install tilelang`; models of 16 bits with heads of 16, 32,"
-            " 64, 128 or 256 channels need neither"
+            f" {RIGHT_SINCE} or newer on this GPU, or `pip install tilelang`; models of 16 bits with heads of"
+            f" {', '.join(map(str, KERNEL_CHANNELS))} channels need neither"
         )
     return ""
 

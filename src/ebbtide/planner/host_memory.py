@@ -119,7 +119,7 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         device[REWARD_MODEL] = sum(one.bytes for one in rewards)
     if config.generates and config.rollout.partial.kv_cache == "keep":
         block = BLOCK_SIZES[pick_device(config.device).type]
-        with traced_kernels(model):
+        with traced_kernels(model, pick_device(config.device).type):
             costs = replace(model_cache_costs(model.config), state_bytes=StateMemory(model).slot_bytes)
         device |= costs.kept_bytes(config.rollout, dtype.itemsize, block)
     needs: dict[str, int] = host_bytes_of(plan, HoldingBytes(device, host))

@@ -1,10 +1,10 @@
-"""Kernels of other packages in a trace: they do not run on the meta device, so stand-ins have their memory.
+"""Kernels of layers with states in a trace: they do not run on the meta device.
 
-transformers' layers with states call a package's kernel where that is installed, and plain torch elsewhere. A trace
-calls plain torch, which saves more, but for gated delta nets where `fla` is installed: its kernel saves its inputs, the
-normalized queries and keys, and a matrix for each chunk of tokens, and computes the rest again in its backward. That is
-what the code of flash-linear-attention says; no run was compared with it. Without it they save their inputs alone
-(model/gated_delta_rule.py).
+Ours allocate there what they allocate on a GPU, and launch nothing; a plan for a CPU calls plain torch in their place.
+Other packages' kernels have plain torch in their place, too, which saves more, but for gated delta nets where `fla` is
+installed and there is no kernel of ours: its kernel saves its inputs, the normalized queries and keys, and a matrix for
+each chunk of tokens, and computes the rest again in its backward. That is what the code of flash-linear-attention says;
+no run was compared with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ebbtide.model.delta_rule import ChosenDeltaRule, has_kernel, in_torch
+from ebbtide.model.delta_rule import ChosenDeltaRule, can_use_fla, our_rule
+from ebbtide.model.gated_delta_rule import has_kernels
 from ebbtide.model.state_convolution import Convolution
 from ebbtide.model.state_layers import state_layers
 
@@ -63,32 +64,38 @@ def delta_rule(
     return mixed, value.new_empty(size, dtype=torch.float32) if output_final_state else None
 
 
+def _rule_on_gpu(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
+    ours = has_kernels(query, key, value) or not _can_use_fla()
+    return (our_rule if ours else delta_rule)(query, key, value, **named)
+
+
 @contextmanager
-def traced_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Inside this context, layers with states call no package's kernels."""
+def traced_kernels(model: PreTrainedModel, device_type: str) -> Iterator[None]:
+    """Inside this context, layers with states call no package's kernels. `device_type`: of the device that is planned
+    for."""
     with ExitStack() as undo:
         for name in {type(layer.module).__module__ for layer in state_layers(model).layers}:
             code = sys.modules[name]
             for function, value in list(vars(code).items()):
-                if (plain := _without_kernel(function, value)) is not None:
+                if (plain := _without_kernel(function, value, device_type)) is not None:
                     setattr(code, function, plain)
                     undo.callback(partial(setattr, code, function, value))
         yield
 
 
-def _without_kernel(name: str, value: Any) -> Callable[..., Any] | None:
+def _without_kernel(name: str, value: Any, device_type: str) -> Callable[..., Any] | None:
     """What a trace calls in place of a function of transformers' that may call a kernel; None if it is none."""
     if isinstance(value, ChosenDeltaRule):
-        return delta_rule if _has_kernel() else in_torch
-    if isinstance(value, Convolution):
+        return _rule_on_gpu if device_type == "cuda" else partial(our_rule, plain=True)
+    if isinstance(value, Convolution) and device_type == "cuda":
         return Convolution(unwrap(value))
     is_kernel = any(part in name for part in ("causal_conv1d", "chunk_scan", "recurrent"))
     # transformers wraps its own version of such functions.
     return unwrap(value) if callable(value) and hasattr(value, "__wrapped__") and is_kernel else None
 
 
-def _has_kernel() -> bool:
+def _can_use_fla() -> bool:
     """Whether the delta rule has its kernel here; without a GPU, whether it is installed."""
     if not torch.cuda.is_available():
         return find_spec("fla") is not None
-    return has_kernel(torch.device("cuda", torch.cuda.current_device()))
+    return can_use_fla(torch.device("cuda", torch.cuda.current_device()))

@@ -43,11 +43,13 @@ def trace_shape(config: Config, device_type: str) -> TracedShape:
     built = meta_model(config, {2: torch.bfloat16, 4: torch.float32}[itemsize]).eval()
     if device_type == "cuda":
         fuse_norms(built)
-    return shape_of_model(built, config, probe_length(tokens, config.max_sequence_tokens), itemsize)
+    return shape_of_model(built, config, probe_length(tokens, config.max_sequence_tokens), itemsize, device_type)
 
 
-def shape_of_model(built: PreTrainedModel, config: Config, length: int, itemsize: int) -> TracedShape:
-    """The shape of a model on the meta device, on sequences of so many tokens."""
+def shape_of_model(
+    built: PreTrainedModel, config: Config, length: int, itemsize: int, device_type: str = "cuda"
+) -> TracedShape:
+    """The shape of a model on the meta device, on sequences of so many tokens, for a device of this type."""
     model = config.model
     text: Any = built.config.get_text_config()
     family, blocks = str(text.model_type), blocks_of(built)
@@ -55,7 +57,7 @@ def shape_of_model(built: PreTrainedModel, config: Config, length: int, itemsize
     named, listed = list(built.named_parameters()), layers_of(built)
     assert listed is not None  # It has blocks.
     try:
-        with traced_kernels(built):
+        with traced_kernels(built, device_type):
             calls, states = record_calls(built), StateMemory(built).slot_bytes
             if config.generates and config.rollout.engine == "paged":
                 layout_of(calls, built.config)  # It refuses what the engine cannot run.

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.model.delta_sizes import EPSILON
 from ebbtide.model.state_layers import StateLayer, StateName, States
 from ebbtide.model.state_steps import SlotRows
 
 SIZE = 2048  # elements that a program copies
+_EPSILON = tl.constexpr(EPSILON)
 CHANNELS = 256  # of a convolution, in a program
 WIDTH = 32  # of a state [depth, width], in a program: 32 numbers a thread where the depth is 128
 
@@ -118,8 +120,8 @@ def _delta_rule(
     k = tl.load(key + row * key_row + head * key_head + down, mask=is_down, other=0.0).to(tl.float32)
     v = tl.load(value + row * value_row + head * value_head + along, mask=is_along, other=0.0).to(tl.float32)
     if normalizes:
-        q *= tl.rsqrt(tl.sum(q * q) + 1e-6)
-        k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+        q *= tl.rsqrt(tl.sum(q * q) + _EPSILON)
+        k *= tl.rsqrt(tl.sum(k * k) + _EPSILON)
     decay = tl.exp(tl.load(g + row * heads + head).to(tl.float32))
     rate = tl.load(beta + row * heads + head).to(tl.float32)
     first = tl.load(addresses + place).to(tl.pointer_type(tl.float32))
@@ -163,7 +165,7 @@ class AddressedSlots:
 
     def in_place(self, layer: int, read: Tensor, write: Tensor) -> dict[StateName, SlotRows]:
         return {
-            name: AddressedRows(self._addresses, self._places[layer, name], size.shape[1:], read, write)
+            name: AddressedRows(self._addresses, self._places[layer, name], size[0], read, write)
             for name, size in self._sizes[layer].items()
         }
 
@@ -180,13 +182,14 @@ class AddressedRows:
     addresses: Tensor
     place: int
     """Of the address of the first slot."""
-    shape: torch.Size
-    """Of a state."""
+    one: Tensor
+    """A state, for its sizes and type."""
     read: Tensor  # [S]
     write: Tensor  # [S]
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
-        channels, length = self.shape
+        channels, length = self.one.shape
+        assert self.one.dtype == inputs.dtype
         inputs = inputs.squeeze(-1).contiguous()
         outputs = torch.empty_like(inputs)
         grid = (len(inputs), triton.cdiv(channels, CHANNELS))
@@ -200,7 +203,8 @@ class AddressedRows:
     def apply_delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, normalizes: bool
     ) -> Tensor:
-        heads, depth, width = self.shape
+        heads, depth, width = self.one.shape
+        assert self.one.dtype == torch.float32
         query, key, value = (_rows(one) for one in (query, key, value))
         outputs = torch.empty((len(query), heads, width), dtype=query.dtype, device=query.device)
         grid = (len(query), heads, triton.cdiv(width, WIDTH))
