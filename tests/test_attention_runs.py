@@ -8,6 +8,8 @@ from families import family_model
 from state_families import KINDS
 from test_loop import run
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = {"rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 12}  # windows and chunks have 5 tokens
 ATTENTION = ("gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gemma3n_text", "gemma4_text")
 FAMILIES = (*ATTENTION, *KINDS)

@@ -22,6 +22,8 @@ from ebbtide.worker import Worker
 from test_lora_runs import CPU, lines, run, save_base, settings
 from test_quantized_runs import same_bits
 
+pytestmark = pytest.mark.slow
+
 STREAMED = {"memory.stream_base": True}
 
 

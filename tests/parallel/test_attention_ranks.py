@@ -8,6 +8,8 @@ from conftest import TINY, merged
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from test_attention_runs import saved
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("gemma2", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_5_text", "nemotron_h")  # one of each kind
 BASE = {"train.steps": 2, "checkpoint": None, "advantage.drop_zero_std_groups": False, "report.samples_every": 0}
 
