@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from ebbtide.model.gated_delta_rule import gated_delta_rule, has_kernels
+from ebbtide.system.gpu import HOPPER, generation
 from ebbtide.system.transformers_internals import DELTA_RULE, replace_state_function, state_function
 
 RIGHT_SINCE = "3.7.1"
@@ -68,6 +69,6 @@ def can_use_fla(device: torch.device) -> bool:
 
 def has_wrong_gradients(device: torch.device) -> bool:
     """Whether fla cannot compute gradients on this GPU."""
-    if torch.cuda.get_device_capability(device)[0] != 9 or find_spec("tilelang") is not None:
+    if generation(device) != HOPPER or find_spec("tilelang") is not None:
         return False
     return "3.4" <= TorchVersion(version("triton")) < RIGHT_SINCE

@@ -7,14 +7,13 @@ has its bits.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ebbtide.model.quantized_sizes import MOST_ROWS
+from ebbtide.system.gpu import processors
 
 COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
 AT_ONCE = 4096  # Numbers that a program makes of codes.
@@ -164,7 +163,7 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None) -> T
     grid = triton.cdiv(width, COLUMNS), triton.cdiv(rows, tile)
     given = out if bias is None else bias
     # Where a processor has several programs, these wait for memory in turns, and need less of its own.
-    stages = 5 if grid[0] * grid[1] <= _processors(x.device) else 3
+    stages = 5 if x.is_cuda and grid[0] * grid[1] <= processors(x.device) else 3
     if codes.dtype != torch.uint8:
         _linear_float8[grid](
             x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, COLUMNS, DEPTH,
@@ -177,8 +176,3 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None) -> T
             bias is not None, num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
     return out
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -16,8 +16,8 @@ from ebbtide.config.model import resolve_dtype
 from ebbtide.config.planner_keys import with_changes
 from ebbtide.errors import UserError
 from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
-from ebbtide.model.linear import HOPPER
 from ebbtide.policy.losses import build_loss, loss_head
+from ebbtide.system.gpu import HOPPER, generation
 
 if TYPE_CHECKING:
     from ebbtide.config.root import Config
@@ -68,7 +68,7 @@ def _why_not_run(config: Config, device: torch.device, ranks: int) -> str:
         return "it needs a GPU"
     if resolve_dtype(config.model.dtype, device.type) != "bfloat16":
         return "it needs `model.dtype: bfloat16`"
-    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+    if generation(device) != HOPPER:
         return "matmuls of few and of many rows have the same bits only on GPUs of the Hopper generation"
     return ""
 

@@ -1,0 +1,21 @@
+"""What kernels ask of a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+HOPPER = 9
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """The first number of its compute capability, such as `HOPPER`."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors it has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
