@@ -6,15 +6,15 @@ each over its own rows, and then over the programs: always in the same order.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ebbtide.model.block_reference import GELU_CUBIC, GELU_SCALE, Activation, Norm
+from ebbtide.model.dependent_launch import wait_for_results
 from ebbtide.model.launch import Launcher
+from ebbtide.system.gpu import processors
 
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 
@@ -23,12 +23,7 @@ def persistent_programs(like: Tensor, rows: int, per_processor: int) -> int:
     """How many programs share the rows: `per_processor` for every multiprocessor of the GPU."""
     if not like.is_cuda:  # Triton's interpreter, in the tests
         return min(rows, 3)
-    return min(rows, per_processor * _processors(like.device))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return min(rows, per_processor * processors(like.device))
 
 
 def column_block(width: int) -> int:
@@ -67,7 +62,9 @@ def _add_norm(
     padded: tl.constexpr,
     adds: tl.constexpr,
     wide: tl.constexpr,
+    early: tl.constexpr,
 ):
+    wait_for_results(early)
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, padded)
     real = column < width
@@ -83,7 +80,7 @@ def _add_norm(
     tl.store(normed + start + column, (scaled_by_root(value, root, kind, wide) * scale).to(kind), mask=real)
 
 
-_launch_add_norm = Launcher(_add_norm, **UNFUSED)
+_launch_add_norm = Launcher(_add_norm, dependent=True, **UNFUSED)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -211,15 +208,29 @@ def activation_and_slope(gate, kind: tl.constexpr, gelu: tl.constexpr):
 
 
 @triton.jit
-def _activate(gate_up, out, width: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr, gelu: tl.constexpr):
+def activated(gate, up, kind: tl.constexpr, gelu: tl.constexpr):
+    """The activation of a gate times the other half, both in float32."""
+    active = (gate * _sigmoid_of(gate, gelu)).to(kind).to(tl.float32)
+    return (active * up).to(kind)
+
+
+@triton.jit
+def _activate(
+    gate_up,
+    out,
+    width: tl.constexpr,
+    blocks: tl.constexpr,
+    block: tl.constexpr,
+    gelu: tl.constexpr,
+    early: tl.constexpr,
+):
+    wait_for_results(early)
     program = tl.program_id(0)
     row, column = (program // blocks).to(tl.int64), program % blocks * block + tl.arange(0, block)
     inside = column < width
-    kind: tl.constexpr = out.dtype.element_ty
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    active = (gate * _sigmoid_of(gate, gelu)).to(kind).to(tl.float32)
-    tl.store(out + row * width + column, (active * up).to(kind), mask=inside)
+    tl.store(out + row * width + column, activated(gate, up, out.dtype.element_ty, gelu), mask=inside)
 
 
 @triton.jit
@@ -240,7 +251,8 @@ def _activate_backward(
     tl.store(up_place, (above * active).to(kind), mask=inside)
 
 
-_launch_activate, _launch_activate_backward = Launcher(_activate, **UNFUSED), Launcher(_activate_backward, **UNFUSED)
+_launch_activate = Launcher(_activate, dependent=True, **UNFUSED)
+_launch_activate_backward = Launcher(_activate_backward, **UNFUSED)
 
 
 def activate(gate_up: Tensor, kind: Activation) -> Tensor:

@@ -11,24 +11,31 @@ from typing import Any
 
 from torch import Tensor
 
+from ebbtide.model.dependent_launch import launch_options, starts_early
+
 
 class Launcher:
     """A Triton kernel whose parameters are tensors, then numbers, then constants. It is compiled for none of the
     numbers: integers must be among its `do_not_specialize`."""
 
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        self._kernel, self._options = kernel, options
+    def __init__(self, kernel: Any, *, dependent: bool = False, **options: Any) -> None:
+        """`dependent`: its last constant tells whether it is started early (dependent_launch.py), and is added here."""
+        self._kernel, self._dependent, self._options = kernel, dependent, options
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(
         self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], *constants: int, warps: int
     ) -> None:
+        early = self._dependent and starts_early(tensors[0])
+        if self._dependent:
+            constants = *constants, early
         kinds = tuple([(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors])
         key = (tensors[0].device, warps, constants, kinds)
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[programs, 1, 1](*tensors, *numbers, *constants)
             return
-        launched = self._kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **self._options)
+        options = self._options | launch_options(early)
+        launched = self._kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **options)
         if tensors[0].is_cuda:  # and not Triton's interpreter, in the tests
             self._compiled[key] = launched

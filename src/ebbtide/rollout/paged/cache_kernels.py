@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ebbtide.model.block_kernels import UNFUSED
 from ebbtide.model.block_reference import Rotary
+from ebbtide.model.dependent_launch import launch_options, starts_early, wait_for_results
 from ebbtide.model.rope_kernels import rotary_sizes, rotary_warps, rotate_heads
 
 
@@ -39,8 +40,13 @@ def _rope_and_write_cache(
     norms: tl.constexpr,
     wide: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
+    keys, values = tl.load(addresses + 2 * layer).to(kind), tl.load(addresses + 2 * layer + 1).to(kind)
+    wait_for_results(early)
     half: tl.constexpr = channels // 2
     qkv += token * (heads + 2 * kv_heads) * channels
     cos += token * channels
@@ -49,20 +55,16 @@ def _rope_and_write_cache(
         qkv, query_weight, cos, sin, query + token * heads * channels, eps, offset, heads, channels, padded_heads,
         padded, norms, wide, 1, channels, True,
     )  # fmt: skip
-    slot = tl.load(slots + token).to(tl.int64)
-    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
     place = (slot // block * kv_heads * block + slot % block) * channels  # of the first head; the next lies a block on
-    keys = tl.load(addresses + 2 * layer).to(kind) + place
     qkv += heads * channels
     rotate_heads(
-        qkv, key_weight, cos, sin, keys, eps, offset, kv_heads, channels, padded_kv_heads, padded, norms, wide, 1,
-        block * channels, slot >= 0,
+        qkv, key_weight, cos, sin, keys + place, eps, offset, kv_heads, channels, padded_kv_heads, padded, norms, wide,
+        1, block * channels, slot >= 0,
     )  # fmt: skip
     qkv += kv_heads * channels
     head, column = tl.arange(0, padded_kv_heads)[:, None], tl.arange(0, padded)[None, :]
     inside = (head < kv_heads) & (column < half) & (slot >= 0)
-    source, target = qkv + head * channels + column, tl.load(addresses + 2 * layer + 1).to(kind) + place
-    target += head * block * channels + column
+    source, target = qkv + head * channels + column, values + place + head * block * channels + column
     tl.store(target, tl.load(source, mask=inside), mask=inside)
     tl.store(target + half, tl.load(source + half, mask=inside), mask=inside)
 
@@ -77,11 +79,11 @@ def rope_and_write_cache(
 ) -> Tensor:
     """Returns the queries after norm and RoPE, [T, heads, channels]; the keys and values are written to the cache."""
     query = torch.empty((len(qkv), rotary.heads, rotary.channels), dtype=qkv.dtype, device=qkv.device)
-    sizes, norm = rotary_sizes(rotary), rotary.norm
+    sizes, norm, early = rotary_sizes(rotary), rotary.norm, starts_early(qkv)
     _rope_and_write_cache[(len(qkv),)](
         qkv, *(rotary.norms or (qkv, qkv)), rotary.cos, rotary.sin, query, addresses, slots, layer,
-        norm.eps, norm.offset, *sizes, rotary.norms is not None, norm.wide, block,
-        num_warps=rotary_warps(sizes), **UNFUSED,
+        norm.eps, norm.offset, *sizes, rotary.norms is not None, norm.wide, block, early,
+        num_warps=rotary_warps(sizes), **launch_options(early), **UNFUSED,
     )  # fmt: skip
     return query
 
