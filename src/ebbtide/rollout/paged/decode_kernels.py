@@ -30,9 +30,58 @@ from ebbtide.model.attention_kernels import (
 from ebbtide.model.attention_kind import PLAIN, AttentionKind
 from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
 from ebbtide.model.block_kernels import UNFUSED
+from ebbtide.model.dependent_launch import launch_options, starts_early, wait_for_results
 
 WARPS, STAGES = 4, 2
+FEW_WARPS, SMALL = 2, 128  # Warps of a program that reads one sample's tokens, if heads have no more channels.
 FEW, MANY = 16, 64  # Queries of a program that reads a prompt.
+
+
+@triton.jit
+def _prompt_rows(table, width, at, head, kv_heads: tl.constexpr, strip: tl.constexpr, block: tl.constexpr):
+    """Where [strip] the prompt's tokens from position `at` on have the keys of a head, counted in tokens of the cache
+    [blocks, kv heads, block]. `at` is a multiple of `strip`, `width` the length of the block table."""
+    lane = tl.arange(0, strip)
+    if block % strip == 0:  # they are in one block
+        return (tl.load(table + at // block).to(tl.int64) * kv_heads + head) * block + at % block + lane
+    else:
+        token = at + lane
+        number = tl.load(table + token // block, mask=token < width * block, other=0).to(tl.int64)
+        return (number * kv_heads + head) * block + token % block
+
+
+@triton.jit
+def _own_rows(
+    table, width, prompt_table, tail, prompt, at, head, kv_heads: tl.constexpr, strip: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """The same for a sample's own tokens, which follow on those of its prompt: the prompt's last ones share a strip
+    with the first own ones. `tail`: the block of the prompt's last ones."""
+    lane = tl.arange(0, strip)
+    first = at - prompt  # the number of the first own token
+    if block % strip == 0:  # They are in two blocks. What decides which is computed once for all.
+        in_prompt, number = first < 0, tl.maximum(first, 0) // block
+        here, after = tl.load(table + number), tl.load(table + tl.minimum(number + 1, width - 1))
+        low, high = tl.where(in_prompt, tail, here).to(tl.int64), tl.where(in_prompt, here, after).to(tl.int64)
+        in_low = tl.where(in_prompt, -first, (number + 1) * block - first)  # tokens
+        low_row = (low * kv_heads + head) * block + tl.where(in_prompt, at % block, first - number * block)
+        high_row = (high * kv_heads + head) * block - in_low
+        return tl.where(lane < in_low, low_row, high_row) + lane
+    else:
+        token, own = at + lane, first + lane
+        from_prompt = tl.load(prompt_table + token // block, mask=own < 0, other=0)
+        from_own = tl.load(table + own // block, mask=(own >= 0) & (own < width * block), other=0)
+        number = tl.where(own < 0, from_prompt, from_own).to(tl.int64)
+        return (number * kv_heads + head) * block + tl.where(own < 0, token, own) % block
+
+
+@triton.jit
+def _load_rows(place, there, channel, channels: tl.constexpr, padded: tl.constexpr):
+    """[strip, padded]: the channels of those tokens that are `there`, each at its address; 0 for others."""
+    if channels == padded:
+        return tl.load(place[:, None] + channel[None, :], mask=there[:, None], other=0.0)
+    else:
+        inside = there[:, None] & (channel < channels)[None, :]
+        return tl.load(place[:, None] + channel[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["layer", "prompt_width", "rows", "span"])
@@ -64,19 +113,21 @@ def _read_prompts(
     mask: tl.constexpr,
     softcap: tl.constexpr,
     precision: tl.constexpr,
+    early: tl.constexpr,
 ):
     group, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     each: tl.constexpr = heads // kv_heads
     prompt = tl.load(prompt_lengths + group)
-    begin = number * split
-    end = tl.minimum(prompt // strip * strip, begin + split)
-    if begin >= end:
-        return
     first, last = tl.load(firsts + group), tl.load(firsts + group + 1)
     table = prompt_tables + group.to(tl.int64) * prompt_width
     kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
     keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
     values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
+    begin = number * split
+    end = tl.minimum(prompt // strip * strip, begin + split)
+    wait_for_results(early)
+    if begin >= end:
+        return
     lane, channel, value_channel = tl.arange(0, lanes), tl.arange(0, padded), tl.arange(0, padded_values)
     real, real_value = channel < channels, value_channel < value_channels
     per_pass: tl.constexpr = lanes // each  # samples
@@ -96,11 +147,9 @@ def _read_prompts(
             since = tl.maximum(begin, lowest // strip * strip)
         for at in range(since, end, strip):
             token = at + tl.arange(0, strip)
-            number_of = tl.load(table + token // block)
-            source = (number_of.to(tl.int64) * kv_heads + head) * block + token % block
-            k = tl.load(keys + source[:, None] * channels + channel[None, :], mask=real[None, :], other=0.0)
-            value_source = values + source[:, None] * value_channels + value_channel[None, :]
-            v = tl.load(value_source, mask=real_value[None, :], other=0.0)
+            row_of, there = _prompt_rows(table, prompt_width, at, head, kv_heads, strip, block), token < end
+            k = _load_rows(keys + row_of * channels, there, channel, channels, padded)
+            v = _load_rows(values + row_of * value_channels, there, value_channel, value_channels, padded_values)
             seen = position[:, None] >= token[None, :]
             if mask > 0:
                 seen = seen & (token[None, :] >= first_seen(position, span, mask)[:, None])
@@ -150,9 +199,16 @@ def _read_own(
     precision: tl.constexpr,
     has_sinks: tl.constexpr,
     alone: tl.constexpr,  # whether there is one split
+    early: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     each: tl.constexpr = heads // kv_heads
+    prompt, own = tl.load(own_starts + row), tl.load(own_lengths + row)
+    prompt_table = prompt_tables + tl.load(groups + row).to(tl.int64) * prompt_width
+    own_table = own_tables + row.to(tl.int64) * own_width
+    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
+    keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
+    values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
     lane, channel, value_channel = tl.arange(0, lanes), tl.arange(0, padded), tl.arange(0, padded_values)
     real, real_value = channel < channels, value_channel < value_channels
     inside = lane < each
@@ -160,23 +216,19 @@ def _read_own(
     place = row.to(tl.int64) * heads + query_head
     at_out = out + place[:, None] * value_channels + value_channel[None, :]
     whole = inside[:, None] & real_value[None, :]
-    prompt, own = tl.load(own_starts + row), tl.load(own_lengths + row)
     length = prompt + own
     number = prompt // split + tl.program_id(2)
     begin = number * split
+    read = prompt // strip * strip  # by the group, in the strips before it
+    since, end = tl.maximum(begin, read), tl.minimum(length, begin + split)
+    tail = tl.load(prompt_table + read // block, mask=read < prompt, other=0)
+    wait_for_results(early)
     if own == 0:  # padding
         if alone:
             tl.store(at_out, tl.zeros([lanes, padded_values], out.dtype.element_ty), mask=whole)
         return
     if begin >= length:
         return
-    read = prompt // strip * strip  # by the group, in the strips before it
-    since, end = tl.maximum(begin, read), tl.minimum(length, begin + split)
-    prompt_table = prompt_tables + tl.load(groups + row).to(tl.int64) * prompt_width
-    own_table = own_tables + row.to(tl.int64) * own_width
-    kind: tl.constexpr = tl.pointer_type(query.dtype.element_ty)
-    keys = tl.multiple_of(tl.load(addresses + 2 * layer).to(kind), 16)
-    values = tl.multiple_of(tl.load(addresses + 2 * layer + 1).to(kind), 16)
     q_source = query + place[:, None] * channels + channel[None, :]
     q = tl.load(q_source, mask=inside[:, None] & real[None, :], other=0.0)
     target = (number * rows + row).to(tl.int64) * heads + query_head
@@ -189,17 +241,10 @@ def _read_own(
         since = tl.maximum(since, first_seen(length - 1, span, mask) // strip * strip)
     for at in range(since, end, strip):
         token = at + tl.arange(0, strip)
+        row_of = _own_rows(own_table, own_width, prompt_table, tail, prompt, at, head, kv_heads, strip, block)
         there = token < end
-        of_prompt = token < prompt
-        of_own = token - prompt
-        in_prompt = tl.load(prompt_table + token // block, mask=of_prompt, other=0)
-        in_own = tl.load(own_table + of_own // block, mask=there & (of_own >= 0), other=0)
-        at_block = tl.where(of_prompt, in_prompt, in_own).to(tl.int64)
-        slot = tl.where(of_prompt, token, of_own) % block
-        source = (at_block * kv_heads + head) * block + slot
-        key_source, value_source = keys + source[:, None] * channels, values + source[:, None] * value_channels
-        k = tl.load(key_source + channel[None, :], mask=there[:, None] & real[None, :], other=0.0)
-        v = tl.load(value_source + value_channel[None, :], mask=there[:, None] & real_value[None, :], other=0.0)
+        k = _load_rows(keys + row_of * channels, there, channel, channels, padded)
+        v = _load_rows(values + row_of * value_channels, there, value_channel, value_channels, padded_values)
         seen = there[None, :] & (lane >= 0)[:, None]
         if mask > 0:
             seen = seen & (token >= first_seen(length - 1, span, mask))[None, :]
@@ -231,7 +276,9 @@ def _merge_splits(
     padded: tl.constexpr,
     split: tl.constexpr,
     has_sinks: tl.constexpr,
+    early: tl.constexpr,
 ):
+    wait_for_results(early)
     row, head = tl.program_id(0), tl.program_id(1)
     channel = tl.arange(0, padded)
     real = channel < channels
@@ -290,20 +337,23 @@ def decode(
     own_lanes = max(16, triton.next_power_of_2(each))  # A matmul has at least 16 rows.
     last = mask, kind.softcap or 0.0, dot_precision(query.dtype)
     sinks, has_sinks = (kind.sinks, True) if kind.sinks is not None else (query, False)
+    early, warps = starts_early(query), FEW_WARPS if max(padded) <= SMALL else WARPS
+    options = launch_options(early) | UNFUSED
     _read_prompts[(rows, kv_heads, prompt_splits)](
         query, addresses, firsts, prompt_tables, prompt_lengths, own_lengths, mixed, sums, highest,
-        layer, prompt_tables.shape[1], rows, span, scale, *sizes, lanes, *last,
-        num_warps=WARPS, num_stages=stages_that_fit(query, padded, strip, lanes, STAGES), **UNFUSED,
+        layer, prompt_tables.shape[1], rows, span, scale, *sizes, lanes, *last, early,
+        num_warps=WARPS, num_stages=stages_that_fit(query, padded, strip, lanes, STAGES), **options,
     )  # fmt: skip
     _read_own[(rows, kv_heads, own_splits)](
         query, addresses, groups, prompt_tables, own_tables, own_lengths, own_starts, mixed, sums, highest, out, sinks,
         layer, prompt_tables.shape[1], own_tables.shape[1], rows, span, scale, *sizes, own_lanes, *last, has_sinks,
-        splits == 1, num_warps=WARPS, num_stages=stages_that_fit(query, padded, strip, own_lanes, STAGES), **UNFUSED,
+        splits == 1, early,
+        num_warps=warps, num_stages=stages_that_fit(query, padded, strip, own_lanes, STAGES), **options,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(rows, heads)](
-            mixed, sums, own_starts, own_lengths, out, sinks, rows, heads, values, padded[1], split, has_sinks,
-            num_warps=1, **UNFUSED,
+            mixed, sums, own_starts, own_lengths, out, sinks, rows, heads, values, padded[1], split, has_sinks, early,
+            num_warps=1, **options,
         )  # fmt: skip
     return out
 
