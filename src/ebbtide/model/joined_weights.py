@@ -55,13 +55,16 @@ class JoinedWeights:
     def product(self, x: Tensor, weights: dict[str, Tensor], biases: JoinedWeights | None = None) -> Tensor:
         """The products of x [T, K] with all weights, side by side, with biases if there are any."""
         given = biases if biases is not None and biases.names else None
-        beside = len(self.names) == 1 or (not self.apart and self._adjacent(weights) is not None)
-        if beside or x.shape[0] >= x.shape[1]:
+        if self.is_whole(weights) or x.shape[0] >= x.shape[1]:
             return linear(x, self(weights), None if given is None else given(weights))
         # With few rows, such as in decoding, to copy the weights would take longer than the products.
         names = [None] * len(self.names) if given is None else given.names
         pairs = zip(self.names, names, strict=True)
         return torch.cat([linear(x, weights[name], weights[bias] if bias else None) for name, bias in pairs], 1)
+
+    def is_whole(self, weights: dict[str, Tensor]) -> bool:
+        """Whether they are multiplied as one, however few the rows are."""
+        return len(self.names) == 1 or (not self.apart and self._adjacent(weights) is not None)
 
     def _adjacent(self, weights: dict[str, Tensor]) -> Tensor | None:
         """The weights of a call, as one, if they follow each other in memory."""

@@ -3,19 +3,17 @@ generation and without split-K (`without_split_k`): what decode and training sha
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor, nn
 
+from ebbtide.model.block_functions import Activation, activate
 from ebbtide.model.linear_sizes import last_columns
-
-HOPPER = 9  # The compute capability of its GPUs.
+from ebbtide.system.gpu import HOPPER, generation
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight.T [K, N] + bias [N]."""
-    if not (x.is_cuda and x.itemsize == 2 and _is_hopper(x.device)):
+    if not _has_kernels(x):
         return nn.functional.linear(x, weight, bias)
     from ebbtide.model import linear_kernels  # It needs triton, which comes with torch on a GPU.
 
@@ -33,6 +31,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == HOPPER
+def gated_linear(x: Tensor, weight: Tensor, kind: Activation) -> Tensor:
+    """`activate(linear(x, weight), kind)`, of a weight with the gate in its first half."""
+    if _has_kernels(x) and not torch.is_grad_enabled():
+        from ebbtide.model import linear_kernels
+
+        if linear_kernels.takes_gated(x, weight):
+            return linear_kernels.gated_linear(x, weight, kind)
+    return activate(linear(x, weight), kind)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.itemsize == 2 and generation(x.device) == HOPPER

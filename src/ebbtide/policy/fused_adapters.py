@@ -58,10 +58,15 @@ class FusedAdapters:
     def names(self) -> Sequence[str]:
         return [*self._firsts.names, *(one.second for one in self._adapters)]
 
+    @property
+    def are_on(self) -> bool:
+        """Whether they add anything."""
+        return bool(self._adapters) and self._layer.is_on
+
     def begin(self, x: Tensor, weights: dict[str, Tensor]) -> AddAdapters:
         """Begins what the adapters make of x [T, K], in a CUDA graph beside what follows. Returns a function that adds
         it to the layers' products [T, N], in place, and returns these."""
-        if not self._adapters or not self._layer.is_on:
+        if not self.are_on:
             return lambda products: products
         scale = self._layer.scale
         seconds = [weights[one.second] for one in self._adapters]

@@ -10,7 +10,7 @@ from ebbtide.model.block_functions import Activation, activate, activate_backwar
 from ebbtide.model.families import Family
 from ebbtide.policy.fused_block import Grads, Weights
 from ebbtide.policy.projection import Projection
-from ebbtide.policy.saved_activations import Saved, recompute_or
+from ebbtide.policy.saved_activations import Dropped, Saved, recompute_or
 
 
 class FusedGatedMLP:
@@ -24,6 +24,8 @@ class FusedGatedMLP:
         self.names = [name for one in self.projections for name in one.names]
 
     def forward(self, normed: Tensor, weights: Weights, saved: Saved) -> Tensor:
+        if isinstance(saved, Dropped):
+            return self._down(self._halves.gated(normed, weights, self._activation), weights)
         halves = self._halves(normed, weights)
         saved.put("mlp_act", halves)
         return self._down(activate(halves, self._activation), weights)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ebbtide.model.block_functions import Activation, activate
 from ebbtide.model.joined_weights import JoinedWeights
+from ebbtide.model.linear import gated_linear
 from ebbtide.model.quantize import SCALE, Quantized, dequantize, quantized_linear
 from ebbtide.policy.fused_adapters import FusedAdapters
 
@@ -50,6 +52,12 @@ class Projection:
         """The products of x [T, K]: [T, N]."""
         add_adapters = self._adapters.begin(x, weights)
         return add_adapters(self._product(x, weights))
+
+    def gated(self, x: Tensor, weights: dict[str, Tensor], kind: Activation) -> Tensor:
+        """What `activate` makes of the products of x with both halves of a gated MLP: [T, N]. Nothing is saved."""
+        if self._weight.is_whole(weights) and not (self._bias.names or self._scale.names or self._adapters.are_on):
+            return gated_linear(x, self._weight(weights), kind)
+        return activate(self(x, weights), kind)
 
     def _product(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         if not self._scale.names:
