@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def _launcher(name: str) -> Launcher:
     from ebbtide.model import delta_kernels  # It needs triton, which comes with torch on a GPU.
 
     # Two stages: what comes next is loaded while one chunk, or one part of a state, is computed.
-    options = {} if name == "_prepare" else {"num_stages": 2}
+    options: dict[str, Any] = {} if name == "_prepare" else {"num_stages": 2}
     return Launcher(getattr(delta_kernels, name), **options)
 
 
