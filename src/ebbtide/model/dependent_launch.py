@@ -1,5 +1,6 @@
-"""Programmatic dependent launch, on Hopper GPUs and later ones: a kernel is started while the one before it still runs,
-and waits for its results where it reads them. Between two kernels of a decode pass that saves about a microsecond.
+"""Programmatic dependent launch: what kernels call that are started while the one before them still runs, and wait for
+its results where they read them (`starts_early` in model/launch.py). Between two kernels of a decode pass that saves
+about a microsecond.
 
 A kernel that is launched so calls `wait_for_results` in each of its programs, also in those that have nothing to do.
 Before that it writes nothing, and reads only what none of the kernels right before it has written: the inputs of a
@@ -8,16 +9,8 @@ pass, which are copied and not computed.
 
 from __future__ import annotations
 
-import os
-from functools import cache
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ebbtide.system.gpu import HOPPER, generation
 
 
 @triton.jit
@@ -41,19 +34,3 @@ def load_into_cache(place, early: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-def starts_early(tensor: Tensor) -> bool:
-    """Whether kernels are launched so on the device of a tensor."""
-    return tensor.is_cuda and _starts_early(tensor.device)
-
-
-@cache
-def _starts_early(device: torch.device) -> bool:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # It runs one kernel after another, and has no such calls.
-    return not interpreted and torch.version.hip is None and generation(device) >= HOPPER
-
-
-def launch_options(early: bool) -> dict[str, Any]:
-    """The options of the launch."""
-    return {"launch_pdl": True} if early else {}

@@ -1,4 +1,5 @@
-"""Launches of Triton kernels that take the host less time, which is what a small model waits for.
+"""Launches of Triton kernels: early ones (model/dependent_launch.py), and such that take the host less time, which is
+what a small model waits for.
 
 `kernel[grid](...)` finds out at each launch which compiled kernel its arguments ask for. Here what decides that is
 compared with earlier launches, and the compiled kernel is launched itself: a residual add with its norm takes the host
@@ -7,11 +8,30 @@ of an H200 30 us instead of 43.
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ebbtide.model.dependent_launch import launch_options, starts_early
+from ebbtide.system.gpu import HOPPER, generation
+
+
+def starts_early(tensor: Tensor) -> bool:
+    """Whether kernels on the device of a tensor are started while the ones before them run: on GPUs since Hopper."""
+    return tensor.is_cuda and _starts_early(tensor.device)
+
+
+@cache
+def _starts_early(device: torch.device) -> bool:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # It runs one kernel after another, and has no such calls.
+    return not interpreted and torch.version.hip is None and generation(device) >= HOPPER
+
+
+def launch_options(early: bool) -> dict[str, Any]:
+    """The options of the launch."""
+    return {"launch_pdl": True} if early else {}
 
 
 class Launcher:
@@ -19,7 +39,7 @@ class Launcher:
     numbers: integers must be among its `do_not_specialize`."""
 
     def __init__(self, kernel: Any, *, dependent: bool = False, **options: Any) -> None:
-        """`dependent`: its last constant tells whether it is started early (dependent_launch.py), and is added here."""
+        """`dependent`: its last constant tells whether it is started early, and is added here."""
         self._kernel, self._dependent, self._options = kernel, dependent, options
         self._compiled: dict[tuple[object, ...], Any] = {}
 

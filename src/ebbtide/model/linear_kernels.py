@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ebbtide.model.block_kernels import UNFUSED, activated
 from ebbtide.model.block_reference import Activation
-from ebbtide.model.dependent_launch import launch_options, load_into_cache, starts_early, wait_for_results
+from ebbtide.model.dependent_launch import load_into_cache, wait_for_results
+from ebbtide.model.launch import launch_options, starts_early
 from ebbtide.model.linear_sizes import ALIGNED, NARROW
 from ebbtide.system.gpu import processors
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ebbtide.model.block_kernels import UNFUSED
 from ebbtide.model.block_reference import Rotary
-from ebbtide.model.dependent_launch import launch_options, starts_early, wait_for_results
+from ebbtide.model.dependent_launch import wait_for_results
+from ebbtide.model.launch import launch_options, starts_early
 from ebbtide.model.rope_kernels import rotary_sizes, rotary_warps, rotate_heads
 
 

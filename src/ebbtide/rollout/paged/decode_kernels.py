@@ -30,7 +30,8 @@ from ebbtide.model.attention_kernels import (
 from ebbtide.model.attention_kind import PLAIN, AttentionKind
 from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
 from ebbtide.model.block_kernels import UNFUSED
-from ebbtide.model.dependent_launch import launch_options, starts_early, wait_for_results
+from ebbtide.model.dependent_launch import wait_for_results
+from ebbtide.model.launch import launch_options, starts_early
 
 WARPS, STAGES = 4, 2
 FEW_WARPS, SMALL = 2, 128  # Warps of a program that reads one sample's tokens, if heads have no more channels.
