@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import state_families  # noqa: F401 (its families are added to those of `families`)
+from ebbtide.model import experts
 from ebbtide.model.experts import NAME, mix_experts, use_fast_experts
 from ebbtide.system.transformers_internals import experts_implementation, grouped_experts
 from families import family_model
@@ -34,6 +35,17 @@ def test_experts_and_their_gradients_are_transformers(name) -> None:
         found.append([mixed, *torch.autograd.grad((mixed * mixed.detach().cos()).sum(), inputs)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_modules_of_older_versions_of_transformers_are_mixed(grouped, monkeypatch) -> None:
+    module = _module(family_model("qwen2_moe").model)
+    given = torch.randn(7, module.down_proj.shape[1]), torch.randint(module.num_experts, (7, 2)), torch.rand(7, 2)
+    wanted = grouped_experts(module, *given)
+    del module.has_post_expert_norm, module._is_expert_parallel
+    monkeypatch.setattr(experts, "grouped_experts", lambda *_: wanted)  # of 5.22, which needs both
+    monkeypatch.setattr(experts, "groups_on_device", lambda _: grouped)
+    torch.testing.assert_close(experts._mix(module, *given), wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])

@@ -27,7 +27,9 @@ from ebbtide.system.transformers_internals import (
     forget_quantized_file,
     forget_renaming,
     full_mask,
+    has_post_expert_norm,
     initialize,
+    is_expert_parallel,
     is_gelu_tanh,
     is_silu,
     log_handlers,
@@ -55,6 +57,15 @@ def test_how_experts_are_computed_is_in_a_models_config() -> None:
     assert experts_implementation(model.config.get_text_config()) == "grouped_mm"
     model.set_experts_implementation("eager")
     assert experts_implementation(model.config.get_text_config()) == "eager"
+
+
+def test_what_a_module_of_experts_has_besides_its_matrices() -> None:
+    module = next(one for one in made("qwen3_moe").modules() if hasattr(one, "is_transposed"))
+    assert not has_post_expert_norm(module)
+    assert not is_expert_parallel(module)
+    module.has_post_expert_norm = module._is_expert_parallel = True
+    assert has_post_expert_norm(module)
+    assert is_expert_parallel(module)
 
 
 def test_a_full_mask_is_there_also_where_attention_could_do_without() -> None:

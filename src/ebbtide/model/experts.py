@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ebbtide.system.torch_internals import grouped_mm
-from ebbtide.system.transformers_internals import grouped_experts, set_experts
+from ebbtide.system.transformers_internals import grouped_experts, has_post_expert_norm, is_expert_parallel, set_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +73,7 @@ def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
         else module.act_fn(project(rows, "up_proj"))
     )
     rows = project(rows, "down_proj")
-    if module.has_post_expert_norm:
+    if has_post_expert_norm(module):
         rows = module.post_expert_norm(rows)
     rows = rows * gather(weights.reshape(-1, 1), order, places[:, None])
     visits: Tensor = gather(rows, places, order[:, None])
@@ -81,7 +81,7 @@ def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
 
 
 def _mix(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    if module._is_expert_parallel or not groups_on_device(module.down_proj):
+    if is_expert_parallel(module) or not groups_on_device(module.down_proj):
         return grouped_experts(module, hidden, chosen, weights)
     return mix_experts(module, hidden, chosen, weights)
 

@@ -47,13 +47,24 @@ def set_experts(model: PreTrainedModel, name: str, experts: Experts) -> None:
     """Lets a model with transformers' grouped experts compute them by another function, under a name of its own. It
     relies on `ExpertsInterface`, where such functions are registered, and on what a module of experts has for them:
     its matrices `gate_up_proj` or `up_proj`, and `down_proj`, their biases with `_bias` at the end, `_apply_gate`,
-    `act_fn`, `post_expert_norm`, `num_experts`, `has_gate`, `has_bias`, `has_post_expert_norm`, `is_transposed` and
-    `_is_expert_parallel`."""
+    `act_fn`, `num_experts`, `has_gate`, `has_bias` and `is_transposed`."""
     from transformers.integrations.moe import ExpertsInterface
 
     if experts_implementation(model.config.get_text_config()) == "grouped_mm":
         ExpertsInterface.register(name, experts)
         model.set_experts_implementation(name)
+
+
+def has_post_expert_norm(module: Any) -> bool:
+    """Whether what each expert makes of a token is normalized. It relies on the attributes `has_post_expert_norm` and
+    `post_expert_norm`, which transformers 5.17 does not have."""
+    return bool(getattr(module, "has_post_expert_norm", False))
+
+
+def is_expert_parallel(module: Any) -> bool:
+    """Whether a module has only some of its model's experts. It relies on `_is_expert_parallel`, which
+    transformers 5.17 does not have."""
+    return bool(getattr(module, "_is_expert_parallel", False))
 
 
 DELTA_RULE, DELTA_STEP = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
