@@ -24,10 +24,13 @@ __all__ = [
     "combine",
     "gated_norm",
     "gated_norm_backward",
+    "group",
     "norm_backward",
     "rotate",
     "rotate_backward",
     "rotate_expanded",
+    "route",
+    "route_backward",
 ]
 
 # The kernels' modules are imported where they are needed: they need triton, which comes with torch on a GPU.
@@ -179,6 +182,49 @@ def activate_weighted_backward(
 
         return expert_kernels.activate_weighted_backward(gate_up, grad, weights, kind)
     return block_reference.activate_weighted_backward(gate_up, grad, weights, kind)
+
+
+def route(
+    logits: Tensor,  # [T, E]
+    count: int,
+    *,
+    normalizes: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the experts [T, count] of the largest logits in int32, of equal ones the first; and their probabilities
+    in float32, rounded to the type of the logits: among all experts, or, where it `normalizes`, among those."""
+    if logits.is_cuda:
+        from ebbtide.model import routing_kernels
+
+        return routing_kernels.route(logits, count, normalizes=normalizes)
+    return block_reference.route(logits, count, normalizes=normalizes)
+
+
+def route_backward(
+    logits: Tensor,  # [T, E]
+    chosen: Tensor,  # [T, k]: what `route` chose
+    grad: Tensor,  # [T, k] in float32: of the weights
+    *,
+    normalizes: bool,
+) -> Tensor:
+    """Returns the gradient of the logits [T, E]."""
+    if logits.is_cuda:
+        from ebbtide.model import routing_kernels
+
+        return routing_kernels.route_backward(logits, chosen, grad, normalizes=normalizes)
+    return block_reference.route_backward(logits, chosen, grad, normalizes=normalizes)
+
+
+def group(
+    chosen: Tensor,  # [T, k], of integers: the experts that each token visits
+    experts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the visit of each row [T * k], where rows are sorted by expert and then by visit; the row of each visit
+    [T, k]; and the row after each expert's last [experts] in int32."""
+    if chosen.is_cuda:
+        from ebbtide.model import routing_kernels
+
+        return routing_kernels.group(chosen, experts)
+    return block_reference.group(chosen, experts)
 
 
 def combine(

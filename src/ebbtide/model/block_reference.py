@@ -1,5 +1,5 @@
 """What lies between the matmuls of a transformer block, forward and backward, in plain torch: the reference for
-block_kernels.py, rope_kernels.py and expert_kernels.py, and the implementation on a CPU.
+block_kernels.py, rope_kernels.py, routing_kernels.py and expert_kernels.py, and the implementation on a CPU.
 
 The forwards round where transformers' own operations round. The backwards treat that rounding as the identity, compute
 in float32, and round once.
@@ -174,6 +174,54 @@ def activate_weighted_backward(
     of_weights = (product * grad.float()).sum(-1)
     _, of_halves = activate_backward(gate_up, grad.float() * weights[:, None], kind)
     return grad.copy_(product * weights[:, None]), of_halves, of_weights
+
+
+def route(
+    logits: Tensor,  # [T, E]
+    count: int,
+    *,
+    normalizes: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the experts [T, count] of the largest logits in int32, of equal ones the first; and their probabilities
+    in float32, rounded to the type of the logits: among all experts, or, where it `normalizes`, among those."""
+    chosen = torch.sort(logits, descending=True, stable=True).indices[:, :count]
+    weights = torch.softmax(logits, -1, dtype=torch.float32).gather(1, chosen)
+    if normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen.int(), weights.to(logits.dtype).float()
+
+
+def route_backward(
+    logits: Tensor,  # [T, E]
+    chosen: Tensor,  # [T, k]
+    grad: Tensor,  # [T, k] in float32
+    *,
+    normalizes: bool,
+) -> Tensor:
+    """Returns the gradient of the logits [T, E], for that of the weights."""
+    probabilities = torch.softmax(logits, -1, dtype=torch.float32)
+    index = chosen.long()
+    if normalizes:
+        top = probabilities.gather(1, index)
+        total = top.sum(-1, keepdim=True)
+        grad = (grad - (grad * top).sum(-1, keepdim=True) / total) / total
+    above = torch.zeros_like(probabilities).scatter_(1, index, grad)
+    return (probabilities * (above - (above * probabilities).sum(-1, keepdim=True))).to(logits.dtype)
+
+
+def group(
+    chosen: Tensor,  # [T, k]
+    experts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the visit of each row [T * k], where rows are sorted by expert and then by visit; the row of each visit
+    [T, k]; and the row after each expert's last [experts] in int32."""
+    visits = chosen.flatten()
+    order = torch.sort(visits, stable=True).indices
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    counts = torch.zeros(experts, dtype=torch.int32, device=chosen.device)
+    counts.index_add_(0, visits, torch.ones_like(visits, dtype=torch.int32))
+    return order, places.view_as(chosen), counts.cumsum(0, dtype=torch.int32)
 
 
 def combine(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ebbtide.model.block_kernels import activation_and_slope, column_block, warps
 from ebbtide.model.block_reference import Activation
+from ebbtide.model.dependent_launch import wait_for_results
 from ebbtide.model.launch import Launcher
 
 
@@ -24,7 +25,9 @@ def _combine(
     block: tl.constexpr,
     count: tl.constexpr,
     weighted: tl.constexpr,
+    early: tl.constexpr,
 ):
+    wait_for_results(early)
     program = tl.program_id(0)
     token, column = (program // blocks).to(tl.int64), program % blocks * block + tl.arange(0, block)
     inside = column < width
@@ -38,7 +41,7 @@ def _combine(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-_launch_combine = Launcher(_combine)
+_launch_combine = Launcher(_combine, dependent=True)
 
 
 def combine(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ebbtide.model.block_functions import group
 from ebbtide.system.torch_internals import grouped_mm
 from ebbtide.system.transformers_internals import grouped_experts, has_post_expert_norm, is_expert_parallel, set_experts
 
@@ -52,11 +53,8 @@ def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
     """What the chosen experts [T, visited] make of tokens [T, H], by their weights [T, visited]. `module`: one of
     transformers', with the matrices of all experts."""
     gather: Any = _Gather.apply
-    experts, order = torch.sort(chosen.flatten(), stable=True)  # [N]: the expert and the visit of each row
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    counts = torch.zeros(module.num_experts, dtype=torch.int32, device=hidden.device)
-    ends = counts.index_add_(0, experts, torch.ones_like(experts, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+    order, places, ends = group(chosen, module.num_experts)
+    experts = chosen.flatten()[order]  # [N]: the expert of each row
 
     def project(rows: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
@@ -66,7 +64,7 @@ def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
         added: Tensor = _AddBias.apply(found, getattr(module, f"{name}_bias"), experts)  # type: ignore[no-untyped-call]
         return added
 
-    rows = gather(hidden, order // chosen.shape[1], places.view_as(chosen))
+    rows = gather(hidden, order // chosen.shape[1], places)
     rows = (
         module._apply_gate(project(rows, "gate_up_proj"))
         if module.has_gate
@@ -75,8 +73,8 @@ def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
     rows = project(rows, "down_proj")
     if has_post_expert_norm(module):
         rows = module.post_expert_norm(rows)
-    rows = rows * gather(weights.reshape(-1, 1), order, places[:, None])
-    visits: Tensor = gather(rows, places, order[:, None])
+    rows = rows * gather(weights.reshape(-1, 1), order, places.view(-1, 1))
+    visits: Tensor = gather(rows, places.flatten(), order[:, None])
     return visits.view(len(hidden), chosen.shape[1], -1).sum(1).to(hidden.dtype)
 
 
