@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ebbtide.model.block_functions import group
+from ebbtide.model.linear import grouped_linear
 from ebbtide.system.torch_internals import grouped_mm
 from ebbtide.system.transformers_internals import grouped_experts, has_post_expert_norm, is_expert_parallel, set_experts
 
@@ -58,7 +59,8 @@ def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
 
     def project(rows: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
-        found = grouped_mm(rows.to(weight.dtype), weight if module.is_transposed else weight.transpose(1, 2), ends)
+        multiply = grouped_mm if module.is_transposed else grouped_linear
+        found = multiply(rows.to(weight.dtype), weight, ends)
         if not module.has_bias:
             return found
         added: Tensor = _AddBias.apply(found, getattr(module, f"{name}_bias"), experts)  # type: ignore[no-untyped-call]

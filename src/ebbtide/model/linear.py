@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ebbtide.model.block_functions import Activation, activate
 from ebbtide.model.linear_sizes import last_columns
 from ebbtide.system.gpu import HOPPER, generation
+from ebbtide.system.torch_internals import grouped_mm
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,6 +40,30 @@ def gated_linear(x: Tensor, weight: Tensor, kind: Activation) -> Tensor:
         if linear_kernels.takes_gated(x, weight):
             return linear_kernels.gated_linear(x, weight, kind)
     return activate(linear(x, weight), kind)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Consecutive rows of x [N, K] with a matrix each of weight [E, M, K]: [N, M]. `ends` [E] int32: the row after each
+    group's last."""
+    if _has_kernels(x) and not torch.is_grad_enabled():
+        from ebbtide.model import grouped_kernels
+
+        if grouped_kernels.takes(x, weight, len(x)):
+            return grouped_kernels.grouped_linear(x, weight, ends)
+    return grouped_mm(x, weight.transpose(1, 2), ends)
+
+
+def gated_grouped_linear(
+    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, visited: int, kind: Activation
+) -> Tensor:
+    """`activate(grouped_linear(rows, weight, ends), kind)` [N, M], of weights [E, 2 M, K] with each gate in the first
+    half. The rows are tokens of x [T, K], each of them `visited` times; `order` [N]: the visit that is a row."""
+    if _has_kernels(x) and not torch.is_grad_enabled():
+        from ebbtide.model import grouped_kernels
+
+        if grouped_kernels.takes(x, weight, len(order)):
+            return grouped_kernels.gated_grouped_linear(x, weight, order, ends, visited, kind)
+    return activate(grouped_linear(x[order // visited], weight, ends), kind)
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _fetch(weight, first, count: tl.constexpr, width, depth, early: tl.constexpr):
+def fetch(weight, first, count: tl.constexpr, width, depth, early: tl.constexpr):
     """Moves the beginnings of rows of the weight into the cache."""
     row = tl.minimum(first + tl.arange(0, 128) % count, width - 1)
     load_into_cache((weight + row.to(tl.int64) * depth).to(tl.int64), early)
@@ -68,7 +68,7 @@ def _linear(
 ):
     first_column, first_row = tl.program_id(0) * columns, tl.program_id(1) * tile
     if fetches:
-        _fetch(matrix, first_column, columns, width, depth, early)
+        fetch(matrix, first_column, columns, width, depth, early)
     wait_for_results(early)
     total = tl.zeros([tile, columns], tl.float32)
     for at in range(0, depth, at_once):
@@ -98,8 +98,8 @@ def _gated_linear(
 ):
     first_column, first_row = tl.program_id(0) * columns, tl.program_id(1) * tile
     if fetches:
-        _fetch(matrix, first_column, columns, 2 * width, depth, early)
-        _fetch(matrix, width + first_column, columns, 2 * width, depth, early)
+        fetch(matrix, first_column, columns, 2 * width, depth, early)
+        fetch(matrix, width + first_column, columns, 2 * width, depth, early)
     wait_for_results(early)
     gate = tl.zeros([tile, columns], tl.float32)
     up = tl.zeros([tile, columns], tl.float32)

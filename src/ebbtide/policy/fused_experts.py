@@ -18,9 +18,9 @@ from ebbtide.model.block_functions import (
     route_backward,
 )
 from ebbtide.model.families import Family
-from ebbtide.model.linear import linear
+from ebbtide.model.linear import gated_grouped_linear, grouped_linear, linear
 from ebbtide.policy.fused_block import Grads, Weights
-from ebbtide.policy.saved_activations import Saved, recompute_or
+from ebbtide.policy.saved_activations import Dropped, Saved, recompute_or
 from ebbtide.system.torch_internals import grouped_mm
 
 
@@ -55,17 +55,21 @@ class Experts:
         logits = linear(normed, weights[self._router])
         saved.put("moe_router", logits)
         routing = self._route(logits)
-        halves = self._project(normed, routing, weights)
-        saved.put("moe_act", halves)
-        rows = grouped_mm(activate(halves, self._activation), weights[self._down].transpose(1, 2), routing.ends)
-        return combine(rows, routing.places, routing.weights)
+        if isinstance(saved, Dropped):
+            order, ends = routing.order, routing.ends
+            active = gated_grouped_linear(normed, weights[self._halves], order, ends, self._visited, self._activation)
+        else:
+            halves = self._project(normed, routing, weights)
+            saved.put("moe_act", halves)
+            active = activate(halves, self._activation)
+        return combine(grouped_linear(active, weights[self._down], routing.ends), routing.places, routing.weights)
 
     def _route(self, logits: Tensor) -> _Routing:
         chosen, weights = route(logits, self._visited, normalizes=self._normalizes)
         return _Routing(chosen, weights, *group(chosen, logits.shape[1]))
 
     def _project(self, normed: Tensor, routing: _Routing, weights: Weights) -> Tensor:
-        return grouped_mm(normed[routing.tokens], weights[self._halves].transpose(1, 2), routing.ends)
+        return grouped_linear(normed[routing.tokens], weights[self._halves], routing.ends)
 
     def backward(
         self,
