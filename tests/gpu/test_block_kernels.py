@@ -268,12 +268,13 @@ def test_activate_weighted_backward(tokens: int, width: int, dtype: torch.dtype,
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_another_number_of_rows_compiles_nothing() -> None:
-    from ebbtide.model import block_kernels, expert_kernels, rope_kernels
+    from ebbtide.model import block_kernels, expert_kernels, rope_kernels, routing_kernels
 
     kernels = [
         block_kernels._add_norm, block_kernels._norm_backward, block_kernels._activate,
         block_kernels._activate_backward, rope_kernels._rotate, rope_kernels._rotate_backward,
         expert_kernels._combine, expert_kernels._activate_weighted_backward,
+        routing_kernels._route, routing_kernels._route_backward, routing_kernels._group,
     ]  # fmt: skip
 
     def compiled() -> int:
@@ -293,6 +294,9 @@ def test_another_number_of_rows_compiles_nothing() -> None:
         expert_kernels.combine(*experts)
         halves, weights = random(tokens, 192, dtype=torch.bfloat16), random(tokens, dtype=torch.float32)
         expert_kernels.activate_weighted_backward(halves, x.clone(), weights, "silu")
+        chosen, shares = routing_kernels.route(x, 4, normalizes=True)
+        routing_kernels.route_backward(x, chosen, shares, normalizes=True)
+        routing_kernels.group(chosen, 96)
 
     everything(5)
     before = compiled()

@@ -10,6 +10,8 @@ from torch.nn.functional import gelu, silu
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ebbtide.model import block_functions as blocks
 from ebbtide.model.block_functions import Norm
@@ -176,6 +178,43 @@ def test_combine(dtype: torch.dtype, index: torch.dtype, weighted: bool) -> None
     found = blocks.combine(rows, inverse, weights if weighted else None)
     assert found.dtype == dtype
     near(found, wanted.detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_route_is_transformers(dtype: torch.dtype, normalizes: bool) -> None:
+    config = Qwen3MoeConfig(hidden_size=16, num_experts=6, num_experts_per_tok=3, norm_topk_prob=normalizes)
+    router = Qwen3MoeTopKRouter(config).to(dtype)
+    router.weight.data = random(6, 16, dtype=dtype)
+    logits, weights, chosen = router(random(40, 16, dtype=dtype))
+    found, found_weights = blocks.route(logits.detach(), 3, normalizes=normalizes)
+    assert torch.equal(found_weights, weights.float())
+    assert torch.equal(logits.gather(1, found.long()), logits.gather(1, chosen))  # of equal ones either is right
+
+
+def test_of_equal_experts_the_first_are_chosen() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0], [0.0, -0.0, 0.0, -0.0, -1.0]])
+    chosen, weights = blocks.route(logits, 3, normalizes=True)
+    assert chosen.tolist() == [[1, 3, 0], [0, 1, 2]]
+    near(weights.sum(-1), torch.ones(2).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_route_backward_is_autograd(dtype: torch.dtype, normalizes: bool) -> None:
+    logits, grad = random(9, 6, dtype=dtype), random(9, 3)
+    chosen, _ = blocks.route(logits, 3, normalizes=normalizes)
+    (leaf,) = leaves(logits)
+    weights = leaf.softmax(-1).gather(1, chosen.long())
+    (weights / weights.sum(-1, keepdim=True) if normalizes else weights).backward(grad.double())
+    near(blocks.route_backward(logits, chosen, grad, normalizes=normalizes), leaf.grad)
+
+
+def test_group_sorts_visits_by_expert() -> None:
+    order, places, ends = blocks.group(torch.tensor([[3, 1], [1, 0], [3, 0]]), 5)
+    assert order.tolist() == [3, 5, 1, 2, 0, 4]
+    assert places.tolist() == [[4, 2], [3, 0], [5, 1]]
+    assert ends.tolist() == [2, 4, 4, 6, 6]
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])

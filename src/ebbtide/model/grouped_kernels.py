@@ -153,7 +153,7 @@ def _fetches(rows: int, experts: int, depth: int) -> bool:
 
 
 def _tile(rows: int, experts: int, depth: int, columns: int) -> Tile:
-    """A tile that has most experts' rows at once, of columns such that a multiprocessor runs two programs."""
+    """A tile that has most experts' rows at once, small enough that a multiprocessor runs two or more."""
     each = rows / experts
     tall = 16 if each <= 8 else 32 if each <= 20 else 64
     return Tile(tall, columns, 128 if depth % 128 == 0 else SHALLOWEST, 4, 3 if tall == 64 else 4)
