@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 from ebbtide.model import block_reference as reference
+from ebbtide.model.families import FAMILIES
+from ebbtide.policy.fuse import KeptActivations
+from ebbtide.policy.fused_experts import Experts
+from ebbtide.policy.saved_activations import Dropped
+from ebbtide.system.gpu import HOPPER, generation
+from ebbtide.system.torch_internals import without_split_k
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs them on a CPU
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -26,9 +32,14 @@ def _seed() -> None:
 
 
 def made_logits(tokens: int, experts: int, dtype: torch.dtype, *, tied: bool) -> Tensor:
-    """If `tied`, with many that are equal, zeros of both signs among them."""
+    """If `tied`, with many that are equal: zeros of both signs are the largest of every other token."""
     logits = 3 * torch.randn(tokens, experts, device=DEVICE)
-    return (torch.round(logits.abs()) * logits.sign() if tied else logits).to(dtype)
+    if tied:
+        signs = logits.sign()
+        logits = logits.abs().round()
+        logits[::2] *= -1
+        logits = torch.where(logits == 0, signs * 0.0, logits)
+    return logits.to(dtype)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "count"), SIZES)
@@ -103,3 +114,20 @@ def test_few_tokens_have_the_bits_of_many(dtype: torch.dtype, normalizes: bool) 
     for first, count in ((0, 1), (3, 1), (7, 16), (20, 30)):
         few = routing_kernels.route(logits[first : first + count].clone(), 4, normalizes=normalizes)
         assert all(torch.equal(one, other[first : first + count]) for one, other in zip(few, many, strict=True))
+
+
+@pytest.mark.parametrize(("experts", "visited"), [(32, 4), (60, 4), (128, 8)])
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies in other orders")
+def test_experts_of_decode_have_the_bits_of_training(experts: int, visited: int) -> None:
+    if generation(torch.device("cuda")) != HOPPER:
+        pytest.skip("elsewhere few rows have other bits")
+    mlp = Experts(FAMILIES["qwen3_moe"], "silu", visited, normalizes=True)
+    router, halves, down = mlp.names
+    sizes = {router: (experts, 512), halves: (experts, 2 * 256, 512), down: (experts, 512, 256)}
+    weights = {name: torch.randn(size, device=DEVICE, dtype=torch.bfloat16) / 16 for name, size in sizes.items()}
+    x = torch.randn(3000, 512, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad(), without_split_k():
+        many = mlp.forward(x, weights, KeptActivations())
+        for first, tokens in ((0, 1), (3, 2), (10, 16), (50, 33), (200, 128), (700, 700)):
+            few = mlp.forward(x[first : first + tokens].clone(), weights, Dropped())
+            assert torch.equal(few, many[first : first + tokens]), tokens
