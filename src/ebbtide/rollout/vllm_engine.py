@@ -4,14 +4,16 @@ is in vLLM's sleep mode."""
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import random
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -64,16 +66,11 @@ class VllmEngine:
                 f"`rollout.vllm.args` names {', '.join(reserved)}, which Ebbtide sets itself from the rest of the"
                 " config: remove it"
             )
-        with TemporaryDirectory(prefix="ebbtide-vllm-") as folder, _random_states_kept(), warnings.catch_warnings():
+        with _random_states_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            shape = copy.deepcopy(loaded.model.config)
-            shape.architectures = [type(loaded.model).__name__]
-            # A GGUF file has one, and the policy's weights are not quantised.
-            vars(shape).pop("quantization_config", None)
-            shape.save_pretrained(folder)
-            loaded.tokenizer.save_pretrained(folder)
+            folder = _model_folder(loaded)
             try:
-                self._engine = self._vllm.LLM(folder, **ours, **self._settings.args).llm_engine
+                self._engine = self._vllm.LLM(str(folder), **ours, **self._settings.args).llm_engine
             except (TypeError, ValueError) as error:
                 raise UserError(f"vLLM refuses this model or `rollout.vllm`: {' '.join(str(error).split())}") from None
         self._sleep()
@@ -154,19 +151,47 @@ class VllmEngine:
         needed is free again."""
         if self._settings.sleep_level:
             self._engine.wake_up(["weights"])
-        weights = checkpoint_weights(self._model, self._settings.bucket_mib * MIB)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._load_weights()
         if self._settings.sleep_level:
             self._engine.wake_up(["kv_cache"])
-        self._engine.reset_prefix_cache()
+        if self._engine.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM kept what older weights computed: its prefix cache is still in use")
         try:
             yield
         finally:
             self._sleep()
 
+    def _load_weights(self) -> None:
+        """Has vLLM load the policy's weights (weight sync)."""
+        weights = checkpoint_weights(self._model, self._settings.bucket_mib * MIB)
+        with torch.no_grad():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
     def _sleep(self) -> None:
         if self._settings.sleep_level:
+            # vLLM schedules ahead: a pass of samples that have ended may still write to the memory that is unmapped.
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize()
             self._engine.sleep(self._settings.sleep_level)
+
+
+def _model_folder(loaded: LoadedModel) -> Path:
+    """A folder with the policy's config and tokenizer. Its name depends on what is in it: vLLM compiles anew for a
+    folder that it does not know."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ebbtide" / "vllm"
+    cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as new:
+        shape = copy.deepcopy(loaded.model.config)
+        shape.architectures = [type(loaded.model).__name__]
+        # A GGUF file has one, and the policy's weights are not quantised.
+        vars(shape).pop("quantization_config", None)
+        shape.save_pretrained(new)
+        loaded.tokenizer.save_pretrained(new)
+        files = sorted(file for file in Path(new).rglob("*") if file.is_file())
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+        with suppress(OSError):  # it is there already
+            os.rename(new, cache / digest)
+    return cache / digest
 
 
 def checkpoint_weights(model: PreTrainedModel, bucket: int) -> Iterator[tuple[str, Tensor]]:
