@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peers import use_colocated_vllm
+from peers import SHAPES, random_model, use_colocated_vllm
 
 START = time.perf_counter()
 use_colocated_vllm(29518)
@@ -25,14 +25,10 @@ use_colocated_vllm(29518)
 from common import Row, beginning, kept, save  # noqa: E402
 
 GIB, STEPS, SAMPLES, ROWS = 2**30, 5, 128, 16
-SHAPES = {
-    "1.7B": {"num_hidden_layers": 28, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 6144},
-    "8B": {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 12288},
-}
 
 
 def main() -> None:
-    named = [one for one in sys.argv[1:] if one in SHAPES] or [*SHAPES]
+    named = [one for one in sys.argv[1:] if one in SHAPES] or ["1.7B", "8B"]
     if len(named) == 1:
         measure(named[0], sleeps="--sleep" in sys.argv)
         return
@@ -111,36 +107,6 @@ def measure(name: str, *, sleeps: bool) -> None:
         Row(label, "start-up", started, "s"),
     ]
     save("lora", [*kept("lora", beginning(label)), *rows])
-
-
-def random_model(name: str, folder: Path) -> str:
-    """The folder of a random model of a Qwen3 shape, with a tokenizer of bytes."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from ebbtide.model.tokenizer import scratch_tokenizer
-
-    config = Qwen3Config(
-        **SHAPES[name],  # type: ignore[arg-type]
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=name == "1.7B",
-        dtype="bfloat16",
-        eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        made = Qwen3ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    made.save_pretrained(folder / "model")
-    tokenizer = scratch_tokenizer(None)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(folder / "model")
-    del made
-    torch.cuda.empty_cache()
-    return str(folder / "model")
 
 
 if __name__ == "__main__":
