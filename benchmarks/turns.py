@@ -48,8 +48,7 @@ def in_turns(players: Sequence[Player], start_seconds: float) -> bool:
         for one, problem in done:
             turn = time.perf_counter()
             problem = problem or one.take_turn()
-            taken = f"ready after {one.ready - began:.1f} s, turn of {time.perf_counter() - turn:.1f} s"
-            print(f"{one.player.name}: {problem or taken}", flush=True)
+            print(f"{one.player.name}: {problem or f'{time.perf_counter() - turn:.1f} s'}", flush=True)
             if problem:
                 print("\n".join(one.log.read_text(errors="replace").splitlines()[-40:]), flush=True)
             one.problem = problem
@@ -62,7 +61,7 @@ def in_turns(players: Sequence[Player], start_seconds: float) -> bool:
 
 class _Started:
     def __init__(self, player: Player, log: Path) -> None:
-        self.player, self.log, self.ready, self.problem = player, log, 0.0, ""
+        self.player, self.log, self.problem = player, log, ""
         self._heard, theirs_out = os.pipe()
         theirs_in, self._say = os.pipe()
         with log.open("w") as errors:
@@ -80,7 +79,6 @@ class _Started:
         if not select([self._heard], [], [], max(0.0, seconds))[0]:
             self.end()  # its memory is needed
             return "not ready in time"
-        self.ready = time.perf_counter()
         return "" if os.read(self._heard, 16) else f"ended with {self._process.wait()} before it was ready"
 
     def take_turn(self) -> str:
