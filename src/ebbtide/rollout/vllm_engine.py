@@ -10,7 +10,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -36,9 +36,12 @@ MIB = 1 << 20
 
 
 class VllmEngine:
-    def __init__(self, loaded: LoadedModel, config: Config) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: Config, make_room: Callable[[int], None] = lambda size: None
+    ) -> None:
+        """`make_room` is called with the bytes of vLLM's memory before it is allocated again."""
         self._vllm = _import_vllm()
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._model, self._tokenizer, self._make_room = loaded.model, loaded.tokenizer, make_room
         if loaded.model.device.type == "cpu" and any("experts" in name for name, _ in loaded.model.named_parameters()):
             # vLLM 0.32 packs experts for the CPU when it starts, and not again when their weights change.
             raise UserError(
@@ -150,6 +153,7 @@ class VllmEngine:
         """Wakes vLLM up with the policy's weights. The KV cache is allocated after them, when the memory that loading
         needed is free again."""
         if self._settings.sleep_level:
+            self._free_memory()
             self._engine.wake_up(["weights"])
         self._load_weights()
         if self._settings.sleep_level:
@@ -160,6 +164,14 @@ class VllmEngine:
             yield
         finally:
             self._sleep()
+
+    def _free_memory(self) -> None:
+        """Makes room for vLLM's memory, which torch's allocator does not give: what that one keeps unused would be
+        missing."""
+        if self._model.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._model.device).total_memory
+            self._make_room(int(self._settings.memory_share * total))
+            torch.cuda.empty_cache()
 
     def _load_weights(self) -> None:
         """Has vLLM load the policy's weights (weight sync)."""
