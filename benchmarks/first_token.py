@@ -21,16 +21,16 @@ def main() -> None:
     def begun(*given: Any) -> None:
         """Sessions before this were probes."""
         begin(*given)
-        Session.step = watched  # type: ignore[method-assign]
+        Session.step = watched  # type: ignore[assignment, method-assign]
 
     def watched(session: Session) -> Any:
         found = step(session)
         if found:
             Path(os.environ["FIRST_TOKEN"]).write_text(f"{process_seconds():.3f}")
-            Session.step = step  # type: ignore[method-assign]
+            Session.step = step  # type: ignore[assignment, method-assign]
         return found
 
-    Report.begin = begun  # type: ignore[method-assign]
+    Report.begin = begun  # type: ignore[assignment, method-assign]
     command()
 
 

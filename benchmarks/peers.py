@@ -35,7 +35,7 @@ def random_model(name: str, folder: Path) -> str:
     from ebbtide.model.tokenizer import scratch_tokenizer
 
     config = Qwen3Config(
-        **SHAPES[name],  # type: ignore[arg-type]
+        **SHAPES[name],
         num_key_value_heads=8,
         head_dim=128,
         vocab_size=151936,
@@ -44,7 +44,7 @@ def random_model(name: str, folder: Path) -> str:
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
         made = Qwen3ForCausalLM(config)
         torch.set_default_dtype(torch.float32)

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from common import Row, add
 from rollout_work import Work, bound, grpo_work, lengths_work, speeds, timed
-from turns import my_turn
+from turns import PIPES, my_turn
 
 from ebbtide.config import load
 from ebbtide.model.load import LoadedModel
@@ -138,8 +138,18 @@ STAGES: dict[str, Callable[[], list[Row]]] = {
 }
 
 
+def compile_kernels() -> None:
+    """What a first process compiles, while others start."""
+    for options in SHAPES.values():
+        longest = 8 if IS_TINY else 1024
+        with worker_of_run([*options, "model.scratch.tied=true"], longest, longest) as (_, engine):
+            timed(engine, lengths_work(min(32, longest)))
+
+
 def main() -> None:
-    my_turn()
+    if PIPES in os.environ:
+        compile_kernels()
+        my_turn()
     for name in sys.argv[1:] or list(STAGES):
         began = time.perf_counter()
         rows = STAGES[name]()

@@ -35,7 +35,7 @@ def main() -> None:
     given = parser.parse_args()
 
     model = saved_model(given.shape)
-    from vllm import LLM  # type: ignore[import-not-found]
+    from vllm import LLM
 
     llm = LLM(
         model,
