@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 from common import Row, kept, save, seconds
 from grpo_step import CONFIG, SMALL, steps
+from rollout_work import lengths_work, timed
 
 from ebbtide.config import load
 from ebbtide.config.algorithms.grpo import GrpoConfig
@@ -32,7 +33,6 @@ from ebbtide.model.linear import linear
 from ebbtide.model.load import load_model
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.system.torch_internals import flash_forward, without_split_k
-from rollout import lengths_work, timed
 
 MODELS = {  # hidden, query heads, key heads, channels, MLP
     "0.5B": (896, 14, 2, 64, 4864),

@@ -1,13 +1,16 @@
 """A whole GRPO step, phase by phase: the Qwen3-1.7B shape with random weights, 16 prompts x 8 samples of 126 + 256
 tokens, no KL. Beside it TRL's GRPOTrainer, where TRL is installed.
 
-    python benchmarks/grpo_step.py [ebbtide] [0.6b] [8b] [away] [offload] [trl]
+    python benchmarks/grpo_step.py [ebbtide] [0.6b] [tied] [8b] [away] [offload] [trl]
+    PYTHONPATH=src:PEERS python benchmarks/grpo_step.py beside
 
-ebbtide: the optimizer on the device throughout. 0.6b: the same with the Qwen3-0.6B shape. 8b: the Qwen3-8B shape with
+ebbtide: the optimizer on the device throughout. 0.6b: the same with the Qwen3-0.6B shape. tied: with
+the embedding as the head, as TRL's model below. 8b: the Qwen3-8B shape with
 completions of 100 + 256 tokens, planned for a budget of 79 GiB. away: the optimizer's state on the host in generate.
 offload: the inputs of blocks on the host between forward and backward, the blocks made again. TRL has the same model,
 prompts, lengths and optimizer, in bf16 with transformers' `generate`. Stages that are not named keep the figures of an
-earlier run.
+earlier run. beside: TRL with vLLM colocated, `rollout.engine: vllm`, tied and 0.6b start at once and are measured one
+after another; PEERS is the folder with TRL and vLLM.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 from common import Row, beginning, kept, save
+from turns import Player, in_turns, my_turn
 
 from ebbtide.algorithms.loop import train
 from ebbtide.config import load
@@ -32,7 +36,7 @@ from ebbtide.report.report import Report
 
 CONFIG = str(Path(__file__).parent / "configs" / "qwen3-1.7b.yaml")
 PLANNED = str(Path(__file__).parent / "configs" / "qwen3-1.7b-planned.yaml")  # sets nothing that a plan may choose
-SMALL = ["model.scratch.hidden=1024", "model.scratch.mlp=3072"]  # the 0.6B shape
+SMALL = ["model.scratch.hidden=1024", "model.scratch.mlp=3072"]  # the 0.6B shape, without a tied head
 LARGE = [  # the 8B shape
     *("model.scratch.layers=36", "model.scratch.hidden=4096", "model.scratch.heads=32", "model.scratch.mlp=12288"),
     *("rollout.max_prompt_tokens=100", "task.python.options.length=100", "memory.budget_gib=79"),
@@ -134,11 +138,29 @@ def trl() -> list[Row]:
     ]
 
 
+def beside() -> bool:
+    """What would disturb others while it starts, starts with them, and each has the GPU for itself when it steps."""
+    here, python = Path(__file__).parent, sys.executable
+    return in_turns(
+        [
+            Player("TRL + vLLM", [python, str(here / "trl_steps.py"), "1.7B", "--kv-gib", "8"]),
+            Player("engine vllm", [python, str(here / "vllm_engine.py"), "vllm"]),
+            Player("engine paged", [python, str(here / "vllm_engine.py"), "paged"]),
+            Player("ours", [python, __file__, "tied", "0.6b"]),
+        ],
+        start_seconds=240,
+    )
+
+
 def main() -> None:
+    if sys.argv[1:] == ["beside"]:
+        sys.exit(not beside())
+    my_turn()
     away = ['memory.offload={"generate": ["moments", "master", "grads"]}']
     stages = {
         "ebbtide": ("Ebbtide", lambda: ours("Ebbtide", [])),
         "0.6b": ("0.6B", lambda: ours("0.6B", SMALL)),
+        "tied": ("tied", lambda: ours("tied", ["model.scratch.tied=true"])),
         "8b": ("8B", lambda: ours("8B within 79 GiB", LARGE, PLANNED)),
         "away": ("optimizer away", lambda: ours("optimizer away in generate", away)),
         "offload": (

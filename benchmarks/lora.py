@@ -21,6 +21,7 @@ import plan
 import torch
 from common import Row, beginning, kept, save, seconds
 from exact import MODELS, captured
+from rollout_work import grpo_work, timed
 
 from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.config import load
@@ -38,7 +39,6 @@ from ebbtide.system.machine import save_rates
 from ebbtide.system.side_stream import begin_beside
 from ebbtide.system.torch_internals import without_split_k
 from ebbtide.system.units import GIB
-from rollout import grpo_work, timed
 
 SHAPES = {
     "1.7B": [],

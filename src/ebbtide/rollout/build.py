@@ -18,7 +18,7 @@ def build_engine(
     if rollout.engine == "vllm":
         from ebbtide.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(loaded, config)
+        return VllmEngine(loaded, config, make_room)
     if rollout.engine == "paged":
         from ebbtide.rollout.paged.verify import build_verified_engine
 

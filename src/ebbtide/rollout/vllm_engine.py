@@ -4,14 +4,16 @@ is in vLLM's sleep mode."""
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import random
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import groupby
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -34,9 +36,12 @@ MIB = 1 << 20
 
 
 class VllmEngine:
-    def __init__(self, loaded: LoadedModel, config: Config) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: Config, make_room: Callable[[int], None] = lambda size: None
+    ) -> None:
+        """`make_room` is called with the bytes of vLLM's memory before it is allocated again."""
         self._vllm = _import_vllm()
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._model, self._tokenizer, self._make_room = loaded.model, loaded.tokenizer, make_room
         if loaded.model.device.type == "cpu" and any("experts" in name for name, _ in loaded.model.named_parameters()):
             # vLLM 0.32 packs experts for the CPU when it starts, and not again when their weights change.
             raise UserError(
@@ -64,16 +69,11 @@ class VllmEngine:
                 f"`rollout.vllm.args` names {', '.join(reserved)}, which Ebbtide sets itself from the rest of the"
                 " config: remove it"
             )
-        with TemporaryDirectory(prefix="ebbtide-vllm-") as folder, _random_states_kept(), warnings.catch_warnings():
+        with _random_states_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            shape = copy.deepcopy(loaded.model.config)
-            shape.architectures = [type(loaded.model).__name__]
-            # A GGUF file has one, and the policy's weights are not quantised.
-            vars(shape).pop("quantization_config", None)
-            shape.save_pretrained(folder)
-            loaded.tokenizer.save_pretrained(folder)
+            folder = _model_folder(loaded)
             try:
-                self._engine = self._vllm.LLM(folder, **ours, **self._settings.args).llm_engine
+                self._engine = self._vllm.LLM(str(folder), **ours, **self._settings.args).llm_engine
             except (TypeError, ValueError) as error:
                 raise UserError(f"vLLM refuses this model or `rollout.vllm`: {' '.join(str(error).split())}") from None
         self._sleep()
@@ -153,20 +153,57 @@ class VllmEngine:
         """Wakes vLLM up with the policy's weights. The KV cache is allocated after them, when the memory that loading
         needed is free again."""
         if self._settings.sleep_level:
+            self._free_memory()
             self._engine.wake_up(["weights"])
-        weights = checkpoint_weights(self._model, self._settings.bucket_mib * MIB)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._load_weights()
         if self._settings.sleep_level:
             self._engine.wake_up(["kv_cache"])
-        self._engine.reset_prefix_cache()
+        if self._engine.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM kept what older weights computed: its prefix cache is still in use")
         try:
             yield
         finally:
             self._sleep()
 
+    def _free_memory(self) -> None:
+        """Makes room for vLLM's memory, which torch's allocator does not give: what that one keeps unused would be
+        missing."""
+        if self._model.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._model.device).total_memory
+            self._make_room(int(self._settings.memory_share * total))
+            torch.cuda.empty_cache()
+
+    def _load_weights(self) -> None:
+        """Has vLLM load the policy's weights (weight sync)."""
+        weights = checkpoint_weights(self._model, self._settings.bucket_mib * MIB)
+        with torch.no_grad():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
     def _sleep(self) -> None:
         if self._settings.sleep_level:
+            # vLLM schedules ahead: a pass of samples that have ended may still write to the memory that is unmapped.
+            if self._model.device.type == "cuda":
+                torch.cuda.synchronize()
             self._engine.sleep(self._settings.sleep_level)
+
+
+def _model_folder(loaded: LoadedModel) -> Path:
+    """A folder with the policy's config and tokenizer. Its name depends on what is in it: vLLM compiles anew for a
+    folder that it does not know."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ebbtide" / "vllm"
+    cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as new:
+        shape = copy.deepcopy(loaded.model.config)
+        shape.architectures = [type(loaded.model).__name__]
+        # A GGUF file has one, and the policy's weights are not quantised.
+        vars(shape).pop("quantization_config", None)
+        shape.save_pretrained(new)
+        loaded.tokenizer.save_pretrained(new)
+        files = sorted(file for file in Path(new).rglob("*") if file.is_file())
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+        with suppress(OSError):  # it is there already
+            os.rename(new, cache / digest)
+    return cache / digest
 
 
 def checkpoint_weights(model: PreTrainedModel, bucket: int) -> Iterator[tuple[str, Tensor]]:

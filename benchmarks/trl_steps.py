@@ -1,51 +1,66 @@
-"""GRPO steps with adapters of rank 32 in TRL with PEFT, and with vLLM colocated: what `lora.py budget` is beside.
+"""GRPO steps in TRL with vLLM colocated, of the whole model or with adapters of rank 32 in all linear layers: what
+`grpo_step.py beside` and `lora.py budget` are beside.
 
-    python benchmarks/lora_trl.py [1.7B] [8B] [--sleep]
+    python benchmarks/trl_steps.py [1.7B] [8B] [--lora] [--sleep] [--kv-gib 8] [--steps 5]
 
-16 prompts x 8 samples of 100 + 256 tokens, random weights, so that completions never end early; bf16, adapters in all
-linear layers, no KL. `--sleep` turns vLLM's sleep mode on. Rows are added to results/lora.json.
+16 prompts x 8 samples of 126 + 256 tokens (with `--lora` 100 + 256), random weights, so that completions never end
+early; bf16, no KL. `--sleep` turns vLLM's sleep mode on. `--kv-gib`: vLLM's KV cache; without it vLLM takes what it
+finds free of its share, which it measures wrongly while others start. Rows are added to results/grpo_step.json, or
+lora.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers import use_colocated_vllm
+from peers import random_model, use_colocated_vllm
 
 START = time.perf_counter()
 use_colocated_vllm(29518)
 
-from common import Row, beginning, kept, save  # noqa: E402
+from common import Row, add  # noqa: E402
+from turns import my_turn  # noqa: E402
 
-GIB, STEPS, SAMPLES, ROWS = 2**30, 5, 128, 16
-SHAPES = {
-    "1.7B": {"num_hidden_layers": 28, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 6144},
-    "8B": {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 12288},
-}
+GIB, SAMPLES, ROWS = 2**30, 128, 16
 
 
 def main() -> None:
-    named = [one for one in sys.argv[1:] if one in SHAPES] or [*SHAPES]
-    if len(named) == 1:
-        measure(named[0], sleeps="--sleep" in sys.argv)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shapes", nargs="*")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--kv-gib", type=float)
+    parser.add_argument("--steps", type=int, default=5)
+    given = parser.parse_intermixed_args()
+    shapes = given.shapes or ["1.7B", "8B"]
+    if len(shapes) == 1:
+        measure(shapes[0], given)
         return
-    for name in named:  # Each in a process of its own: vLLM does not give its memory back.
-        subprocess.run([sys.executable, __file__, name, *(["--sleep"] * ("--sleep" in sys.argv))], check=False)
+    for name in shapes:  # Each in a process of its own: vLLM does not give its memory back.
+        subprocess.run(
+            [sys.executable, __file__, name, *(one for one in sys.argv[1:] if one not in shapes)], check=False
+        )
 
 
-def measure(name: str, *, sleeps: bool) -> None:
+def measure(name: str, given: argparse.Namespace) -> None:
     import torch
     from datasets import Dataset  # type: ignore[import-not-found]
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+    from trl.generation import vllm_generation  # type: ignore[import-not-found]
+
+    if given.kv_gib:
+        vllm_generation.LLM = partial(vllm_generation.LLM, kv_cache_memory_bytes=int(given.kv_gib * GIB))
 
     begun: list[float] = []
     peaks: list[tuple[float, float]] = []
@@ -74,7 +89,7 @@ def measure(name: str, *, sleeps: bool) -> None:
             gradient_accumulation_steps=SAMPLES // ROWS,
             num_generations=8,
             max_completion_length=256,
-            max_steps=STEPS,
+            max_steps=given.steps,
             beta=0.0,
             bf16=True,
             gradient_checkpointing=name == "8B",  # Without it the 8B shape and vLLM do not fit beside each other.
@@ -83,7 +98,7 @@ def measure(name: str, *, sleeps: bool) -> None:
             model_init_kwargs={"dtype": "bfloat16"},
             use_vllm=True,
             vllm_mode="colocate",
-            vllm_enable_sleep_mode=sleeps,
+            vllm_enable_sleep_mode=given.sleep,
             vllm_gpu_memory_utilization=0.3,
             vllm_max_model_length=512,
             generation_kwargs={"ignore_eos": True},
@@ -91,56 +106,30 @@ def measure(name: str, *, sleeps: bool) -> None:
             save_strategy="no",
             disable_tqdm=True,
         )
-        prompts = ["".join(str((7 * place + number) % 10) for place in range(99)) + "=" for number in range(64)]
+        length = 99 if given.lora else 125
+        prompts = ["".join(str((7 * place + number) % 10) for place in range(length)) + "=" for number in range(64)]
+        adapters = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
             args=settings,
             train_dataset=Dataset.from_dict({"prompt": prompts}),
-            peft_config=LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+            peft_config=adapters if given.lora else None,
             callbacks=[Clock()],
         )
         started = time.perf_counter() - START
+        my_turn()
         trainer.train()
     taken = [later - earlier for earlier, later in itertools.pairwise(begun)]
-    label = f"TRL 1.16 + PEFT + vLLM 0.24{', sleep mode' if sleeps else ''}: {name}"
+    kind = "TRL 1.16 + PEFT + vLLM 0.24" if given.lora else "TRL 1.16 + vLLM 0.24"
+    label = f"{kind}{', sleep mode' if given.sleep else ''}: {name}"
     rows = [
         Row(label, "seconds a step", statistics.median(taken[2:]), "s"),
         Row(label, "peak of the allocator", max(peak for peak, _ in peaks), "GiB"),
         Row(label, "memory in use on the device after a step", max(used for _, used in peaks), "GiB"),
         Row(label, "start-up", started, "s"),
     ]
-    save("lora", [*kept("lora", beginning(label)), *rows])
-
-
-def random_model(name: str, folder: Path) -> str:
-    """The folder of a random model of a Qwen3 shape, with a tokenizer of bytes."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from ebbtide.model.tokenizer import scratch_tokenizer
-
-    config = Qwen3Config(
-        **SHAPES[name],  # type: ignore[arg-type]
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=name == "1.7B",
-        dtype="bfloat16",
-        eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        made = Qwen3ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    made.save_pretrained(folder / "model")
-    tokenizer = scratch_tokenizer(None)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(folder / "model")
-    del made
-    torch.cuda.empty_cache()
-    return str(folder / "model")
+    add("lora" if given.lora else "grpo_step", rows)
 
 
 if __name__ == "__main__":
