@@ -52,6 +52,7 @@ class DecodeInputs:
             ("read_states", padding_state),
             ("write_states", padding_state),
             ("temperature", 0),
+            ("scale", 0),
         ):
             arrays[name].fill(value)
         return arrays
