@@ -80,6 +80,8 @@ class CudaRunner:
         if weights != self._weights or widths != self._widths:  # the captured graphs read other addresses
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()
+            if self._fused is not None:
+                self._fused.fill_tables(sum(widths) * self._block)
             self._weights, self._widths = weights, widths
             most = graph_batch_size(self._batch)
             length = DecodeInputs.length(most, widths)
