@@ -142,7 +142,7 @@ def whole_steps() -> Iterator[Row]:
 def lengths() -> Iterator[Row]:
     """Generation alone, with lengths that differ."""
     loaded, work = load_model(load(CONFIG, [*SMALL, "model.scratch.tied=true"])), lengths_work()
-    engines = {exact: PagedEngine(loaded, 256, exact=exact) for exact in (False, True)}
+    engines = {exact: PagedEngine(loaded, 256) for exact in (False, True)}
     found: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(TURNS + 1):
         for exact, engine in engines.items():

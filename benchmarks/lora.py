@@ -204,7 +204,7 @@ def _engine(options: list[str]) -> PagedEngine:
     for layer in adapted_layers(loaded.model).values():
         layer.lora_B.data.normal_(std=0.02)
     Policy(loaded, config).fuse_blocks(print)  # As in a run: it lets weights follow each other.
-    return PagedEngine(loaded, 128, exact=True)
+    return PagedEngine(loaded, 128)
 
 
 def _label(case: str) -> str:

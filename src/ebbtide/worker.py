@@ -236,9 +236,7 @@ class Worker:
             policy.verify(model)
         if config.generates:
             self.engine = rollout_weights.engine(
-                lambda model: build_engine(
-                    replace(loaded, model=model), config, residency.make_room, exact=bool(self.config.rollout.exact)
-                ),
+                lambda model: build_engine(replace(loaded, model=model), config, residency.make_room),
                 lambda: self.optimizer.steps if self.optimizer is not None else {},
             )
         if self.config.rollout.exact:

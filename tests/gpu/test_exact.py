@@ -166,7 +166,7 @@ def check(loaded: LoadedModel, config: Config, chance: random.Random, longest: i
     few = 2 + (longest + 400) // 64  # blocks: of one sample and little more, so that samples are preempted
     for options in ({}, {"chunk": chance.randint(3, 90)}, {"blocks": few}, {"batch": 2, "share_prompts": False}):
         batch = options.pop("batch", chance.choice([samples, 5]))
-        engine = PagedEngine(loaded, batch, longest=(longest, 400), exact=True, **options)
+        engine = PagedEngine(loaded, batch, longest=(longest, 400), **options)
         for _ in range(2):  # the second time from captured graphs
             groups = engine.generate(requests, sampling, no_progress)
         data, recorded = [], []

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_paged_kernels import DEVICE, DTYPES, INTERPRETED, NEAR, Paged, integers, reference, table
+from test_paged_kernels import DEVICE, DTYPES, INTERPRETED, NEAR, Paged, integers, reference, table, tanh  # noqa: F401
 
 from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_reference import Norm, Rotary
@@ -114,14 +114,56 @@ def test_attention_has_the_same_bits_packed_by_chunks_and_token_by_token(
         cache.give(of_prompt, *of_own)
 
 
-@pytest.mark.parametrize("softcap", [None] if INTERPRETED else [None, 3.0])  # it has no tanh
-def test_logprobs_have_the_same_bits_with_a_scale_for_each_row(softcap) -> None:
+@pytest.mark.usefixtures("tanh")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("vocabulary", [11, 9001, 8192])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sampler_has_the_bits_of_the_trainers_log_probs(vocabulary, dtype, softcap) -> None:
+    from ebbtide.policy.logprob_kernels import reduce
+    from ebbtide.rollout.paged.sample_kernels import sample_tokens
+
+    torch.manual_seed(0)
+    whole = (torch.randn(128, vocabulary, device=DEVICE) * 3).to(dtype)
+    of_rows = [(1, 1.0), (3, 0.7), (2, 0.0)] + ([] if INTERPRETED else [(17, 1.3), (128, 0.7), (96, 1.0)])
+    for rows, temperature in of_rows:
+        logits, scale = whole[:rows].clone(), 0.5 / (temperature or 1.0)
+        temperatures, scales = (torch.full((rows,), value, device=DEVICE) for value in (temperature, scale))
+        last, result = torch.zeros(rows, dtype=torch.long, device=DEVICE), torch.zeros(3, rows, device=DEVICE)
+        uniform, places = torch.rand(2, rows, device=DEVICE) / 2, integers(range(rows))
+        sample_tokens(logits, temperatures, scales, None, uniform, places, last, result, 0.5, softcap)
+        many = whole[: 2 * rows + 1]  # the trainer has them among other rows
+        targets = torch.cat([last, last, last[:1]])[: len(many)]
+        shaped = many.double() if softcap is None else (many.double() / softcap).tanh() * softcap
+        for found, of in ((result[1], scale), (result[2], 0.5)):
+            lses, logprobs, entropies = reduce(many, targets, of, softcap)
+            assert torch.equal(found, logprobs[:rows])
+            wanted = (shaped * of).log_softmax(-1)
+            assert (logprobs.double() - wanted.gather(1, targets[:, None])[:, 0]).abs().max() < 3e-6
+            assert (entropies.double() + (wanted.exp() * wanted).sum(-1)).abs().max() < 3e-6
+            assert (lses.double() - (shaped * of).logsumexp(-1)).abs().max() < 3e-6
+
+
+def test_log_probs_with_tokens_left_out_are_over_all_of_them() -> None:
+    from ebbtide.policy.logprob_kernels import reduce
+    from ebbtide.rollout.paged.sample_kernels import sample_tokens
+
+    torch.manual_seed(0)
+    logits, scales = torch.randn(7, 9001, device=DEVICE), torch.full((7,), 0.7, device=DEVICE)
+    least = logits.topk(2).values[:, 1].contiguous()
+    last, result = torch.zeros(7, dtype=torch.long, device=DEVICE), torch.zeros(3, 7, device=DEVICE)
+    uniform = torch.rand(2, 7, device=DEVICE) / 2
+    sample_tokens(logits, 1 / scales, scales, least, uniform, integers(range(7)), last, result, 1.0, None)
+    assert (logits.gather(1, last[:, None])[:, 0] >= least).all()
+    assert torch.equal(result[1], reduce(logits, last, 0.7, None)[1])
+
+
+def test_log_probs_of_logits_without_numbers_or_a_chance_are_none() -> None:
+    """A chunk that is all -inf changes nothing; not a number stays visible."""
     from ebbtide.policy.logprob_kernels import reduce
 
     torch.manual_seed(0)
-    logits = torch.randn(7, 9001, device=DEVICE).to(DTYPES[-1])
-    targets = torch.randint(9001, (7,), device=DEVICE)
-    for temperature in (1.0, 0.7, 1.3):
-        wanted = reduce(logits, targets, 0.5 / temperature, softcap)
-        found = reduce(logits[2:5], targets[2:5], torch.full((3,), 0.5 / temperature, device=DEVICE), softcap)
-        assert all(torch.equal(ours, theirs[2:5]) for ours, theirs in zip(found, wanted, strict=True))
+    logits, targets = torch.randn(3, 9001, device=DEVICE), torch.tensor([5, 5, 5], device=DEVICE)
+    logits[0, 4096:], logits[1, 7000] = -torch.inf, torch.nan
+    lse, logprobs, _ = reduce(logits, targets, 1.0, None)
+    torch.testing.assert_close(lse[0], logits[0, :4096].logsumexp(0))
+    assert logprobs.isfinite().tolist() == [True, False, True]

@@ -1,4 +1,4 @@
-"""logprob_reference.py as two Triton kernels: each reads the logits once, where plain torch makes several fp32 passes.
+"""logprob_reference.py as Triton kernels: each reads the logits once, where plain torch makes several fp32 passes.
 
 On an H200 at 32,640 tokens x 151,936 the plain passes took 93 ms in addition to the 27 ms of the matmul itself.
 """
@@ -9,67 +9,53 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
+
+from ebbtide.model.block_kernels import UNFUSED
+from ebbtide.model.dependent_launch import wait_for_results
+from ebbtide.model.launch import launch_options, starts_early
+from ebbtide.policy.logit_kernels import LOWEST, cap_logits, load_sums, log_of_sum, sum_chunks
 
 BLOCK = 4096  # Columns that a program processes at a time.
 
 
 @triton.jit
 def shape_logits(x, scale, softcap, capped: tl.constexpr):
-    slope = scale
-    if capped:
-        curve = libdevice.tanh(x / softcap)
-        slope = scale * (1 - curve * curve)
-        x = curve * softcap
-    return x * scale, slope
+    """Logits after the soft cap and the scale, and the slope of both."""
+    x, slope = cap_logits(x, softcap, capped)
+    return x * scale, slope * scale
 
 
-@triton.jit
-def _reduce(
+@triton.jit(do_not_specialize=["chunks"])
+def _merge_chunks(
     logits,
     targets,
+    stats,
     lses,
     logprobs,
     entropies,
-    scales,  # [rows], if each row has its own
     columns,
-    stride,
+    chunks,
     scale,
     softcap,
     capped: tl.constexpr,
-    by_row: tl.constexpr,
-    block: tl.constexpr,
+    padded: tl.constexpr,
+    early: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    start = logits + row * stride
-    if by_row:
-        scale = tl.load(scales + row)
-    # Per lane: the largest x so far, the sum of exp(x - largest), and the sum of exp(x - largest) * x. Merged once at
-    # the end.
-    largest = tl.full([block], -float("inf"), tl.float32)
-    total = tl.zeros([block], tl.float32)
-    weighted = tl.zeros([block], tl.float32)
-    for first in range(0, columns, block):
-        column = first + tl.arange(0, block)
-        inside = column < columns
-        x = tl.load(start + column, mask=inside, other=0.0).to(tl.float32)
-        x, _ = shape_logits(x, scale, softcap, capped)
-        new = tl.where(inside, tl.maximum(largest, x), largest)
-        shrink = tl.where(largest == new, 1.0, tl.exp(largest - new))
-        grown = tl.where(inside, tl.exp(x - new), 0.0)
-        total = total * shrink + grown
-        weighted = weighted * shrink + grown * x
-        largest = new
-    top = tl.max(largest, 0)
-    share = tl.exp(largest - top)
-    sum_all = tl.sum(total * share, 0)
-    lse = top + tl.log(sum_all)
-    mean = tl.sum(weighted * share, 0) / sum_all
-    chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
+    wait_for_results(early)
+    largest = load_sums(stats, row, chunks, 0, LOWEST, padded)
+    totals = load_sums(stats, row, chunks, 1, 0.0, padded)
+    weighted = load_sums(stats, row, chunks, 2, 0.0, padded)
+    top = tl.max(largest, 0) * scale
+    log_sum = log_of_sum(largest, totals, top, scale)
+    chosen = tl.load(logits + row * columns + tl.load(targets + row)).to(tl.float32)
     chosen, _ = shape_logits(chosen, scale, softcap, capped)
-    tl.store(lses + row, lse)
-    tl.store(logprobs + row, chosen - lse)
-    tl.store(entropies + row, lse - mean)
+    # The mean of x - top, so that no large numbers are subtracted from each other.
+    shift = largest * scale - top
+    mean = tl.sum(tl.exp(shift) * (weighted + totals * shift), 0) * tl.exp(-log_sum)
+    tl.store(lses + row, top + log_sum)
+    tl.store(logprobs + row, chosen - top - log_sum)
+    tl.store(entropies + row, log_sum - mean)
 
 
 @triton.jit
@@ -99,31 +85,16 @@ def _gradient(
     tl.store(place, (grad * slope).to(logits.dtype.element_ty), mask=inside)
 
 
-def reduce(
-    logits: Tensor, targets: Tensor, scale: float | Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `logprob_reference.reduce`. A scale for each row [c] gives the bits of one for all."""
-    by_row = isinstance(scale, Tensor)
+def reduce(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `logprob_reference.reduce`."""
     count, columns = logits.shape
-    lse = torch.empty(count, dtype=torch.float32, device=logits.device)
-    logprobs, entropy = torch.empty_like(lse), torch.empty_like(lse)
-    _reduce[(count,)](
-        logits,
-        targets,
-        lse,
-        logprobs,
-        entropy,
-        scale if by_row else lse,
-        columns,
-        logits.stride(0),
-        1.0 if by_row else scale,
-        softcap or 0.0,
-        softcap is not None,
-        by_row,
-        BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,  # so that both variants round alike
-    )
+    stats = sum_chunks(logits, torch.full((count,), scale, dtype=torch.float32, device=logits.device), scale, softcap)
+    lse, logprobs, entropy = torch.empty((3, count), dtype=torch.float32, device=logits.device)
+    chunks, early = stats.shape[-1], starts_early(logits)
+    _merge_chunks[(count,)](
+        logits, targets, stats, lse, logprobs, entropy, columns, chunks, scale, softcap or 0.0, softcap is not None,
+        triton.next_power_of_2(chunks), early, num_warps=1, **launch_options(early), **UNFUSED,
+    )  # fmt: skip
     return lse, logprobs, entropy
 
 

@@ -9,11 +9,8 @@ from ebbtide.model.load import LoadedModel
 from ebbtide.rollout.engine import Engine
 
 
-def build_engine(
-    loaded: LoadedModel, config: Config, make_room: Callable[[int], None], *, exact: bool = False
-) -> Engine:
-    """`make_room` is called with the bytes of a KV cache before it is allocated. `exact`: log-probs have the bits of
-    training (policy/exact.py); without a trainer there are none to agree with."""
+def build_engine(loaded: LoadedModel, config: Config, make_room: Callable[[int], None]) -> Engine:
+    """`make_room` is called with the bytes of a KV cache before it is allocated."""
     rollout = config.rollout
     if rollout.engine == "vllm":
         from ebbtide.rollout.vllm_engine import VllmEngine
@@ -29,7 +26,6 @@ def build_engine(
             longest=longest,
             samples=rollout.group_size,
             make_room=make_room,
-            exact=exact,
         )
     from ebbtide.rollout.huggingface_check import build_checked_engine
 

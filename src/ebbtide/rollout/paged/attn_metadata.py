@@ -26,11 +26,12 @@ class PassMetadata(ABC):
     block: int
     slots: Tensor  # [T] int32: where new keys and values are written; -1 for padding
     adapters: Tensor  # [T] int32: the adapter of each token, where the model has several by name; 0 is none
+    token_positions: Tensor  # [T] int64: the position of each token in its sequence
     states: StatePass | None = field(default=None, kw_only=True)
 
-    @abstractmethod
     def positions(self) -> Tensor:
         """Returns the position of each token in its sequence, [T]."""
+        return self.token_positions
 
     @abstractmethod
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, kind: AttentionKind) -> Tensor:
@@ -64,9 +65,6 @@ class DecodeMetadata(PassMetadata):
     own_starts: Tensor  # [B] int32
     samples: int
 
-    def positions(self) -> Tensor:
-        return (self.own_starts + self.own_lengths - 1).clamp(min=0).long()
-
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, kind: AttentionKind) -> Tensor:
         sizes = self.layout.read_by(layer)
         cache = query, self.addresses, layer, sizes.kv_heads, self.block
@@ -80,14 +78,10 @@ class PrefillMetadata(PassMetadata):
     """A prefill pass: the new tokens of several sequences, one after the other. The fields are the arguments of
     `attend_to_cache`, which describes them."""
 
-    token_positions: Tensor  # [T]
     tiles: Tensor  # [tiles, 2] int32
     sequences: Tensor  # [S, 4] int32
     prompt_tables: Tensor  # [S, blocks] int32
     own_tables: Tensor  # [S, blocks] int32
-
-    def positions(self) -> Tensor:
-        return self.token_positions
 
     def attend_to_cache(self, layer: int, query: Tensor, scale: float, kind: AttentionKind) -> Tensor:
         sizes = self.layout.read_by(layer)

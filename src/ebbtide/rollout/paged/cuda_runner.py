@@ -16,7 +16,6 @@ from ebbtide.model.linear import linear
 from ebbtide.model.load import decoder, head_weight, logit_scaling
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_layers import StatePass, state_layers
-from ebbtide.policy import logprob_kernels
 from ebbtide.policy.attention import use_attention
 from ebbtide.rollout.engine import SamplingParams
 from ebbtide.rollout.paged import sample_kernels
@@ -42,11 +41,9 @@ RING = 3  # decode steps whose pinned host buffers are in use at once
 class CudaRunner:
     """Its calls return while the tokens are in flight: `PendingTokens.wait` waits for them."""
 
-    def __init__(
-        self, model: PreTrainedModel, layout: CacheLayout, batch: int, block: int, *, exact: bool = False
-    ) -> None:
-        """`layout`: what the layers have in the KV cache. `exact`: log-probs are reduced from logits as in training."""
-        self._model, self._batch, self._block, self._exact = model, batch, block, exact
+    def __init__(self, model: PreTrainedModel, layout: CacheLayout, batch: int, block: int) -> None:
+        """`layout`: what the layers have in the KV cache."""
+        self._model, self._batch, self._block = model, batch, block
         self._device = model.device
         self._layout = layout
         self._scale, self._softcap = logit_scaling(model.config)
@@ -83,6 +80,8 @@ class CudaRunner:
         if weights != self._weights or widths != self._widths:  # the captured graphs read other addresses
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()
+            if self._fused is not None:
+                self._fused.fill_tables(sum(widths) * self._block)
             self._weights, self._widths = weights, widths
             most = graph_batch_size(self._batch)
             length = DecodeInputs.length(most, widths)
@@ -354,11 +353,8 @@ class CudaRunner:
                 ]
             )
         sample_kernels.sample_tokens(
-            logits, temperatures, least, uniform, rows, self._last_tokens, result, self._scale, self._softcap
+            logits, temperatures, scales, least, uniform, rows, self._last_tokens, result, self._scale, self._softcap
         )
-        if self._exact:
-            tokens = result[0].view(torch.int32).long()
-            result[1] = logprob_kernels.reduce(logits, tokens, scales, self._softcap)[1]
 
     def _pending(self, ops: Sequence[SampleOp], result: Tensor, host: Tensor) -> PendingTokens:
         host.copy_(result, non_blocking=True)

@@ -12,6 +12,7 @@ from ebbtide.model.state_layers import StatePass, StateRows, StateSlots
 from ebbtide.rollout.paged.attention import CacheLayout
 from ebbtide.rollout.paged.attn_metadata import DecodeMetadata, PassMetadata
 from ebbtide.rollout.paged.cuda_graphs import garbage_collection_off
+from ebbtide.rollout.paged.input_kernels import begin_decode
 from ebbtide.system.units import ceil_div
 
 
@@ -52,6 +53,7 @@ class DecodeInputs:
             ("read_states", padding_state),
             ("write_states", padding_state),
             ("temperature", 0),
+            ("scale", 0),
         ):
             arrays[name].fill(value)
         return arrays
@@ -59,8 +61,8 @@ class DecodeInputs:
     def metadata(
         self, addresses: Tensor, layout: CacheLayout, block: int, samples: int, slots: StateSlots | None
     ) -> DecodeMetadata:
-        """Returns the attention metadata that reads these fields, for groups of at most `samples` samples. `slots`: of
-        the layers with states, if there are some."""
+        """Returns the attention metadata that reads these fields, for groups of at most `samples` samples. Its
+        positions are written in each pass. `slots`: of the layers with states, if there are some."""
         states = None
         if slots is not None:
             places = torch.arange(self.rows, device=self.data.device)[:, None]
@@ -71,6 +73,7 @@ class DecodeInputs:
             block,
             self["slots"],
             self["adapters"],
+            torch.zeros(self.rows, dtype=torch.long, device=self.data.device),
             self["firsts"],
             self["groups"],
             self["prompt_tables"].view(self.rows, -1),
@@ -100,6 +103,7 @@ class DecodeGraph:
         self.inputs, self._metadata, self._last_tokens = inputs, metadata, last_tokens
         self._compute_logits, self._sample = compute_logits, sample
         self._graph = torch.cuda.CUDAGraph()
+        self._tokens = torch.zeros(inputs.rows, dtype=torch.long, device=inputs.data.device)
         self.result = torch.zeros((3, inputs.rows), device=inputs.data.device)
         self.temperature, self.scale = (inputs[name].view(torch.float32) for name in ("temperature", "scale"))
         self.uniform = inputs["uniform"].view(torch.float32).view(2, inputs.rows)
@@ -123,9 +127,17 @@ class DecodeGraph:
     def run(self) -> None:
         """Runs the step without a graph, kernel by kernel."""
         inputs = self.inputs
-        given = inputs["tokens"].long()
-        tokens = torch.where(given >= 0, given, self._last_tokens[inputs["rows"].long()])
-        logits = self._compute_logits(tokens, self._metadata.positions(), self._metadata)
+        positions = self._metadata.positions()
+        begin_decode(
+            inputs["tokens"],
+            inputs["rows"],
+            inputs["own_starts"],
+            inputs["own_lengths"],
+            self._last_tokens,
+            self._tokens,
+            positions,
+        )
+        logits = self._compute_logits(self._tokens, positions, self._metadata)
         if self._sample is None:
             self.logits = logits
         else:

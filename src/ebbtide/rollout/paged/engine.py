@@ -44,7 +44,6 @@ class PagedEngine:
         ahead: bool | None = None,
         longest: tuple[int, int] = (1, 1),
         make_room: Callable[[int], None] = lambda size: None,
-        exact: bool = False,
     ) -> None:
         """At most `batch` samples decode at once. The KV cache has `blocks` blocks of `block` tokens; None: as many as
         are useful and fit into free memory. At most `chunk` tokens are prefilled in one pass.
@@ -52,10 +51,8 @@ class PagedEngine:
         `ahead`: asynchronous scheduling, where a step is scheduled before the tokens of the last one are known, so
         that the GPU never waits for the host; None: on a GPU only. `longest`: the most tokens that a prompt and a
         completion will ever have. CUDA graphs captured for these lengths serve all shorter ones. `make_room` is called
-        with the bytes of a KV cache before it is allocated. `exact`: on a GPU, log-probs have the bits of
-        training, which runs fused blocks.
+        with the bytes of a KV cache before it is allocated.
         """
-        self._exact = exact
         self.tokenizer, self._model, self._batch = loaded.tokenizer, loaded.model, batch
         self._end_tokens = loaded.end_tokens
         device = loaded.model.device
@@ -81,8 +78,8 @@ class PagedEngine:
 
     @property
     def is_exact(self) -> bool:
-        """Whether log-probs have the bits of training."""
-        return self._exact and self._runner.is_fused
+        """Whether log-probs have the bits of training, which runs fused blocks."""
+        return self._runner.is_fused
 
     @property
     def block_size(self) -> int:
@@ -94,7 +91,7 @@ class PagedEngine:
             return CpuRunner(self._model, self._block)
         from ebbtide.rollout.paged.cuda_runner import CudaRunner
 
-        runner = CudaRunner(self._model, layout, self._batch, self._block, exact=self._exact)
+        runner = CudaRunner(self._model, layout, self._batch, self._block)
         if not runner.is_fused:
             fuse_norms(self._model)
         return runner

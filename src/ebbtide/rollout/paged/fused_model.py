@@ -19,6 +19,7 @@ from ebbtide.model.load import decoder
 from ebbtide.policy.fuse import build_blocks, why_not_computed
 from ebbtide.policy.fused_block import FusedBlock, norm_of
 from ebbtide.policy.fused_experts import Experts
+from ebbtide.rollout.paged.rotary_tables import RotaryTables, kind_of
 from ebbtide.system.torch_internals import forward_pre_hooks
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class FusedModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         inner, family = decoder(model), family_of(model)
-        self._embedding, self._rotary = part_of(inner, family.embedding), part_of(inner, family.rotary)
+        self._embedding = part_of(inner, family.embedding)
         self._scale = (
             getattr(model.config.get_text_config(), family.embedding_scale) if family.embedding_scale else None
         )
@@ -40,27 +41,26 @@ class FusedModel:
             # bits.
             if forward_pre_hooks(block.module):
                 block.keep_apart()
+        self._rotary = RotaryTables(part_of(inner, family.rotary), self._blocks, model.config)
         self._mlps = [part_of(block.module, family.mlp) for block in self._blocks]
         self._last_norm = part_of(inner, family.last_norm)
         self._norm = norm_of(inner, family.last_norm, family)
+
+    def fill_tables(self, positions: int) -> None:
+        """Makes tables of what passes need for each of so many positions."""
+        weight = self._last_norm.weight
+        self._rotary.fill(positions, torch.empty((1, 1), dtype=weight.dtype, device=weight.device))
 
     def __call__(self, tokens: Tensor, positions: Tensor, metadata: PassMetadata) -> Tensor:
         """Returns the hidden states [T, H]."""
         hidden: Tensor = self._embedding(tokens)
         if self._scale is not None:
             hidden = hidden * self._scale
-        kinds = {(block.rotary_kind, block.rotates): block for block in self._blocks}
-        angles = {kind: self._angles(hidden, positions, block) for kind, block in kinds.items()}
+        angles = self._rotary.at(positions, hidden)
         delta: Tensor | None = None
         for layer, block in enumerate(self._blocks):
-            cos, sin = angles[block.rotary_kind, block.rotates]
-            hidden, delta = self._run_block(layer, block, hidden, delta, cos, sin, metadata)
+            hidden, delta = self._run_block(layer, block, hidden, delta, *angles[kind_of(block)], metadata)
         return add_norm(hidden, delta, self._last_norm.weight, self._norm)[1]
-
-    def _angles(self, hidden: Tensor, positions: Tensor, block: FusedBlock) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [T, channels] of the rotary embeddings of a block and those like it."""
-        cos, sin = self._rotary(hidden[None], positions[None], *block.rotary_kind)
-        return block.rotary_input.angles(cos[0], sin[0], rotates=block.rotates)
 
     def _run_block(
         self,

@@ -50,15 +50,14 @@ def build_verified_engine(
     longest: tuple[int, int],
     samples: int = 1,
     make_room: Callable[[int], None] = lambda size: None,
-    exact: bool = False,
 ) -> PagedEngine:
     """Builds an engine for prompts and completions of at most `longest` tokens, with `samples` samples for each prompt.
     It raises if the engine does not compute what the model's own forward computes. `make_room` is called with the bytes
-    of a KV cache before it is allocated, except for this check. `exact`: see `PagedEngine`."""
+    of a KV cache before it is allocated, except for this check."""
     model, total = loaded.model, sum(longest)
     both = probes(model.config, total, min(len(loaded.tokenizer), loaded.vocabulary_rows))
     check_attention(model, total, both)
-    engine = PagedEngine(loaded, batch, longest=longest, make_room=make_room, exact=exact)
+    engine = PagedEngine(loaded, batch, longest=longest, make_room=make_room)
     requests = probe_requests(both, samples, row_adapters(model).count)
     sampling = SamplingParams(min(NEW, len(both[0].completion)), ignore_eos=True)
     with refuse_broken_model(lambda why: paged_cannot_run(model.config, why)), engine.probing():
