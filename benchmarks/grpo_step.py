@@ -2,15 +2,13 @@
 tokens, no KL. Beside it TRL's GRPOTrainer, where TRL is installed.
 
     python benchmarks/grpo_step.py [ebbtide] [0.6b] [tied] [8b] [away] [offload] [trl]
-    PYTHONPATH=src:PEERS python benchmarks/grpo_step.py beside
 
-ebbtide: the optimizer on the device throughout. 0.6b: the same with the Qwen3-0.6B shape. tied: with
-the embedding as the head, as TRL's model below. 8b: the Qwen3-8B shape with
-completions of 100 + 256 tokens, planned for a budget of 79 GiB. away: the optimizer's state on the host in generate.
+ebbtide: the optimizer on the device throughout. 0.6b: the same with the Qwen3-0.6B shape. tied: with the embedding as
+the head, as Qwen's own and TRL's model. 8b: the Qwen3-8B shape with completions of 100 + 256 tokens, planned for a
+budget of 79 GiB. away: the optimizer's state on the host in generate.
 offload: the inputs of blocks on the host between forward and backward, the blocks made again. TRL has the same model,
-prompts, lengths and optimizer, in bf16 with transformers' `generate`. Stages that are not named keep the figures of an
-earlier run. beside: TRL with vLLM colocated, `rollout.engine: vllm`, tied and 0.6b start at once and are measured one
-after another; PEERS is the folder with TRL and vLLM.
+prompts, lengths and optimizer, in bf16 with transformers' `generate`. beside_peers.py runs tied and 0.6b beside TRL
+with vLLM colocated. Stages that are not named keep the figures of an earlier run.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 from common import Row, beginning, kept, save
-from turns import Player, in_turns, my_turn
+from turns import my_turn
 
 from ebbtide.algorithms.loop import train
 from ebbtide.config import load
@@ -138,23 +136,7 @@ def trl() -> list[Row]:
     ]
 
 
-def beside() -> bool:
-    """What would disturb others while it starts, starts with them, and each has the GPU for itself when it steps."""
-    here, python = Path(__file__).parent, sys.executable
-    return in_turns(
-        [
-            Player("TRL + vLLM", [python, str(here / "trl_steps.py"), "1.7B", "--kv-gib", "8"]),
-            Player("engine vllm", [python, str(here / "vllm_engine.py"), "vllm"]),
-            Player("engine paged", [python, str(here / "vllm_engine.py"), "paged"]),
-            Player("ours", [python, __file__, "tied", "0.6b"]),
-        ],
-        start_seconds=240,
-    )
-
-
 def main() -> None:
-    if sys.argv[1:] == ["beside"]:
-        sys.exit(not beside())
     my_turn()
     away = ['memory.offload={"generate": ["moments", "master", "grads"]}']
     stages = {

@@ -2,7 +2,7 @@
 exact log-probs of a training run.
 
     python benchmarks/rollout.py [grpo-0.6b] [lengths-0.6b] [grpo-1.7b] [lengths-1.7b] [long-1.7b] [experts]
-    python benchmarks/rollout_beside_vllm.py     the first five, beside vLLM
+    python benchmarks/beside_peers.py            the first five, beside vLLM
     python benchmarks/rollout_families.py        every dense family, beside a Qwen3 of the same size
     python benchmarks/rollout_start.py           from the shell to the first token
 
@@ -107,7 +107,7 @@ def lengths(shape: str) -> list[Row]:
     work = lengths_work(longest)
     with worker_of_run([*SHAPES[shape], "model.scratch.tied=true"], longest, longest) as (worker, engine):
         timed(engine, lengths_work(32))  # as many rows, and so the graphs of all batch sizes
-        seconds = [timed(engine, work) for _ in range(2)]
+        seconds = [timed(engine, work)]
         return speeds(f"lengths of 100 to 1,024, Qwen3-{shape}", work, seconds, bound(worker.loaded, work))
 
 

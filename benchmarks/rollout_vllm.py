@@ -1,11 +1,11 @@
 """vLLM on what rollout.py generates, with a user's defaults: it compiles, captures CUDA graphs and caches prefixes.
 
-    python benchmarks/rollout_vllm.py 1.7B|0.6B [--share 0.5] [--kv-gib 60] [--quick]
+    python benchmarks/rollout_vllm.py 1.7B|0.6B [--kv-gib 60]
 
 GRPO's samples are n = 8 of a prompt, with the log-prob of each sampled token; those of `lengths` have none, as in
-nano-vllm's benchmark. `--share` is what it may have of the GPU's memory, `--kv-gib` of that the KV cache: with both,
-vLLM does not measure free memory, which others that start meanwhile take and give back. Cached prefixes are dropped
-before each repeat, so that all of them prefill. `--quick` leaves out the 126 + 4,096 tokens, which 1.7B alone has.
+nano-vllm's benchmark. `--kv-gib`: its KV cache; without it vLLM measures free memory, which others that start meanwhile
+take and give back. Cached prefixes are dropped before each repeat, so that all of them prefill. 1.7B alone has the
+126 + 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ LONGEST, GIB = 126 + 4096 + 130, 2**30
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=["1.7B", "0.6B"])
-    parser.add_argument("--share", type=float, default=0.9)
     parser.add_argument("--kv-gib", type=float)
-    parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
 
     model = saved_model(given.shape)
@@ -40,7 +38,7 @@ def main() -> None:
     llm = LLM(
         model,
         max_model_len=LONGEST,
-        gpu_memory_utilization=given.share,
+        gpu_memory_utilization=0.05 if given.kv_gib else 0.9,
         kv_cache_memory_bytes=int(given.kv_gib * GIB) if given.kv_gib else None,
     )
     for work, logprobs in ((grpo_work(64, 4), 0), (lengths_work(32), None)):
@@ -48,12 +46,12 @@ def main() -> None:
     started = time.perf_counter() - START
     my_turn()
 
-    name, long = f"Qwen3-{given.shape}, vLLM 0.24", given.shape == "1.7B" and not given.quick
+    name, long = f"Qwen3-{given.shape}, vLLM 0.24", given.shape == "1.7B"
     rows = [Row(f"start, {name}", "until it has generated", started, "s")]
     cases: list[tuple[str, Work, int | None, int]] = [
         ("GRPO 16 x 8", grpo_work(16), 0, 2),
         ("GRPO 64 x 8", grpo_work(64), 0, 2),
-        ("lengths of 100 to 1,024", lengths_work(), None, 2),
+        ("lengths of 100 to 1,024", lengths_work(), None, 1),
         *([("16 x 8 of 126 + 4,096", grpo_work(16, 4096), 0, 1)] if long else []),
     ]
     for case, work, logprobs, repeats in cases:

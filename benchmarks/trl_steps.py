@@ -1,5 +1,5 @@
 """GRPO steps in TRL with vLLM colocated, of the whole model or with adapters of rank 32 in all linear layers: what
-`grpo_step.py beside` and `lora.py budget` are beside.
+`grpo_step.py` and `lora.py budget` are beside.
 
     python benchmarks/trl_steps.py [1.7B] [8B] [--lora] [--sleep] [--kv-gib 8] [--steps 5]
 
@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from peers import random_model, use_colocated_vllm
+from peers import saved_model, use_colocated_vllm
 
 START = time.perf_counter()
 use_colocated_vllm(29518)
@@ -82,7 +81,6 @@ def measure(name: str, given: argparse.Namespace) -> None:
         return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        model = random_model(name, Path(folder))
         settings = GRPOConfig(
             output_dir=f"{folder}/out",
             per_device_train_batch_size=ROWS,
@@ -99,7 +97,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
             use_vllm=True,
             vllm_mode="colocate",
             vllm_enable_sleep_mode=given.sleep,
-            vllm_gpu_memory_utilization=0.3,
+            vllm_gpu_memory_utilization=0.05 if given.kv_gib else 0.3,
             vllm_max_model_length=512,
             generation_kwargs={"ignore_eos": True},
             report_to="none",
@@ -110,7 +108,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
         prompts = ["".join(str((7 * place + number) % 10) for place in range(length)) + "=" for number in range(64)]
         adapters = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         trainer = GRPOTrainer(
-            model=model,
+            model=saved_model(name),
             reward_funcs=reward,
             args=settings,
             train_dataset=Dataset.from_dict({"prompt": prompts}),

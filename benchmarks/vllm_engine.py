@@ -3,7 +3,7 @@ generations and then awake throughout, beside the paged engine without exact log
 
     PYTHONPATH=src:PEERS python benchmarks/vllm_engine.py [vllm] [paged]
 
-16 prompts x 8 samples of 100 to 126 + 256 tokens. The learning rate is so large that log-probs of older weights would
+16 prompts x 8 samples of 126 + 256 tokens. The learning rate is so large that log-probs of older weights would
 be far from the trainer's; the differences are those of steps after an update. vLLM starts once: after step SLEEPING it
 is left awake.
 """
@@ -37,10 +37,10 @@ from ebbtide.report.report import Report  # noqa: E402
 from ebbtide.rollout.vllm_engine import VllmEngine  # noqa: E402
 from rollout import CONFIG, IS_TINY, TINY  # noqa: E402
 
-SLEEPING, AWAKE, KV_GIB = 5, 4, 8
+SLEEPING, AWAKE, KV_GIB = 5, 5, 6
 VLLM = [
     "rollout.engine=vllm",
-    "rollout.vllm.memory_share=0.2",
+    "rollout.vllm.memory_share=0.1",
     # With this vLLM does not measure free memory, which others that start meanwhile take and give back.
     f'rollout.vllm.args={{"kv_cache_memory_bytes": {KV_GIB << 30}}}',
 ]
@@ -85,7 +85,7 @@ def _wait() -> None:
 def run(options: Sequence[str], steps: int) -> list[dict[str, float]]:
     """A run's lines of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as folder:
-        task = 'task.python={"object": "varied_lengths_task:VariedLengths"}'
+        task = 'task.python={"object": "varied_task:Varied"}'
         fixed = [f"train.steps={steps}", f"run.folder={folder}/run", "report.samples_every=0", "checkpoint=null"]
         config = load(
             CONFIG,
