@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 SHAPES = {
@@ -64,5 +65,8 @@ def saved_model(name: str) -> str:
     if not folder.exists():
         new = folder.with_name(f"{name}-{os.getpid()}")
         random_model(name, new)
-        new.rename(folder)
+        try:
+            new.rename(folder)
+        except OSError:  # Another process, which started at the same time, was faster.
+            shutil.rmtree(new)
     return str(folder / "model")
