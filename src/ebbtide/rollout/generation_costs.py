@@ -1,6 +1,6 @@
 """What generation costs, on a training rank or on a rollout worker, with the weight sync before it. Imports no torch.
 
-The constants are fitted to an H200 (benchmarks/plan.py, stage `fit`); other machines differ by their rates.
+The constants are fitted to what benchmarks/rollout.py took on an H200, within 11%. Machines differ by their rates.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ebbtide.system.units import GIB
 
 # Seconds per layer of a decode step, and multiples of what the rates alone would give for weights, KV cache and
 # matmuls.
-DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_MATMULS = 36e-6, 0.89, 1.34, 1.24
-DECODE_EXPERTS = 90e-6  # Additional seconds per block of a decode step, for sorting tokens by expert and back.
+DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_MATMULS = 30e-6, 0.75, 1.12, 1.1
+DECODE_EXPERTS = 37e-6  # Additional seconds per block of a decode step with experts, for routing and grouping tokens.
 DECODE_ADAPTER = 5.6e-6  # The same per linear layer with an adapter: its two matmuls.
 DECODE_QUANTIZED = {"float8": 1.1, "int4": 1.45}  # What products of few rows take of those in bfloat16, on an H200.
 
