@@ -39,7 +39,7 @@ def test_null_decides_and_says_why_not(tiny, monkeypatch) -> None:
     for chosen in (True, False):
         config = tiny({"rollout.exact": chosen})
         assert decide(config, "cpu", 1, fused=False) == (config, "")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("ebbtide.policy.exact.generation", lambda device: 9)
     assert decide(tiny({"model.dtype": "bfloat16"}), "cuda", 1, fused=False)[1] == "the model's blocks are not fused"
     for lora in (None, {"rank": 4}):
         found, why = decide(tiny({"model.dtype": "bfloat16", "model.lora": lora}), "cuda", 1, fused=True)

@@ -11,11 +11,11 @@ from blocks import Setup
 from conftest import TINY, merged
 from ebbtide.algorithms.loop import train
 from ebbtide.config.algorithms.grpo import GrpoConfig
-from ebbtide.model.linear import HOPPER
 from ebbtide.model.load import load_model
 from ebbtide.model.lora import adapted_layers, add_adapters
 from ebbtide.policy.fuse import own_forwards, saved_names
 from ebbtide.report.report import Report
+from ebbtide.system.gpu import HOPPER, generation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SIZES = {"rollout.max_new_tokens": 80, "rollout.max_prompt_tokens": 60}
@@ -72,6 +72,6 @@ def test_a_run_samples_with_its_adapters_within_its_plan(tmp_path, capsys, place
         model = train(config, report).model
     assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(model).values())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    exact = torch.cuda.get_device_capability()[0] == HOPPER
+    exact = generation(torch.device("cuda")) == HOPPER
     assert all(line["mismatch_max"] == 0 if exact else line["mismatch"] < 0.05 for line in lines if "mismatch" in line)
     assert "fused" not in capsys.readouterr().out  # no note that blocks are not

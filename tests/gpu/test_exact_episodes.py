@@ -7,8 +7,8 @@ import torch
 
 from ebbtide.algorithms.loop import train
 from ebbtide.config.load import load
-from ebbtide.model.linear import HOPPER
 from ebbtide.report.report import Report
+from ebbtide.system.gpu import HOPPER, generation
 from ebbtide.worker import Worker
 from episode_faults import BAD, check_others, play
 
@@ -28,7 +28,7 @@ EXACT = [
 
 @pytest.mark.parametrize("concurrent", [16, 256])
 def test_recorded_logprobs_of_episodes_are_the_trainers(tmp_path, concurrent) -> None:
-    if torch.cuda.get_device_capability()[0] != HOPPER:
+    if generation(torch.device("cuda")) != HOPPER:
         pytest.skip("exact mode is for GPUs of the Hopper generation")
     overrides = [*EXACT, f"task.environment.max_concurrent={concurrent}", f"run.folder={tmp_path / 'run'}"]
     config = load("calculator", overrides)
@@ -41,7 +41,7 @@ def test_recorded_logprobs_of_episodes_are_the_trainers(tmp_path, concurrent) ->
 
 @pytest.fixture(scope="module")
 def worker():
-    if torch.cuda.get_device_capability()[0] != HOPPER:
+    if generation(torch.device("cuda")) != HOPPER:
         pytest.skip("exact mode is for GPUs of the Hopper generation")
     with Worker(load("calculator", [*EXACT, "rollout.max_new_tokens=48"])) as made:
         yield made

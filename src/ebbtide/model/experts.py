@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 
 from ebbtide.model.block_functions import group
 from ebbtide.model.linear import grouped_linear
+from ebbtide.system.gpu import generation
 from ebbtide.system.torch_internals import grouped_mm
 from ebbtide.system.transformers_internals import grouped_experts, has_post_expert_norm, is_expert_parallel, set_experts
 
@@ -91,7 +92,7 @@ def groups_on_device(weight: Tensor) -> bool:
     that for bfloat16 on these GPUs, and loops over experts on the host elsewhere."""
     if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+    return generation(weight.device) in (9, 10)
 
 
 def use_fast_experts(model: PreTrainedModel) -> None:
