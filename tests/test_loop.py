@@ -54,7 +54,13 @@ def run(tiny, folder, changes=None):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, EVERYTHING, SHAPED, family("qwen3_moe")], ids=["plain", "everything", "shaped", "moe"]
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(EVERYTHING, id="everything"),
+        pytest.param(SHAPED, id="shaped"),
+        pytest.param(family("qwen3_moe"), id="moe", marks=pytest.mark.slow),
+    ],
 )
 def test_one_seed_gives_one_run_to_the_bit(tiny, tmp_path, changes) -> None:
     first, again = (run(tiny, tmp_path / name, changes) for name in ("a", "b"))
@@ -76,8 +82,14 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        pytest.param(plan, dtype, marks=[] if dtype == "float32" or plan == "lean" else pytest.mark.slow)
+        for plan in PLANS
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_no_plan_changes_a_bit(tiny, tmp_path, plan, dtype) -> None:
     """Moving never changes a result: weights, metrics and rollouts of any plan are those of moving nothing."""
     changes = {**EVERYTHING, "model.dtype": dtype, "train.steps": 3}

@@ -170,6 +170,7 @@ def test_checkpoints_of_the_other_kind_are_named(on_folder, tmp_path) -> None:
         load_initial(settings(tmp_path / "b", {"model.lora": None, "model.weights": mine}), CPU)
 
 
+@pytest.mark.slow
 def test_adapters_on_top_of_a_run(tmp_path) -> None:
     run(tmp_path / "full", {"model.lora": None, "train.steps": 2})
     changes = {"model": {"path": str(tmp_path / "full"), "lora": {"rank": 4}}}

@@ -39,6 +39,15 @@ PLACEMENTS: dict[str, tuple[dict, dict]] = {
     "inputs offloaded": ({}, INPUTS),
     "kept and moved": (KEEP, AWAY),
 }
+OFTEN = {
+    "soft cap": "lean and streamed",
+    "sinks": "kept and moved",
+    "heads by layer": "inputs offloaded",
+    "delta net": "inputs offloaded",
+    "mamba": "kept and moved",
+    "latent": "lean and streamed",
+}
+"""Each kind in one placement, and each placement with two kinds. `make slow` has all."""
 MORE: dict[str, tuple[dict, dict]] = {
     "lean": ({}, LEAN),
     "streamed": ({}, {"optimizer.place": "streamed"}),
@@ -87,8 +96,14 @@ def check(tiny, folder: Path, kind: str, has: dict, placed: dict) -> None:
     same(run(tiny, folder, {**saved(name), **has, **placed}), plain(tiny, name, has))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [
+        pytest.param(kind, placement, marks=[] if OFTEN[kind] == placement else pytest.mark.slow)
+        for kind in KINDS
+        for placement in PLACEMENTS
+    ],
+)
 def test_no_placement_changes_a_bit(tiny, tmp_path, kind, placement) -> None:
     check(tiny, tmp_path / "run", kind, *PLACEMENTS[placement])
 
@@ -100,12 +115,13 @@ def test_no_other_placement_changes_a_bit(tiny, tmp_path, kind, placement) -> No
     check(tiny, tmp_path / "run", kind, *MORE[placement])
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", [pytest.param("delta net", marks=pytest.mark.slow), "mamba"])
 def test_all_that_blocks_save_can_be_offloaded(tiny, tmp_path, kind) -> None:
     """Blocks that are not alike have one name for it."""
     check(tiny, tmp_path / "run", kind, {}, {"memory.activations": {"offload": ["block"], **OFFLOADED}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATES)
 def test_a_run_resumes_with_states_under_way(tiny, tmp_path, kind) -> None:
     name, folder = KINDS[kind], tmp_path / "run"

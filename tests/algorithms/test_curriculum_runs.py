@@ -21,8 +21,10 @@ MIXED = {"mix": {"sums": {"gym": GYM, "size": 8, "held_out": 3, "weight": 3}, "c
 
 @pytest.mark.parametrize(
     ("task", "metric", "expected"),
-    [(ALONE, "curriculum_level", [0, 1, 1, 2]), (MIXED, "task/sums/curriculum_level", [0, 1, 1, 2])],
-    ids=["alone", "mixed"],
+    [
+        pytest.param(ALONE, "curriculum_level", [0, 1, 1, 2], id="alone"),
+        pytest.param(MIXED, "task/sums/curriculum_level", [0, 1, 1, 2], id="mixed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_rises_and_resumes_to_the_bit(tiny, tmp_path, task, metric, expected) -> None:
     changes = {

@@ -160,7 +160,9 @@ def test_every_update_of_a_step_is_a_mean_over_its_targets(distill, minibatches)
 CASES = {"file": {}, "samples": SAMPLED, "sampled tokens": {**SAMPLED, "loss.over": "sampled"}}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "file" else pytest.mark.slow) for case in CASES]
+)
 def test_a_resumed_run_is_the_run_that_never_stopped(distill, tmp_path, case) -> None:
     config = distill("x", CASES[case])
     own = {"data": config.data.model_dump()} if config.data is not None else {}

@@ -69,6 +69,7 @@ def test_a_step_full_of_signal_stays_as_it_is() -> None:
     assert metrics["gen_batches"] == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path) -> None:
     changes = {**SHAPED, "train.steps": 4, "checkpoint": {"every": 2, "keep": 2, "async_save": False}}
     straight = run(tiny, tmp_path / "straight", changes)

@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from conftest import TINY, merged
 from ebbtide.algorithms.loop import train
 from ebbtide.config.algorithms.grpo import GrpoConfig
@@ -63,6 +65,7 @@ def test_skyrl_gym(tmp_path) -> None:
     assert metrics[-1]["reward/steps"] == metrics[-1]["turns"]
 
 
+@pytest.mark.slow
 def test_an_mcp_server(tmp_path) -> None:
     environment = {"object": "mcp", "options": {"command": [sys.executable, str(HERE / "mcp_server.py")]}, **LIMITS}
     source = {"builtin": {"name": "copy", "options": {"digits": 3}}, "size": 8, "held_out": 0}

@@ -92,6 +92,7 @@ class Idle:
         return "waited"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gives_reward", [False, True])
 def test_tasks_of_a_mix_are_played_with_the_same_environment(tmp_path, gives_reward) -> None:
     names = {"copying": ("copy", 3), "reversing": ("reverse", 1)}
@@ -122,6 +123,7 @@ def test_tasks_of_a_mix_are_played_with_the_same_environment(tmp_path, gives_rew
             run(tmp_path / "b", extracted)
 
 
+@pytest.mark.slow
 def test_the_huggingface_engine_plays_the_same_episodes(tmp_path) -> None:
     paged, plain = run(tmp_path / "a"), run(tmp_path / "b", {"rollout.engine": "huggingface"})
     for name in ("reward", "turns", "completion_tokens", "environment_tokens"):
@@ -167,6 +169,7 @@ def test_an_environment_that_rewards_needs_no_extraction(tmp_path, key, value) -
         run(tmp_path, {f"task.{key}": value})
 
 
+@pytest.mark.slow
 def test_an_environment_without_rewards_needs_a_scorer(tmp_path) -> None:
     with pytest.raises(UserError, match=r"gives no reward, and the task has no answers to score by"):
         run(tmp_path / "a", {"task.environment": {"object": "rewardless_environment:Tools"}})

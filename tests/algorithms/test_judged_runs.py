@@ -73,6 +73,7 @@ def test_an_evaluation_is_of_the_samples_that_were_judged(tiny) -> None:
     assert found["evaluate/score_failures/judge_error"] == 3
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_away_leaves_no_reward_that_a_checkpoint_could_be_best_by(tiny, tmp_path) -> None:
     with judge_server(lambda number, request: (404, b"who?")) as server:
         evaluate = {"every": 1, "problems": 4, "final": {"samples": 2, "k": [1]}}
@@ -99,7 +100,7 @@ def test_losses_that_need_every_sample_go_on_without_a_few(tiny, tmp_path) -> No
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-@pytest.mark.parametrize("turns", ["episode", "to_go"])
+@pytest.mark.parametrize("turns", [pytest.param("episode", marks=pytest.mark.slow), "to_go"])
 def test_the_last_turn_of_an_episode_is_judged(tiny, tmp_path, turns) -> None:
     """Episodes that the judge loses have advantage 0, and the others are compared without them."""
     kinds = [(400, b"oh"), "I cannot say", "3", "1", "2"]

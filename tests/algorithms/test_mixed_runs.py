@@ -24,6 +24,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_has_exact_shares_and_figures_by_task_and_resumes_to_the_bit(tiny, tmp_path) -> None:
     metrics, rollouts, weights = run(tiny, tmp_path / "straight", MIXED)
     steps = [line for line in metrics if "samples" in line]

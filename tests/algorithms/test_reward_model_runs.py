@@ -33,6 +33,7 @@ def rewarded(path: str, **changes):
     return {"task.rewards": rewards, "train.steps": 3, "evaluate": evaluate, "checkpoint": None, **changes}
 
 
+@pytest.mark.slow
 def test_where_it_is_changes_no_bit(tiny, tmp_path) -> None:
     path = reward_model(tmp_path / "model")
     first = None

@@ -77,7 +77,9 @@ def stop_after(folder: Path, step: int) -> None:
             shutil.rmtree(saved.path)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode in ("device", "cpu") else pytest.mark.slow) for mode in MODES]
+)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_run_that_never_stopped(tiny, tmp_path, mode, dtype, monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.checkpoint.state.READ_AT_ONCE", 3000)  # elements: some of the parameters
@@ -188,8 +190,15 @@ def test_later_checkpoints_are_kept_aside_when_a_run_goes_on_from_an_earlier_one
     ]
 
 
-@pytest.mark.parametrize("problem", [OSError("no space left on device"), RuntimeError("no space left, says torch")])
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize(
+    ("async_save", "problem"),
+    [
+        (True, OSError("no space left on device")),
+        pytest.param(True, RuntimeError("no space left, says torch"), marks=pytest.mark.slow),
+        (False, OSError("no space left on device")),
+        (False, RuntimeError("no space left, says torch")),
+    ],
+)
 def test_a_write_that_fails_leaves_the_others_and_no_half(two, async_save, problem) -> None:
     full = [True]
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from ranks import runs, together
 
 from conftest import TINY, assert_trained_alike, merged
@@ -25,6 +26,7 @@ def trained(folder, parallel):
     return GrpoConfig.model_validate(merged(TINY, changes))
 
 
+@pytest.mark.slow
 def test_two_ranks_play_the_episodes_of_one(tmp_path) -> None:
     ((alone,),) = together(1, runs, [trained(tmp_path / "one", None)])
     worlds = {"gathered": {"gpus": 2}, "layerwise": {"gpus": 2, "rollout_weights": "layerwise"}}

@@ -53,9 +53,9 @@ def twins(rank: int, config: GrpoConfig) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize(
     ("parallel", "all_here"),
     [
-        ({"data": 2, "replicate": 2}, {"embed", "norm", "proj"}),
+        pytest.param({"data": 2, "replicate": 2}, {"embed", "norm", "proj"}, marks=pytest.mark.slow),
         ({"gpus": 2, "tensor": 2}, {"embed", "norm"}),
-        ({"gpus": 2}, set()),
+        pytest.param({"gpus": 2}, set(), marks=pytest.mark.slow),
     ],
 )
 def test_what_a_rank_has_whole_it_generates_with_as_it_is(parallel, all_here) -> None:

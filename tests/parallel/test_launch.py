@@ -103,6 +103,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_another_started_ends_though_it_waits_for_one_that_hangs(tmp_path) -> None:
     def rank(number):
         (folder := tmp_path / number).mkdir()

@@ -147,6 +147,7 @@ def parts(rank: int, meshes: list[tuple[int, int, int]]) -> dict[object, object]
     return found
 
 
+@pytest.mark.slow
 def test_parts_and_collectives_are_those_that_ranks_have() -> None:
     meshes = [(1, 3, 1), (1, 40, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)]
     (found,) = together(1, parts, meshes)

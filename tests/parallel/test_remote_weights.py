@@ -91,6 +91,7 @@ def counted(rank, some):
     return [order if order is None else order.sends_weights for order in orders], addresses
 
 
+@pytest.mark.slow
 def test_weights_are_sent_when_they_have_changed_and_stay_where_they_are(tmp_path) -> None:
     """Evaluation, then a step and evaluation, twice: all that follows an update sends."""
     some = config(tmp_path / "run", {"gpus": 1, "rollout_gpus": 1}, {"evaluate": {"every": 1, "problems": 2}})

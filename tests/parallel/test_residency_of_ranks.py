@@ -1,6 +1,7 @@
 """Any sequence of phases, plans, exceptions, accumulations and readers keeps every byte of a rank's part, with
 FSDP's own backward in between."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
@@ -48,5 +49,6 @@ def any_rank(rank: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_residency_holds_on_every_rank() -> None:
     together(2, any_rank)

@@ -108,7 +108,7 @@ def test_a_forward_without_its_backward_is_freed() -> None:
     assert not any(call() for call in made)
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
 def test_any_mix(kind, request) -> None:
     setup = request.getfixturevalue(kind)
     names = activation_names(setup.blocks[0])
