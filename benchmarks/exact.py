@@ -140,9 +140,10 @@ def whole_steps() -> Iterator[Row]:
 
 
 def lengths() -> Iterator[Row]:
-    """Generation alone, with lengths that differ."""
+    """Generation alone, with lengths that differ. Off is with split-K: log-probs are reduced as in training in any
+    case."""
     loaded, work = load_model(load(CONFIG, [*SMALL, "model.scratch.tied=true"])), lengths_work()
-    engines = {exact: PagedEngine(loaded, 256) for exact in (False, True)}
+    engines = {exact: PagedEngine(loaded, 256) for exact in (False, True)}  # Each captures its own kernels.
     found: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(TURNS + 1):
         for exact, engine in engines.items():

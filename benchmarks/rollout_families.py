@@ -94,6 +94,7 @@ def measure(name: str) -> tuple[float, int, list[Row]]:
 
 def main() -> None:
     speed, bytes_read, rows = measure(TWIN)
+    failed = []
     add("rollout", rows)
     for name in sys.argv[1:] or [name for name in NAMES if name != TWIN]:
         began = time.perf_counter()
@@ -101,6 +102,7 @@ def main() -> None:
             own, read, rows = measure(name)
         except Exception as error:  # noqa: BLE001 (others go on)
             print(f"family {name}: {type(error).__name__}: {' '.join(str(error).split())[:400]}", flush=True)
+            failed.append(name)
             continue
         finally:
             gc.collect()
@@ -111,6 +113,7 @@ def main() -> None:
         ]
         add("rollout", rows)
         print(f"family {name}: {time.perf_counter() - began:.1f} s", flush=True)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

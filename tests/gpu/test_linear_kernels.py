@@ -82,6 +82,7 @@ def test_kernels_that_start_early_see_what_the_ones_before_them_wrote() -> None:
                 found.zero_()
                 graph.replay()
                 assert torch.equal(found, wanted)
+                assert torch.equal(chain(), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

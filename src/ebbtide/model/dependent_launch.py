@@ -3,8 +3,8 @@ its results where they read them (`starts_early` in model/launch.py). Between tw
 about a microsecond.
 
 A kernel that is launched so calls `wait_for_results` in each of its programs, also in those that have nothing to do.
-Before that it writes nothing, and reads only what none of the kernels right before it has written: the inputs of a
-pass, which are copied and not computed.
+Before that it writes nothing, and reads nothing that a kernel of the same pass has written, however long before: each
+lets the next one start before it waits itself. What is copied to the device, as the inputs of a pass are, may be read.
 """
 
 from __future__ import annotations

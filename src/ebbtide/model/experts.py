@@ -56,13 +56,13 @@ def mix_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
     transformers', with the matrices of all experts."""
     gather: Any = _Gather.apply
     order, places, ends = group(chosen, module.num_experts)
-    experts = chosen.flatten()[order]  # [N]: the expert of each row
+    experts = chosen.flatten()[order] if module.has_bias else None  # [N]: the expert of each row
 
     def project(rows: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         multiply = grouped_mm if module.is_transposed else grouped_linear
         found = multiply(rows.to(weight.dtype), weight, ends)
-        if not module.has_bias:
+        if experts is None:
             return found
         added: Tensor = _AddBias.apply(found, getattr(module, f"{name}_bias"), experts)  # type: ignore[no-untyped-call]
         return added

@@ -26,7 +26,7 @@ def starts_early(tensor: Tensor) -> bool:
 @cache
 def _starts_early(device: torch.device) -> bool:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # It runs one kernel after another, and has no such calls.
-    return not interpreted and torch.version.hip is None and generation(device) >= HOPPER
+    return not interpreted and generation(device) >= HOPPER
 
 
 def launch_options(early: bool) -> dict[str, Any]:

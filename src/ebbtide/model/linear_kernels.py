@@ -145,6 +145,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def takes_gated(x: Tensor, weight: Tensor) -> bool:
     """Whether both halves of a gated MLP are to be computed by this kernel."""
+    if len(x) > MOST_ROWS:
+        return False
     return _gated_tile(len(x), len(weight) // 2, processors(x.device)) is not None and can_load(x, weight)
 
 
@@ -167,7 +169,7 @@ def gated_linear(x: Tensor, weight: Tensor, kind: Activation) -> Tensor:
 def _tile_of(x: Tensor, weight: Tensor) -> Tile | None:
     """The tile of a product, None if it is cuBLAS's."""
     rows, (width, depth) = len(x), weight.shape
-    tile = _one_wave(rows, width, depth, processors(x.device))
+    tile = _one_wave(rows, width, depth, processors(x.device)) if rows <= MOST_ROWS else None
     is_small = rows <= MOST_ROWS and rows * width <= SMALL
     if tile is None and (is_small or (width % ALIGNED != 0 and width < NARROW)):
         tile = _narrow_tile(rows, width)

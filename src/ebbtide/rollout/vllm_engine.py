@@ -11,7 +11,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -155,12 +155,12 @@ class VllmEngine:
         if self._settings.sleep_level:
             self._free_memory()
             self._engine.wake_up(["weights"])
-        self._load_weights()
-        if self._settings.sleep_level:
-            self._engine.wake_up(["kv_cache"])
-        if self._engine.reset_prefix_cache() is False:
-            raise RuntimeError("vLLM kept what older weights computed: its prefix cache is still in use")
         try:
+            self._load_weights()
+            if self._settings.sleep_level:
+                self._engine.wake_up(["kv_cache"])
+            if self._engine.reset_prefix_cache() is False:
+                raise RuntimeError("vLLM kept what older weights computed: its prefix cache is still in use")
             yield
         finally:
             self._sleep()
@@ -191,7 +191,13 @@ def _model_folder(loaded: LoadedModel) -> Path:
     """A folder with the policy's config and tokenizer. Its name depends on what is in it: vLLM compiles anew for a
     folder that it does not know."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ebbtide" / "vllm"
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"`rollout.engine: vllm` keeps what vLLM is started from in {cache}, which cannot be written"
+            f" ({error.strerror}): set XDG_CACHE_HOME to a folder that can"
+        ) from None
     with TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as new:
         shape = copy.deepcopy(loaded.model.config)
         shape.architectures = [type(loaded.model).__name__]
@@ -201,8 +207,11 @@ def _model_folder(loaded: LoadedModel) -> Path:
         loaded.tokenizer.save_pretrained(new)
         files = sorted(file for file in Path(new).rglob("*") if file.is_file())
         digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-        with suppress(OSError):  # it is there already
+        try:
             os.rename(new, cache / digest)
+        except OSError:
+            if not (cache / digest).is_dir():  # else it is there already
+                raise
     return cache / digest
 
 

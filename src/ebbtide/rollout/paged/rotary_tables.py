@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from ebbtide.model.load import rope_limit
 from ebbtide.policy.fused_block import FusedBlock
 
-MOST_BYTES = 32 * 2**20
-"""Of all tables together; longer ones are not made. It is less than what a KV cache leaves free."""
+MOST_BYTES = 16 * 2**20
+"""Of all tables together; longer ones are not made. Plans do not count them."""
 PIECE = 4096  # positions that are computed at once, in float32
 Kind = tuple[tuple[str, ...], bool]
 """The blocks that share angles: what the model's module is told, and whether they rotate at all."""
@@ -37,11 +37,11 @@ class RotaryTables:
         each = sum(one.nbytes for angles in self._compute(places[:1], like).values() for one in angles)
         if positions * each > MOST_BYTES:
             return
-        parts = [self._compute(part, like) for part in places.split(PIECE)]
-        self._tables = {
-            kind: torch.stack([torch.cat(one) for one in zip(*(part[kind] for part in parts), strict=True)])
-            for kind in self._blocks
-        }
+        for piece in places.split(PIECE):
+            for kind, angles in self._compute(piece, like).items():
+                if kind not in self._tables:
+                    self._tables[kind] = like.new_empty((2, positions, angles[0].shape[1]), dtype=angles[0].dtype)
+                self._tables[kind][:, piece] = torch.stack(angles)
 
     def at(self, positions: Tensor, like: Tensor) -> dict[Kind, tuple[Tensor, Tensor]]:
         """Returns (cos, sin) [T, channels] of positions [T], for hidden states like these. Once tables are filled, they
