@@ -71,6 +71,21 @@ def test_add_norm(rows: int, width: int, dtype: torch.dtype, norm: Norm, adds: b
     assert dtype == torch.float32 or (normed != wanted).float().mean() < 0.01 or normed.numel() < 1000
 
 
+@pytest.mark.parametrize(("rows", "widths"), [(1, (64, 64, 64)), (7, (576, 192, 192)), (30, (33, 100, 7))])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_norm_parts(rows: int, widths: tuple[int, ...], dtype: torch.dtype, norm: Norm) -> None:
+    from ebbtide.model import block_kernels
+
+    x = random(rows, sum(widths), dtype=dtype, scale=3)
+    weights = random(widths[0], dtype=dtype), random(widths[1], dtype=dtype)
+    found, wanted = block_kernels.norm_parts(x, weights, norm), reference.norm_parts(x, weights, norm)
+    within_an_ulp(found, wanted, ulps=1 if norm.wide else 2)
+    assert torch.equal(found[:, -widths[2] :], x[:, -widths[2] :])
+    many = block_kernels.norm_parts(x.repeat(50, 1), weights, norm)
+    assert torch.equal(many[-rows:], found)
+
+
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", NORMS)

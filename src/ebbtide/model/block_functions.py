@@ -26,6 +26,7 @@ __all__ = [
     "gated_norm_backward",
     "group",
     "norm_backward",
+    "norm_parts",
     "rotate",
     "rotate_backward",
     "rotate_expanded",
@@ -48,6 +49,19 @@ def add_norm(
 
         return block_kernels.add_norm(x, delta, weight, norm)
     return block_reference.add_norm(x, delta, weight, norm)
+
+
+def norm_parts(
+    x: Tensor,  # [T, W]
+    weights: tuple[Tensor, Tensor],
+    norm: Norm,
+) -> Tensor:
+    """Returns x, in which the first columns are normalised, as many as each weight has for itself."""
+    if x.is_cuda:
+        from ebbtide.model import block_kernels
+
+        return block_kernels.norm_parts(x, weights, norm)
+    return block_reference.norm_parts(x, weights, norm)
 
 
 def norm_backward(

@@ -104,6 +104,52 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, norm: Norm) -> tup
     return added, normed
 
 
+@triton.jit
+def _norm_parts(
+    x,
+    weight_0,
+    weight_1,
+    out,
+    eps,
+    offset,
+    width_0: tl.constexpr,
+    width_1: tl.constexpr,
+    whole: tl.constexpr,
+    padded: tl.constexpr,
+    wide: tl.constexpr,
+    early: tl.constexpr,
+):
+    """A program has one of the two parts of a row, or what is left."""
+    wait_for_results(early)
+    row, part = (tl.program_id(0) // 3).to(tl.int64), tl.program_id(0) % 3
+    begin = tl.where(part == 0, 0, tl.where(part == 1, width_0, width_0 + width_1))
+    width = tl.where(part == 0, width_0, tl.where(part == 1, width_1, whole - width_0 - width_1))
+    column = tl.arange(0, padded)
+    real, place = column < width, row * whole + begin + column
+    kind: tl.constexpr = out.dtype.element_ty
+    given = tl.load(x + place, mask=real, other=0.0)
+    if part < 2:
+        scale = tl.load(tl.where(part == 0, weight_0, weight_1) + column, mask=real, other=0.0).to(tl.float32) + offset
+        value = given.to(tl.float32)
+        root = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+        given = (scaled_by_root(value, root, kind, wide) * scale).to(kind)
+    tl.store(out + place, given, mask=real)
+
+
+_launch_norm_parts = Launcher(_norm_parts, dependent=True, **UNFUSED)
+
+
+def norm_parts(x: Tensor, weights: tuple[Tensor, Tensor], norm: Norm) -> Tensor:
+    """The same as `block_reference.norm_parts`."""
+    x = x.contiguous()
+    (rows, whole), widths = x.shape, [len(weight) for weight in weights]
+    out = torch.empty_like(x)
+    padded = triton.next_power_of_2(max(*widths, whole - sum(widths)))
+    constants = *widths, whole, padded, norm.wide
+    _launch_norm_parts(3 * rows, (x, *weights, out), (norm.eps, norm.offset), *constants, warps=warps(padded))
+    return out
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_backward(
     x,

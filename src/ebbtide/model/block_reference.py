@@ -59,6 +59,13 @@ def add_norm(
     return added, _normed(added, weight, norm)
 
 
+def norm_parts(x: Tensor, weights: tuple[Tensor, Tensor], norm: Norm) -> Tensor:
+    """Returns x [T, W], in which the first columns are normalised, as many as each weight has for itself."""
+    widths = [len(weight) for weight in weights]
+    first, second, rest = x.split([*widths, x.shape[1] - sum(widths)], 1)
+    return torch.cat([_normed(first, weights[0], norm), _normed(second, weights[1], norm), rest], 1)
+
+
 def norm_backward(
     x: Tensor,  # [T, W]
     weight: Tensor,  # [W]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ebbtide.model.block_functions import Norm, add_norm, norm_backward
+from ebbtide.model.block_functions import Norm, norm_backward, norm_parts
 
 
 class RotaryInput:
@@ -49,9 +49,8 @@ class RotaryInput:
     def forward(self, qkv: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """Queries, keys and values [T, (heads + 2 kv heads) * channels] as the kernel takes them."""
         if self._norms:
-            query, key, value = self._split(qkv)
-            pairs = zip((query, key), self._norms, strict=True)
-            qkv = torch.cat([*(add_norm(one, None, weights[name], self._norm)[1] for one, name in pairs), value], 1)
+            query, key = (weights[name] for name in self._norms)
+            qkv = norm_parts(qkv, (query, key), self._norm)
         return qkv if self._order is None else qkv.index_select(1, self._placed(qkv.device)[0])
 
     def backward(
