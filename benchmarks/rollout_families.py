@@ -81,7 +81,7 @@ def measure(name: str) -> tuple[float, int, list[Row]]:
         work = grpo_work(2 if IS_TINY else 16, new, vocabulary=60_000)
         timed(engine, grpo_work(2 if IS_TINY else 16, 2, vocabulary=60_000))
         taken = min(timed(engine, work) for _ in range(2))
-        fused = engine._runner.is_fused
+        fused = engine.is_fused
         read = 2 * weight_numbers(loaded)
         rows = [
             Row(case, "tokens a second", new_tokens(work) / taken, "tok/s"),

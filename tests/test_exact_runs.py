@@ -66,7 +66,7 @@ def test_a_difference_stops_the_run() -> None:
 
 def test_the_first_update_is_compared(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
-    monkeypatch.setattr(PagedEngine, "is_exact", True)
+    monkeypatch.setattr(PagedEngine, "is_fused", True)
     monkeypatch.setattr("ebbtide.rollout.paged.verify._trainer_distance", lambda *_: 0.0)
     seen: list[float] = []
     monkeypatch.setattr(updates, "check_exact", lambda figures: seen.append(figures["mismatch_max"]))
@@ -78,7 +78,7 @@ def test_the_first_update_is_compared(tiny, tmp_path, monkeypatch) -> None:
 def test_a_sampler_that_differs_on_a_probe_is_not_exact(tiny, tmp_path, monkeypatch) -> None:
     """A CPU's differs by float noise."""
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
-    monkeypatch.setattr(PagedEngine, "is_exact", True)
+    monkeypatch.setattr(PagedEngine, "is_fused", True)
     with pytest.raises(
         UserError, match=r"the trainer's log-probs of a probe are up to .*e-0\d nats from the sampler's"
     ):
@@ -87,7 +87,7 @@ def test_a_sampler_that_differs_on_a_probe_is_not_exact(tiny, tmp_path, monkeypa
 
 def test_recorded_logprobs_are_the_old_ones(tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("ebbtide.worker.why_not_exact", lambda *_: "")
-    monkeypatch.setattr(PagedEngine, "is_exact", True)
+    monkeypatch.setattr(PagedEngine, "is_fused", True)
     monkeypatch.setattr("ebbtide.rollout.paged.verify._trainer_distance", lambda *_: 0.0)
     monkeypatch.setattr(updates, "check_exact", lambda figures: None)
     recorded, *_ = run(tiny, tmp_path / "recorded", {"rollout.exact": True, **TWO})

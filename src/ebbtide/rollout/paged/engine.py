@@ -77,8 +77,8 @@ class PagedEngine:
         """How many times a sample was preempted in the last call."""
 
     @property
-    def is_exact(self) -> bool:
-        """Whether log-probs have the bits of training, which runs fused blocks."""
+    def is_fused(self) -> bool:
+        """Whether the model runs with the fused blocks of training, whose bits log-probs can then have."""
         return self._runner.is_fused
 
     @property

@@ -129,7 +129,7 @@ def _check_kept(
 def why_not_exact_sampler(policy: Policy, engine: Engine, samples: int) -> str:
     """Why the log-probs that an engine records are not the trainer's of the same tokens, to the bit; empty if they
     are."""
-    if not isinstance(engine, PagedEngine) or not engine.is_exact:
+    if not isinstance(engine, PagedEngine) or not engine.is_fused:
         return "the sampler's fused blocks do not compute what the model's own forward does"
     off = _trainer_distance(policy, engine, samples)
     return f"the trainer's log-probs of a probe are up to {off:.3g} nats from the sampler's" if off else ""
