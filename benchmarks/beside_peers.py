@@ -1,9 +1,10 @@
-"""rollout.py beside vLLM 0.24, and grpo_step.py beside TRL 1.16 with vLLM colocated, in one call: all processes start
-at once, and measure one after another, each until it ends and frees its memory.
+"""rollout.py beside vLLM 0.24, and grpo_step.py beside TRL 1.16 with vLLM colocated; or, with `lora`, steps with
+adapters beside those of TRL and PEFT. All processes start at once, and measure one after another, each until it ends
+and frees its memory.
 
-    PYTHONPATH=src:PEERS python benchmarks/beside_peers.py
+    PYTHONPATH=src:PEERS python benchmarks/beside_peers.py [lora]
 
-PEERS is the folder with vLLM and TRL. The tables are rows of results/rollout.json and grpo_step.json.
+PEERS is the folder with vLLM and TRL. The tables are rows of results/rollout.json and grpo_step.json, or lora.json.
 """
 
 from __future__ import annotations
@@ -23,11 +24,25 @@ def player(name: str, script: str, *given: str) -> Player:
     return Player(name, [sys.executable, str(HERE / script), *given])
 
 
-def main() -> None:
+def with_adapters() -> list[Player]:
+    caches = {"1.7B": "6", "8B": "8"}
+    trl = [
+        player(f"TRL + PEFT + vLLM, {shape}", "trl_steps.py", shape, "--lora", "--kv-gib", cache, "--steps", "4")
+        for shape, cache in caches.items()
+    ]
+    return [*trl, player("lora.py", "lora.py", "budget", "1.7B-bfloat16", "8B-bfloat16-120")]
+
+
+def whole_models() -> list[Player]:
     vllm = [player(f"vLLM, {shape}", "rollout_vllm.py", shape, "--kv-gib", cache) for shape, cache in CACHES.items()]
     trl = player("TRL + vLLM", "trl_steps.py", "1.7B", "--kv-gib", "6", "--steps", "4")
     ours = [player("rollout.py", "rollout.py", *ROLLOUTS), player("grpo_step.py", "grpo_step.py", "tied", "0.6b")]
-    sys.exit(not in_turns([*vllm, trl, *ours], start_seconds=240))
+    return [*vllm, trl, *ours]
+
+
+def main() -> None:
+    players = with_adapters() if sys.argv[1:] == ["lora"] else whole_models()
+    sys.exit(not in_turns(players, start_seconds=240))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # The runs of docs/gsm8k.md on one GPU, several at a time under CUDA MPS; their seconds then mean nothing.
-#   benchmarks/gsm8k_runs.sh MODEL DATA FOLDER NAME [NAME ..]
+#   benchmarks/gsm8k_runs.sh MODEL DATA FOLDER NAME[:STEPS] [NAME[:STEPS] ..]
 # MODEL: as `model.path`. DATA: a folder with train.jsonl and test.jsonl of GSM8K. NAME: seed-0, seed-1, seed-2,
-# pressure (seed 0 within 4 GiB), lora, lora-float8, lora-int4. Each ends in FOLDER/NAME; FOLDER/ended has exit codes.
+# pressure (seed 0 within 4 GiB), lora, lora-float8, lora-int4. STEPS: of those of the recipe,
+# after which the run is stopped. Each ends in FOLDER/NAME; FOLDER/ended has exit codes.
 # Steps, and other settings for all runs, in SETTINGS: SETTINGS="train.steps=60" benchmarks/gsm8k_runs.sh ...
 set -u
 model=${1:?MODEL} data=${2:?DATA} folder=${3:?FOLDER}; shift 3
 mkdir -p "$folder"
 export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
 nvidia-cuda-mps-control -d 2> /dev/null
-for name in "$@"; do
+for given in "$@"; do
+  name=${given%%:*} stop=${given#"$name"}
   lora="model.lora.rank=32 optimizer.lr=6e-5 memory.budget_gib=12"
   case $name in
     seed-*) own="seed=${name#seed-} memory.budget_gib=21" ;;
@@ -24,7 +26,12 @@ for name in "$@"; do
     # shellcheck disable=SC2086
     python -m ebbtide.cli train gsm8k run.folder="$folder/$name" model.path="$model" task.file.train="$data/train.jsonl" \
       task.file.held_out="$data/test.jsonl" evaluate.problems=1319 evaluate.final=null train.head_chunk_tokens=256 \
-      checkpoint=null report.rollouts=false $own ${SETTINGS:-} > "$folder/$name.log" 2>&1
+      checkpoint=null report.rollouts=false $own ${SETTINGS:-} > "$folder/$name.log" 2>&1 &
+    if [ -n "$stop" ]; then
+      until grep -qs "\"step\": ${stop#:}," "$folder/$name/metrics.jsonl" || ! kill -0 $! 2> /dev/null; do sleep 0.2; done
+      kill -TERM $! 2> /dev/null
+    fi
+    wait $!
     echo "$name $?" >> "$folder/ended"
   ) &
 done

@@ -22,6 +22,7 @@ import torch
 from common import Row, beginning, kept, save, seconds
 from exact import MODELS, captured
 from rollout_work import grpo_work, timed
+from turns import my_turn
 
 from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.config import load
@@ -51,6 +52,8 @@ MATRICES = {
     "8B": {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (24576, 4096), "down": (4096, 12288)},
 }
 BUDGETS = {
+    "1.7B-bfloat16": ("1.7B", None, 120),  # These two are what TRL's are beside.
+    "8B-bfloat16-120": ("8B", None, 120),
     "8B-bfloat16": ("8B", None, 20),
     "8B-bfloat16-18": ("8B", None, 18),  # Its plan streams the base.
     "8B-float8": ("8B", "float8", 14),
@@ -231,6 +234,7 @@ def budgets(cases: list[str]) -> Iterator[list[Row]]:
 
 def main() -> None:
     use_expandable_segments()  # as `ebbtide train` does
+    my_turn()
     named = sys.argv[1:]
     cases = [one for one in named if one in BUDGETS] or [*BUDGETS]
     stages: dict[str, Callable[[], Iterator[list[Row]]]] = {

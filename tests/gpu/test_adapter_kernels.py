@@ -82,3 +82,56 @@ def test_adapters_that_add_nothing_change_no_bit() -> None:
     group = Group(1100, 8, [(96, True), (40, True)], 20)
     group.seconds = [torch.zeros_like(second) for second in group.seconds]
     assert torch.equal(group.added(), group.products)
+
+
+LAYERS = [  # inner dimension, widths of the layers
+    (64, [64]),
+    (1280, [128, 64, 64]),
+    *([] if INTERPRETED else [(2048, [2048, 1024, 1024]), (6144, [2048]), (4096, [4096]), (1024, [3072])]),
+]
+
+
+@pytest.mark.parametrize(("depth", "widths"), LAYERS)
+@pytest.mark.parametrize("rank", [16, 32, 64])
+@pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 3, 16, 32, 64, 128])
+@pytest.mark.parametrize("biased", [False, True])
+def test_matmuls_that_add_them_have_the_same_bits(depth, widths, rank, rows, biased, monkeypatch) -> None:
+    from ebbtide.model import adapted_linear_kernels, adapter_kernels, linear_kernels
+
+    for module in (linear_kernels, adapted_linear_kernels):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    group = Group(depth, rank, [(width, True) for width in widths], rows)
+    weight = torch.randn(sum(widths), depth, device=DEVICE).to(DTYPE) / depth**0.5
+    bias = torch.randn(sum(widths), device=DEVICE).to(DTYPE) if biased else None
+    adapters = adapter_kernels.Adapters(group.first, group.seconds, group.columns, 0.7)
+    with torch.no_grad():
+        assert adapted_linear_kernels.takes(group.x, weight, adapters)
+        found = adapted_linear_kernels.linear(group.x, weight, bias, adapters)
+        wanted = linear_kernels.linear(group.x, weight, bias)
+    low = adapter_kernels.lower(group.x, group.first)
+    adapter_kernels.add(wanted, low, group.seconds, group.columns, 0.7)
+    assert _same(found, wanted)
+
+
+@pytest.mark.parametrize(("depth", "width"), [(64, 64), (1280, 96)] if INTERPRETED else [(2048, 6144), (1024, 3072)])
+@pytest.mark.parametrize("rank", [16, 32])
+@pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 3, 16, 32, 64, 128])
+def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, rows, monkeypatch) -> None:
+    from ebbtide.model import adapted_linear_kernels, adapter_kernels, block_kernels, linear_kernels
+
+    for module in (linear_kernels, adapted_linear_kernels):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    group = Group(depth, rank, [(width, True), (width, True)], rows)
+    weight = torch.randn(2 * width, depth, device=DEVICE).to(DTYPE) / depth**0.5
+    adapters = adapter_kernels.Adapters(group.first, group.seconds, group.columns, 0.7)
+    with torch.no_grad():
+        assert adapted_linear_kernels.takes_gated(group.x, weight, adapters)
+        found = adapted_linear_kernels.gated_linear(group.x, weight, "silu", adapters)
+        halves = linear_kernels.linear(group.x, weight, None)
+    adapter_kernels.add(halves, adapter_kernels.lower(group.x, group.first), group.seconds, group.columns, 0.7)
+    assert _same(found, block_kernels.activate(halves, "silu"))
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """The interpreter multiplies matrices of other sizes in another order."""
+    return torch.allclose(found, wanted, atol=2e-2) if INTERPRETED else torch.equal(found, wanted)

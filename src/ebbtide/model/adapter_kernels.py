@@ -2,30 +2,47 @@
 from it added to their products, in place. Decode, prefill and training run the same programs.
 
 A row has the same bits among few rows as among many: a program always has 64 rows, whatever number of them there are,
-and the inner dimension is summed in chunks whose size follows from that dimension alone. With few rows each chunk has a
-program of its own, so that there is work for a GPU, and the program that ends last adds them up. With many rows one
-program sums all chunks. The order is the same.
+and the inner dimension is summed in two chunks whose size follows from that dimension alone. With few rows each chunk
+has a program of its own, and the program that ends last adds them up. With many rows one program sums both. The order
+is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ebbtide.model.block_kernels import UNFUSED, activated
+from ebbtide.model.block_reference import Activation
+from ebbtide.model.dependent_launch import wait_for_results
 from ebbtide.model.launch import Launcher
 from ebbtide.system.units import ceil_div
 
 ROWS, COLUMNS = 64, 64  # of a program
 DEPTH, STAGES = 128, 3  # of x and of A at once: 96 KiB, which the smaller GPUs have
-CHUNK, MOST_CHUNKS = 512, 8  # numbers of the inner dimension that are summed by themselves, at least; how often at most
+CHUNK, CHUNKS = 256, 2  # The inner dimension is summed in two chunks, the first a multiple of so many numbers.
 FEW = 1024  # rows: up to here each chunk has a program
 LAYERS = 3  # that have the same input, at most
 MOST_BLOCKS = 64  # of channels: 4,096 of them
+
+
+class Adapters(NamedTuple):
+    """The adapters of layers with the same input."""
+
+    first: Tensor  # [adapters x rank, K]: A of all
+    seconds: Sequence[Tensor]  # [width, rank] each: B, three at most
+    columns: Sequence[int]  # where the product of each adapter's layer begins
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.seconds[0].shape[1]
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -98,7 +115,9 @@ def _add(
     tile: tl.constexpr,
     columns: tl.constexpr,
     at_once: tl.constexpr,
+    early: tl.constexpr,
 ):
+    wait_for_results(early)
     tiles, program = tl.cdiv(rows, tile), tl.program_id(0)
     block, after_0 = program // tiles, tl.cdiv(width_0, columns)
     after_1 = after_0 + tl.cdiv(width_1, columns)
@@ -121,10 +140,51 @@ def _add(
         some = tl.load(of_low, mask=is_row[:, None] & inside, other=0.0)
         factor = tl.load(of_second, mask=is_column[:, None] & inside, other=0.0)
         total = tl.dot(some, factor.T, total)
-    tl.store(target, (before + scale * total).to(products.dtype.element_ty), mask=mask)
+    tl.store(target, tl.fma(total, scale, before).to(products.dtype.element_ty), mask=mask)
 
 
-_launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add)
+@triton.jit(do_not_specialize=["rows"])
+def _add_gated(
+    products,  # [rows, 2 * width]: of the gate, then of the other half
+    low,  # [rows, 2 * rank]
+    second_0,  # [width, rank]: B of the gate
+    second_1,  # of the other half
+    out,  # [rows, width]
+    rows,
+    scale,
+    width: tl.constexpr,
+    rank: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+    gelu: tl.constexpr,
+    early: tl.constexpr,
+):
+    wait_for_results(early)
+    tiles, program = tl.cdiv(rows, tile), tl.program_id(0)
+    row = (program % tiles * tile + tl.arange(0, tile)).to(tl.int64)
+    column, place = program // tiles * columns + tl.arange(0, columns), tl.arange(0, at_once)
+    is_row, is_column = row < rows, column < width
+    of_gate, mask = products + row[:, None] * 2 * width + column[None, :], is_row[:, None] & is_column[None, :]
+    gate = tl.load(of_gate, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(of_gate + width, mask=mask, other=0.0).to(tl.float32)
+    to_gate, to_up = tl.zeros([tile, columns], tl.float32), tl.zeros([tile, columns], tl.float32)
+    for at in tl.static_range(0, rank, at_once):
+        inside = (at + place < rank)[None, :]
+        of_low = low + row[:, None] * 2 * rank + (at + place)[None, :]
+        of_second = column[:, None] * rank + (at + place)[None, :]
+        factor = tl.load(second_0 + of_second, mask=is_column[:, None] & inside, other=0.0)
+        to_gate = tl.dot(tl.load(of_low, mask=is_row[:, None] & inside, other=0.0), factor.T, to_gate)
+        factor = tl.load(second_1 + of_second, mask=is_column[:, None] & inside, other=0.0)
+        to_up = tl.dot(tl.load(of_low + rank, mask=is_row[:, None] & inside, other=0.0), factor.T, to_up)
+    kind: tl.constexpr = out.dtype.element_ty
+    gate, up = tl.fma(to_gate, scale, gate).to(kind), tl.fma(to_up, scale, up).to(kind)
+    found = activated(gate.to(tl.float32), up.to(tl.float32), kind, gelu)
+    tl.store(out + row[:, None] * width + column[None, :], found, mask=mask)
+
+
+_launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add, dependent=True)
+_launch_add_gated = Launcher(_add_gated, dependent=True, **UNFUSED)
 
 
 @cache
@@ -137,7 +197,7 @@ def lower(x: Tensor, first: Tensor) -> Tensor:
     """x [T, K] @ first.T [K, channels] for `add`, of all adapters."""
     x, first = x.contiguous(), first.contiguous()
     (rows, depth), channels = x.shape, len(first)
-    chunk = max(CHUNK, _power_of_2(ceil_div(depth, MOST_CHUNKS)))
+    chunk = chunk_size(depth)
     chunks, wide = ceil_div(depth, chunk), min(COLUMNS, _power_of_2(channels))
     blocks = ceil_div(channels, wide)
     parts = chunks if rows <= FEW and blocks <= MOST_BLOCKS else 1
@@ -175,6 +235,27 @@ def add(
         *(ROWS, COLUMNS, min(DEPTH, _power_of_2(rank))),
         warps=4,
     )
+
+
+def add_gated(products: Tensor, low: Tensor, seconds: Sequence[Tensor], scale: float, kind: Activation) -> Tensor:
+    """What `activate` makes of the products [T, 2 N] of a gated MLP, both halves of which have adapters, after `add`:
+    [T, N]."""
+    (rows, width), rank = (len(products), products.shape[1] // 2), seconds[0].shape[1]
+    out = torch.empty((rows, width), dtype=products.dtype, device=products.device)
+    if rows:
+        _launch_add_gated(
+            ceil_div(rows, ROWS) * ceil_div(width, COLUMNS),
+            (products, low, *(second.contiguous() for second in seconds), out),
+            (rows, scale),
+            *(width, rank, ROWS, COLUMNS, min(DEPTH, _power_of_2(rank)), kind == "gelu_tanh"),
+            warps=4,
+        )
+    return out
+
+
+def chunk_size(depth: int) -> int:
+    """How many numbers of the inner dimension are summed by themselves."""
+    return CHUNK * ceil_div(depth, CHUNKS * CHUNK)
 
 
 def _power_of_2(size: int) -> int:

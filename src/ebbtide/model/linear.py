@@ -3,6 +3,8 @@ generation and without split-K (`without_split_k`): what decode and training sha
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,9 @@ from ebbtide.model.block_functions import Activation, activate
 from ebbtide.model.linear_sizes import last_columns
 from ebbtide.system.gpu import HOPPER, generation
 from ebbtide.system.torch_internals import grouped_mm
+
+if TYPE_CHECKING:
+    from ebbtide.model.adapter_kernels import Adapters
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,6 +45,27 @@ def gated_linear(x: Tensor, weight: Tensor, kind: Activation) -> Tensor:
         if linear_kernels.takes_gated(x, weight):
             return linear_kernels.gated_linear(x, weight, kind)
     return activate(linear(x, weight), kind)
+
+
+def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> Tensor | None:
+    """`linear(x, weight, bias)` with what adapters add to it, where one kernel computes both; None elsewhere."""
+    if _has_kernels(x) and not torch.is_grad_enabled():
+        from ebbtide.model import adapted_linear_kernels
+
+        if adapted_linear_kernels.takes(x, weight, adapters):
+            return adapted_linear_kernels.linear(x, weight, bias, adapters)
+    return None
+
+
+def adapted_gated_linear(x: Tensor, weight: Tensor, kind: Activation, adapters: Adapters) -> Tensor | None:
+    """`gated_linear(x, weight, kind)` with what adapters add to both halves, where one kernel computes all of it; None
+    elsewhere."""
+    if _has_kernels(x) and not torch.is_grad_enabled():
+        from ebbtide.model import adapted_linear_kernels
+
+        if adapted_linear_kernels.takes_gated(x, weight, adapters):
+            return adapted_linear_kernels.gated_linear(x, weight, kind, adapters)
+    return None
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def _gated_linear(
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the product is one for this kernel: one of few rows, or a narrow one of a width for which cuBLAS has
     kernels that add in another order; of tensors at addresses that it can load from."""
-    return _tile_of(x, weight) is not None and can_load(x, weight)
+    return tile_of(x, weight) is not None and can_load(x, weight)
 
 
 def can_load(x: Tensor, weight: Tensor) -> bool:
@@ -130,7 +130,7 @@ def can_load(x: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, K] @ weight.T [K, N] + bias [N], of tensors that this kernel `can_load`."""
     rows, (width, depth) = len(x), weight.shape
-    tile = _tile_of(x, weight) or _narrow_tile(rows, width)
+    tile = tile_of(x, weight) or _narrow_tile(rows, width)
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     early = starts_early(x)
     _linear[(triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows))](
@@ -145,15 +145,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def takes_gated(x: Tensor, weight: Tensor) -> bool:
     """Whether both halves of a gated MLP are to be computed by this kernel."""
-    if len(x) > MOST_ROWS:
-        return False
-    return _gated_tile(len(x), len(weight) // 2, processors(x.device)) is not None and can_load(x, weight)
+    return gated_tile(x, weight) is not None and can_load(x, weight)
 
 
 def gated_linear(x: Tensor, weight: Tensor, kind: Activation) -> Tensor:
     """`activate(x [T, K] @ weight.T [K, 2 N], kind)`: [T, N], for what this kernel `takes_gated`."""
     rows, width, depth = len(x), len(weight) // 2, weight.shape[1]
-    tile = _gated_tile(rows, width, processors(x.device))
+    tile = gated_tile(x, weight)
     assert tile is not None
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     early = starts_early(x)
@@ -166,7 +164,7 @@ def gated_linear(x: Tensor, weight: Tensor, kind: Activation) -> Tensor:
     return out
 
 
-def _tile_of(x: Tensor, weight: Tensor) -> Tile | None:
+def tile_of(x: Tensor, weight: Tensor) -> Tile | None:
     """The tile of a product, None if it is cuBLAS's."""
     rows, (width, depth) = len(x), weight.shape
     tile = _one_wave(rows, width, depth, processors(x.device)) if rows <= MOST_ROWS else None
@@ -174,6 +172,13 @@ def _tile_of(x: Tensor, weight: Tensor) -> Tile | None:
     if tile is None and (is_small or (width % ALIGNED != 0 and width < NARROW)):
         tile = _narrow_tile(rows, width)
     return tile
+
+
+def gated_tile(x: Tensor, weight: Tensor) -> Tile | None:
+    """The tile of both halves of a gated MLP, None if they are cuBLAS's."""
+    if len(x) > MOST_ROWS:
+        return None
+    return _gated_tile(len(x), len(weight) // 2, processors(x.device))
 
 
 # The fastest of those tried on an H200, on the matmuls of models from 0.5B to 8B. Rows past the end of a tile take as

@@ -4,15 +4,19 @@ the backward computes what they have of `rank` channels again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ebbtide.model.block_functions import Activation, activate
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.lora import LoraLinear
 from ebbtide.model.row_adapters import Columns, RowLoraLinear
 from ebbtide.system.side_stream import begin_beside
+
+if TYPE_CHECKING:
+    from ebbtide.model.adapter_kernels import Adapters
 
 AddAdapters = Callable[[Tensor], Tensor]
 """Adds what adapters make of their input to the layers' products, in place, and returns these."""
@@ -63,22 +67,30 @@ class FusedAdapters:
         """Whether they add anything."""
         return bool(self._adapters) and self._layer.is_on
 
+    def for_kernels(self, x: Tensor, weights: dict[str, Tensor]) -> Adapters | None:
+        """What kernels need to compute them, None where torch computes."""
+        if not (self.are_on and x.is_cuda and x.itemsize == 2) or isinstance(self._layer, RowLoraLinear):
+            return None
+        from ebbtide.model.adapter_kernels import Adapters  # It needs triton, which comes with torch on a GPU.
+
+        seconds = [weights[one.second] for one in self._adapters]
+        starts = [one.columns.start for one in self._adapters]
+        return Adapters(self._firsts(weights), seconds, starts, self._layer.scale)
+
     def begin(self, x: Tensor, weights: dict[str, Tensor]) -> AddAdapters:
         """Begins what the adapters make of x [T, K], in a CUDA graph beside what follows. Returns a function that adds
         it to the layers' products [T, N], in place, and returns these."""
         if not self.are_on:
             return lambda products: products
-        scale = self._layer.scale
-        seconds = [weights[one.second] for one in self._adapters]
-        if x.is_cuda and x.itemsize == 2 and not isinstance(self._layer, RowLoraLinear):
-            from ebbtide.model import adapter_kernels  # It needs triton, which comes with torch on a GPU.
+        adapters = self.for_kernels(x, weights)
+        if adapters is not None:
+            from ebbtide.model import adapter_kernels
 
-            first, starts = self._firsts(weights), [one.columns.start for one in self._adapters]
-            low, join = begin_beside(lambda: adapter_kernels.lower(x, first), x.device)
+            low, join = begin_beside(lambda: adapter_kernels.lower(x, adapters.first), x.device)
 
             def add(products: Tensor) -> Tensor:
                 join()
-                adapter_kernels.add(products, low, seconds, starts, scale)
+                adapter_kernels.add(products, low, adapters.seconds, adapters.columns, adapters.scale)
                 return products
 
             return add
@@ -87,11 +99,28 @@ class FusedAdapters:
             low = self._firsts.product(x, weights)
             if isinstance(self._layer, RowLoraLinear):
                 low.mul_(self._layer.rows.mask(self._columns))
-            for one, second in zip(self._adapters, seconds, strict=True):
-                products[:, one.columns].addmm_(low[:, one.channels], second.t(), alpha=scale)
+            for one in self._adapters:
+                second = weights[one.second]
+                products[:, one.columns].addmm_(low[:, one.channels], second.t(), alpha=self._layer.scale)
             return products
 
         return add_in_torch
+
+    def begin_gated(self, x: Tensor, weights: dict[str, Tensor], kind: Activation) -> AddAdapters:
+        """As `begin`, of both halves of a gated MLP: the function returns what `activate` makes of the products."""
+        adapters = self.for_kernels(x, weights)
+        if adapters is None or len(adapters.seconds) < 2:
+            add = self.begin(x, weights)
+            return lambda products: activate(add(products), kind)
+        from ebbtide.model import adapter_kernels
+
+        low, join = begin_beside(lambda: adapter_kernels.lower(x, adapters.first), x.device)
+
+        def add_and_activate(products: Tensor) -> Tensor:
+            join()
+            return adapter_kernels.add_gated(products, low, adapters.seconds, adapters.scale, kind)
+
+        return add_and_activate
 
     def backward(
         self, dx: Tensor, grad: Tensor, weights: dict[str, Tensor], grads: dict[str, Tensor | None]

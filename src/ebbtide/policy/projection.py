@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ebbtide.model.block_functions import Activation, activate
+from ebbtide.model.block_functions import Activation
 from ebbtide.model.joined_weights import JoinedWeights
-from ebbtide.model.linear import gated_linear
+from ebbtide.model.linear import adapted_gated_linear, adapted_linear, gated_linear
 from ebbtide.model.quantize import SCALE, Quantized, dequantize, quantized_linear
 from ebbtide.policy.fused_adapters import FusedAdapters
 
@@ -50,14 +50,29 @@ class Projection:
 
     def __call__(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """The products of x [T, K]: [T, N]."""
+        if self._is_matrix(weights) and (adapters := self._adapters.for_kernels(x, weights)) is not None:
+            bias = self._bias(weights) if self._bias.names else None
+            if (found := adapted_linear(x, self._weight(weights), bias, adapters)) is not None:
+                return found
         add_adapters = self._adapters.begin(x, weights)
         return add_adapters(self._product(x, weights))
 
     def gated(self, x: Tensor, weights: dict[str, Tensor], kind: Activation) -> Tensor:
         """What `activate` makes of the products of x with both halves of a gated MLP: [T, N]. Nothing is saved."""
-        if self._weight.is_whole(weights) and not (self._bias.names or self._scale.names or self._adapters.are_on):
-            return gated_linear(x, self._weight(weights), kind)
-        return activate(self(x, weights), kind)
+        if self._is_matrix(weights) and not self._bias.names:
+            if not self._adapters.are_on:
+                return gated_linear(x, self._weight(weights), kind)
+            adapters = self._adapters.for_kernels(x, weights)
+            if adapters is not None:
+                found = adapted_gated_linear(x, self._weight(weights), kind, adapters)
+                if found is not None:
+                    return found
+        activate_with_adapters = self._adapters.begin_gated(x, weights, kind)
+        return activate_with_adapters(self._product(x, weights))
+
+    def _is_matrix(self, weights: dict[str, Tensor]) -> bool:
+        """Whether all matrices are one in memory, of numbers."""
+        return not self._scale.names and self._weight.is_whole(weights)
 
     def _product(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         if not self._scale.names:

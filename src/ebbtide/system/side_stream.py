@@ -27,5 +27,11 @@ def begin_beside(work: Callable[[], Result], device: torch.device) -> tuple[Resu
 
 
 @cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream to capture graphs in. What is in the graph's branches gives way to what is not."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@cache
 def _side(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

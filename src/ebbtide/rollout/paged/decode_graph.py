@@ -13,6 +13,7 @@ from ebbtide.rollout.paged.attention import CacheLayout
 from ebbtide.rollout.paged.attn_metadata import DecodeMetadata, PassMetadata
 from ebbtide.rollout.paged.cuda_graphs import garbage_collection_off
 from ebbtide.rollout.paged.input_kernels import begin_decode
+from ebbtide.system.side_stream import capture_stream
 from ebbtide.system.units import ceil_div
 
 
@@ -116,8 +117,9 @@ class DecodeGraph:
 
     def capture(self, pool: Any) -> None:
         """Captures the step, with memory of a graph pool that all graphs share."""
-        torch.cuda.current_stream(self.inputs.data.device).synchronize()
-        with garbage_collection_off(), torch.cuda.graph(self._graph, pool=pool):
+        device = self.inputs.data.device
+        torch.cuda.current_stream(device).synchronize()
+        with garbage_collection_off(), torch.cuda.graph(self._graph, pool=pool, stream=capture_stream(device)):
             self.run()
 
     def replay(self) -> None:
