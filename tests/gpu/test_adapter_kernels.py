@@ -6,6 +6,8 @@ import pytest
 import torch
 from test_paged_kernels import DEVICE, INTERPRETED
 
+from ebbtide.system.gpu import HOPPER, generation
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies no bfloat16 matrices
 CASES = [  # inner dimension, rank, (width of the layer, whether it has an adapter) of each
@@ -76,6 +78,34 @@ def test_a_row_has_the_same_bits_among_any_others(depth: int, rank: int, layers:
     for rows in counts:
         assert torch.equal(group.added(slice(rows)), many[:rows]), rows
         assert torch.equal(group.added(slice(counts[-1] - rows, None)), many[-rows:]), rows
+
+
+@pytest.mark.parametrize(
+    ("depth", "channels"), [(264, 1), (1096, 20), (2048, 96), (4096, 96), (4096, 64), (12288, 32), (1280, 300)]
+)
+def test_few_rows_that_are_loaded_by_descriptors_have_the_same_bits(depth, channels, monkeypatch) -> None:
+    from ebbtide.model import adapter_kernels
+
+    if not INTERPRETED and generation(torch.device("cuda")) != HOPPER:
+        pytest.skip("only Hopper GPUs load so")
+    ways = []
+    by_descriptors = adapter_kernels._lower_by_descriptors
+
+    def counted(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        ways.append(len(x))
+        return by_descriptors(x, first)
+
+    monkeypatch.setattr(adapter_kernels, "_lower_by_descriptors", counted)
+    counts = [3, 128] if INTERPRETED else [1, 3, 16, 63, 64, 65, 127, 128]
+    for rows in counts:
+        group = Group(depth, channels, [(16, True)], rows)
+        monkeypatch.setattr(adapter_kernels, "_is_hopper", lambda x: False)
+        wanted = adapter_kernels.lower(group.x, group.first)
+        monkeypatch.setattr(adapter_kernels, "_is_hopper", lambda x: True)
+        for _ in range(2):  # The first leaves the counts as they were.
+            assert _same(adapter_kernels.lower(group.x, group.first), wanted), rows
+    assert ways == [rows for rows in counts for _ in range(2)]
+    assert not adapter_kernels._ended(group.x.device).any()
 
 
 def test_adapters_that_add_nothing_change_no_bit() -> None:

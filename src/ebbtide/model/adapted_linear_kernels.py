@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ebbtide.model.adapter_kernels import Adapters, chunk_size
+from ebbtide.model.adapter_kernels import Adapters, chunk_size, lower_chunk
 from ebbtide.model.block_kernels import UNFUSED, activated
 from ebbtide.model.block_reference import Activation
-from ebbtide.model.dependent_launch import load_into_cache, wait_for_results
+from ebbtide.model.dependent_launch import wait_for_results
 from ebbtide.model.launch import launch_options, starts_early
 from ebbtide.model.linear_kernels import FETCHED, Tile, can_load, fetch, gated_tile, tile_of
 from ebbtide.system.gpu import processors
@@ -51,24 +51,11 @@ def _lower(
     parts: tl.constexpr, chunk: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
     stages: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies some rows of x with a chunk of some rows of A, or with both chunks."""
+    """Multiplies some rows of x with a chunk of some rows of A, or with both chunks, and counts itself."""
     part, block = program % parts, program // parts
     first_row, first_channel = block // blocks * tile, block % blocks * columns
-    channel, begin = first_channel + tl.arange(0, columns), part * chunk
-    place = matrix + tl.minimum(channel, channels - 1).to(tl.int64) * depth + begin
-    load_into_cache(place.to(tl.int64), early)
-    wait_for_results(early)
-    total = tl.zeros([tile, columns], tl.float32)
-    for at in tl.range(begin, tl.minimum(begin + chunk, depth), at_once, num_stages=stages):
-        total = tl.dot(x.load([first_row, at]), first.load([first_channel, at]).T, total)
-    if parts == 1:  # The other chunk, if there is one.
-        found = tl.zeros([tile, columns], tl.float32)
-        for at in tl.range(chunk, depth, at_once, num_stages=stages):
-            found = tl.dot(x.load([first_row, at]), first.load([first_channel, at]).T, found)
-        total += found
-    row = first_row + tl.arange(0, tile)
-    target = sums + (part * rows + row)[:, None] * channels + channel[None, :]
-    tl.store(target, total.to(sums.dtype.element_ty), mask=(row < rows)[:, None] & (channel < channels)[None, :])
+    lower_chunk(x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
+                parts, chunk, tile, columns, at_once, stages, early)  # fmt: skip
     tl.debug_barrier()  # All threads have stored before one says so.
     tl.atomic_add(ended + first_row // of_tile, 1, sem="release")
 

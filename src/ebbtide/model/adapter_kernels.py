@@ -5,6 +5,9 @@ A row has the same bits among few rows as among many: a program always has 64 ro
 and the inner dimension is summed in two chunks whose size follows from that dimension alone. With few rows each chunk
 has a program of its own, and the program that ends last adds them up. With many rows one program sums both. The order
 is the same.
+
+x A.T of few rows runs beside a matmul, on the few multiprocessors that this leaves. There a Hopper GPU loads by
+descriptors, of which more are under way.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ebbtide.model.block_kernels import UNFUSED, activated
 from ebbtide.model.block_reference import Activation
-from ebbtide.model.dependent_launch import wait_for_results
+from ebbtide.model.dependent_launch import load_into_cache, wait_for_results
 from ebbtide.model.launch import Launcher
+from ebbtide.model.linear_kernels import MOST_ROWS, can_load
+from ebbtide.system.gpu import HOPPER, generation
 from ebbtide.system.units import ceil_div
 
 ROWS, COLUMNS = 64, 64  # of a program
@@ -30,6 +36,8 @@ CHUNK, CHUNKS = 256, 2  # The inner dimension is summed in two chunks, the first
 FEW = 1024  # rows: up to here each chunk has a program
 LAYERS = 3  # that have the same input, at most
 MOST_BLOCKS = 64  # of channels: 4,096 of them
+MOST_COLUMNS, LOADS = 128, 4  # by descriptors: columns of a program, and how many loads of it are under way
+SHARED = 200 * 1024  # bytes of shared memory for these loads
 
 
 class Adapters(NamedTuple):
@@ -92,6 +100,66 @@ def _lower(
                 total += tl.load(sums + one * size + where, mask=real, other=0.0, cache_modifier=".cg")
             tl.store(low + where, total.to(low.dtype.element_ty), mask=real)
             tl.store(ended + block, 0)
+
+
+@triton.jit
+def lower_chunk(
+    x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
+    parts: tl.constexpr, chunk: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
+    stages: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    """Multiplies some rows of x with a chunk of some rows of A, or with both chunks if there is one part. `x`, `first`:
+    descriptors; `matrix`: A; `sums`: [parts, rows, channels]."""
+    channel, begin = first_channel + tl.arange(0, columns), part * chunk
+    place = matrix + tl.minimum(channel, channels - 1).to(tl.int64) * depth + begin
+    load_into_cache(place.to(tl.int64), early)
+    wait_for_results(early)
+    total = tl.zeros([tile, columns], tl.float32)
+    for at in tl.range(begin, tl.minimum(begin + chunk, depth), at_once, num_stages=stages):
+        total = tl.dot(x.load([first_row, at]), first.load([first_channel, at]).T, total)
+    if parts == 1:  # The other chunk, if there is one.
+        found = tl.zeros([tile, columns], tl.float32)
+        for at in tl.range(chunk, depth, at_once, num_stages=stages):
+            found = tl.dot(x.load([first_row, at]), first.load([first_channel, at]).T, found)
+        total += found
+    row = first_row + tl.arange(0, tile)
+    target = sums + (part * rows + row)[:, None] * channels + channel[None, :]
+    tl.store(target, total.to(sums.dtype.element_ty), mask=(row < rows)[:, None] & (channel < channels)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _lower_few(
+    x,  # descriptor of [rows, depth]
+    first,  # descriptor of [channels, depth]: A of all layers
+    matrix,  # A
+    sums,  # [parts, rows, channels] float32: of each program's chunk
+    ended,  # [tiles x blocks]: how many parts have ended; zeros before and after
+    low,  # [rows, channels]
+    rows,
+    parts: tl.constexpr,
+    depth: tl.constexpr,
+    channels: tl.constexpr,
+    chunk: tl.constexpr,
+    tile: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+    stages: tl.constexpr,
+):
+    blocks: tl.constexpr = (channels + columns - 1) // columns
+    program = tl.program_id(0)
+    part, block = program % parts, program // parts
+    first_row, first_channel = block // blocks * tile, block % blocks * columns
+    lower_chunk(x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
+                parts, chunk, tile, columns, at_once, stages, False)  # fmt: skip
+    tl.debug_barrier()  # All threads have stored before one says so.
+    if tl.atomic_add(ended + block, 1, sem="acq_rel") == parts - 1:
+        row, channel = first_row + tl.arange(0, tile), first_channel + tl.arange(0, columns)
+        where, real = row[:, None] * channels + channel[None, :], (row < rows)[:, None] & (channel < channels)[None, :]
+        total = tl.zeros([tile, columns], tl.float32)
+        for one in tl.static_range(parts):
+            total += tl.load(sums + one * rows * channels + where, mask=real, other=0.0, cache_modifier=".cg")
+        tl.store(low + where, total.to(low.dtype.element_ty), mask=real)
+        tl.store(ended + block, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -196,6 +264,8 @@ def _ended(device: torch.device) -> Tensor:
 def lower(x: Tensor, first: Tensor) -> Tensor:
     """x [T, K] @ first.T [K, channels] for `add`, of all adapters."""
     x, first = x.contiguous(), first.contiguous()
+    if _are_few(x, first):
+        return _lower_by_descriptors(x, first)
     (rows, depth), channels = x.shape, len(first)
     chunk = chunk_size(depth)
     chunks, wide = ceil_div(depth, chunk), min(COLUMNS, _power_of_2(channels))
@@ -211,6 +281,31 @@ def lower(x: Tensor, first: Tensor) -> Tensor:
             *(parts, depth, channels, chunk, ROWS, wide, DEPTH),
             warps=4,
         )
+    return low
+
+
+def _are_few(x: Tensor, first: Tensor) -> bool:
+    """Whether the rows are so few that they are loaded by descriptors, in two chunks, on a GPU that does."""
+    fits = len(x) <= MOST_ROWS and len(first) <= MOST_BLOCKS * COLUMNS and x.shape[1] > CHUNK
+    return fits and x.itemsize == 2 and _is_hopper(x) and can_load(x, first)
+
+
+def _is_hopper(x: Tensor) -> bool:
+    return x.is_cuda and generation(x.device) == HOPPER
+
+
+def _lower_by_descriptors(x: Tensor, first: Tensor) -> Tensor:
+    """`lower` of few rows."""
+    (rows, depth), channels = x.shape, len(first)
+    wide = min(MOST_COLUMNS, _power_of_2(channels))
+    at_once = 256 if LOADS * 256 * 2 * (ROWS + wide) <= SHARED else 128
+    low = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
+    sums = torch.empty((CHUNKS, rows, channels), dtype=torch.float32, device=x.device)
+    _lower_few[(ceil_div(rows, ROWS) * ceil_div(channels, wide) * CHUNKS,)](
+        TensorDescriptor.from_tensor(x, [ROWS, at_once]), TensorDescriptor.from_tensor(first, [wide, at_once]),
+        first, sums, _ended(x.device), low, rows, CHUNKS, depth, channels, chunk_size(depth), ROWS, wide, at_once,
+        LOADS, num_warps=4, num_stages=LOADS,
+    )  # fmt: skip
     return low
 
 
