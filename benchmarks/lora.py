@@ -1,6 +1,6 @@
 """Adapters (LoRA), and a base in 8 or 4 bits.
 
-    python benchmarks/lora.py [products] [base] [decode] [budget [CASE ..]]
+    python benchmarks/lora.py [products] [base] [decode [1.7B] [8B]] [budget [CASE ..]]
 
 products: the products of each group of layers with the same input, alone, with adapters of rank 32 by our kernels, and
 with the same in torch, for the Qwen3-1.7B and 8B shapes. base: products of few rows with a base in bfloat16, float8 and
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import plan
@@ -174,13 +174,13 @@ def _graphed(work: Callable[[], object], times: int = 20) -> float:
     return 1e6 * (both - seconds(alone.replay)) / times
 
 
-def decode() -> Iterator[list[Row]]:
+def decode(shapes: Sequence[str]) -> Iterator[list[Row]]:
     """In turns, so that all cases have the same machine."""
     rows: list[Row] = []
     work = grpo_work(16)
     cases = {"no adapters": [], "rank 8": ["model.lora.rank=8"], "rank 32": [RANK]}
     cases |= {f"rank 32, {kind}": [RANK, f"model.base={kind}"] for kind in ("float8", "int4")}
-    for shape in ("1.7B", "8B"):
+    for shape in shapes:
         with without_split_k():
             engines = {name: _engine(settings(shape, *options)) for name, options in cases.items()}
             taken: dict[str, list[float]] = {name: [] for name in engines}
@@ -231,24 +231,31 @@ def budgets(cases: list[str]) -> Iterator[list[Row]]:
         yield rows
 
 
+def _measures(stage: str, cases: list[str], shapes: Sequence[str]) -> Callable[[str], bool]:
+    """Which cases of the table a stage measures."""
+    if stage == "budget":
+        return {_label(case) for case in cases}.__contains__
+    return beginning(tuple(f"decode: {shape}," for shape in shapes) if stage == "decode" else (stage,))
+
+
 def main() -> None:
     use_expandable_segments()  # as `ebbtide train` does
     my_turn()
     plan.STEPS = 3  # The first is left out, and one of the largest model takes half a minute.
     named = sys.argv[1:]
     cases = [one for one in named if one in BUDGETS] or [*BUDGETS]
+    shapes = [one for one in ("1.7B", "8B") if one in named] or ["1.7B", "8B"]
     stages: dict[str, Callable[[], Iterator[list[Row]]]] = {
         "products": products,
         "base": base,
-        "decode": decode,
+        "decode": partial(decode, shapes),
         "budget": partial(budgets, cases),
     }
     for name in [one for one in named if one in stages] or list(stages):
         if name == "budget":
             total = torch.cuda.get_device_properties(0).total_memory / GIB
             save_rates(torch.cuda.get_device_name(), total, plan.measured_rates()[0])
-        measured = {_label(case) for case in cases}
-        others = kept("lora", measured.__contains__ if name == "budget" else beginning(name))
+        others = kept("lora", _measures(name, cases, shapes))
         for rows in stages[name]():
             save("lora", [*others, *rows])
 

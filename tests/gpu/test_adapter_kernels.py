@@ -117,13 +117,16 @@ def test_adapters_that_add_nothing_change_no_bit() -> None:
 LAYERS = [  # inner dimension, widths of the layers
     (64, [64]),
     (1280, [128, 64, 64]),
-    *([] if INTERPRETED else [(2048, [2048, 1024, 1024]), (6144, [2048]), (4096, [4096]), (1024, [3072])]),
+]
+ON_A_GPU = [
+    *[(640, [256, 128, 128]), (1216, [640]), (256, [640])],
+    *[(2048, [2048, 1024, 1024]), (6144, [2048]), (4096, [4096]), (1024, [3072])],
 ]
 
 
-@pytest.mark.parametrize(("depth", "widths"), LAYERS)
-@pytest.mark.parametrize("rank", [16, 32, 64])
-@pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 3, 16, 32, 64, 128])
+@pytest.mark.parametrize(("depth", "widths"), LAYERS if INTERPRETED else LAYERS + ON_A_GPU)
+@pytest.mark.parametrize("rank", [1, 8, 32, 64])
+@pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 16, 20, 32, 64, 128])
 @pytest.mark.parametrize("biased", [False, True])
 def test_matmuls_that_add_them_have_the_same_bits(depth, widths, rank, rows, biased, monkeypatch) -> None:
     from ebbtide.model import adapted_linear_kernels, adapter_kernels, linear_kernels
@@ -143,8 +146,10 @@ def test_matmuls_that_add_them_have_the_same_bits(depth, widths, rank, rows, bia
     assert _same(found, wanted)
 
 
-@pytest.mark.parametrize(("depth", "width"), [(64, 64), (1280, 96)] if INTERPRETED else [(2048, 6144), (1024, 3072)])
-@pytest.mark.parametrize("rank", [16, 32])
+@pytest.mark.parametrize(
+    ("depth", "width"), [(64, 64), (1280, 96)] if INTERPRETED else [(2048, 6144), (1024, 3072), (640, 1216)]
+)
+@pytest.mark.parametrize("rank", [1, 8, 32])
 @pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 3, 16, 32, 64, 128])
 def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, rows, monkeypatch) -> None:
     from ebbtide.model import adapted_linear_kernels, adapter_kernels, block_kernels, linear_kernels
@@ -165,3 +170,44 @@ def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, rows
 def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """The interpreter multiplies matrices of other sizes in another order."""
     return torch.allclose(found, wanted, atol=2e-2) if INTERPRETED else torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="there are no graphs")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("depth", [640, 2048, 12288])
+def test_in_a_graph_what_is_added_waits_for_its_branch(depth, gated) -> None:
+    """The branch takes longer than the kernel beside it, and has other numbers in each replay."""
+    from ebbtide.model import adapter_kernels
+    from ebbtide.system.side_stream import begin_beside, capture_stream
+
+    group = Group(depth, 32, [(64, True)] * 2, 128)
+    before = group.products.clone()
+
+    def work() -> torch.Tensor:
+        low, join = begin_beside(lambda: adapter_kernels.lower(group.x, group.first), group.x.device)
+        products = before + 1
+        join()
+        if gated:
+            return adapter_kernels.add_gated(products, low, group.seconds, 0.7, "silu")
+        adapter_kernels.add(products, low, group.seconds, group.columns, 0.7)
+        return products
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capture_stream(group.x.device)):
+        result = work()
+    for _ in range(30):
+        group.x.normal_()
+        graph.replay()
+        wanted = work()
+        assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("rows", [3, 65])
+def test_the_activation_of_products_with_adapters_is_that_after_both(rows) -> None:
+    from ebbtide.model import adapter_kernels, block_kernels
+
+    group = Group(640, 20, [(96, True)] * 2, rows)
+    low = adapter_kernels.lower(group.x, group.first)
+    found = adapter_kernels.add_gated(group.products.clone(), low, group.seconds, 0.7, "silu")
+    assert torch.equal(found, block_kernels.activate(group.added(), "silu"))

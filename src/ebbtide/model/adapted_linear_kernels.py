@@ -24,7 +24,7 @@ from ebbtide.model.block_kernels import UNFUSED, activated
 from ebbtide.model.block_reference import Activation
 from ebbtide.model.dependent_launch import wait_for_results
 from ebbtide.model.launch import launch_options, starts_early
-from ebbtide.model.linear_kernels import FETCHED, Tile, can_load, fetch, gated_tile, tile_of
+from ebbtide.model.linear_kernels import FETCHED, MOST_ROWS, Tile, can_load, fetch, gated_tile, tile_of
 from ebbtide.system.gpu import processors
 from ebbtide.system.units import ceil_div
 
@@ -242,7 +242,13 @@ def _fits(x: Tensor, weight: Tensor, adapters: Adapters, width: int, tile: Tile)
     """Whether each program has columns of one layer, all of which have adapters of a rank that it has room for."""
     widths = [len(second) for second in adapters.seconds]
     is_even = all(one % tile.columns == 0 for one in widths[:-1]) and sum(widths) == width
-    fits = is_even and adapters.rank <= MOST_RANK and can_load(x, weight) and can_load(x, adapters.first)
+    fits = (
+        is_even
+        and len(x) <= MOST_ROWS
+        and adapters.rank <= MOST_RANK
+        and can_load(x, weight)
+        and can_load(x, adapters.first)
+    )
     return fits and all(second.is_contiguous() for second in adapters.seconds)
 
 

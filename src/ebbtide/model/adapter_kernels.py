@@ -112,7 +112,7 @@ def lower_chunk(
     descriptors; `matrix`: A; `sums`: [parts, rows, channels]."""
     channel, begin = first_channel + tl.arange(0, columns), part * chunk
     place = matrix + tl.minimum(channel, channels - 1).to(tl.int64) * depth + begin
-    load_into_cache(place.to(tl.int64), early)
+    load_into_cache(tl.where(depth - begin >= 256, place, matrix).to(tl.int64), early)  # never past the end
     wait_for_results(early)
     total = tl.zeros([tile, columns], tl.float32)
     for at in tl.range(begin, tl.minimum(begin + chunk, depth), at_once, num_stages=stages):
@@ -251,8 +251,8 @@ def _add_gated(
     tl.store(out + row[:, None] * width + column[None, :], found, mask=mask)
 
 
-_launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add, dependent=True)
-_launch_add_gated = Launcher(_add_gated, dependent=True, **UNFUSED)
+_launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add, dependent=True, joins=True)
+_launch_add_gated = Launcher(_add_gated, dependent=True, joins=True, **UNFUSED)
 
 
 @cache

@@ -38,9 +38,11 @@ class Launcher:
     """A Triton kernel whose parameters are tensors, then numbers, then constants. It is compiled for none of the
     numbers: integers must be among its `do_not_specialize`."""
 
-    def __init__(self, kernel: Any, *, dependent: bool = False, **options: Any) -> None:
-        """`dependent`: its last constant tells whether it is started early, and is added here."""
-        self._kernel, self._dependent, self._options = kernel, dependent, options
+    def __init__(self, kernel: Any, *, dependent: bool = False, joins: bool = False, **options: Any) -> None:
+        """`dependent`: its last constant tells whether it is started early, and is added here. `joins`: it needs what a
+        branch of a graph has written (system/side_stream.py), so it is not started early itself, as it would wait for
+        the kernel before it alone; the one after it is."""
+        self._kernel, self._dependent, self._joins, self._options = kernel, dependent, joins, options
         self._compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(
@@ -55,7 +57,7 @@ class Launcher:
         if compiled is not None:
             compiled[programs, 1, 1](*tensors, *numbers, *constants)
             return
-        options = self._options | launch_options(early)
+        options = self._options | launch_options(early and not self._joins)
         launched = self._kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **options)
         if tensors[0].is_cuda:  # and not Triton's interpreter, in the tests
             self._compiled[key] = launched
