@@ -212,7 +212,7 @@ def gradient_checkpointing(model: Any) -> AbstractContextManager[Any]:
     return On()
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "keep": {},
     "keep, again": {},
     "preset recompute": {"preset": "recompute"},

@@ -78,7 +78,7 @@ def ours(name: str) -> list[Row]:
             train(config, report)
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         predicted = json.loads((folder / "run" / "plan.json").read_text())["phases"]
-    timed = [line for line in lines if line["step"] > 1]  # the first compiles and captures
+    timed: list[dict[str, float]] = [line for line in lines if line["step"] > 1]  # the first compiles and captures
 
     def middle(key: str) -> float:
         return statistics.median(line.get(key, 0.0) for line in timed)

@@ -30,7 +30,7 @@ class Row:
 
 def seconds(work: Callable[[], object], repeats: int = 5, warm_up: int = 1) -> float:
     """Median seconds of `work` on the device, whatever streams it uses: the device is idle before and after."""
-    taken = []
+    taken: list[float] = []
     for number in range(warm_up + repeats):
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -54,7 +54,7 @@ def kept(name: str, cases: Callable[[str], bool]) -> list[Row]:
     return [row for row in rows if not cases(row.case)]
 
 
-def beginning(text: str) -> Callable[[str], bool]:
+def beginning(text: str | tuple[str, ...]) -> Callable[[str], bool]:
     """For `kept`: the cases that begin so."""
     return lambda case: case.startswith(text)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import Row, save
@@ -22,7 +23,7 @@ from ebbtide.config import load
 from ebbtide.config.environment import EnvironmentConfig
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.model.load import LoadedModel, load_model
-from ebbtide.progress import no_progress
+from ebbtide.progress import Progress, no_progress
 from ebbtide.rollout.chat_turns import ChatTurns
 from ebbtide.rollout.encoder import Encoder
 from ebbtide.rollout.engine import Completion, Engine, Request, SamplingParams
@@ -41,7 +42,9 @@ class GenerateOnly:
     def __init__(self, engine: PagedEngine) -> None:
         self._engine = engine
 
-    def generate(self, requests: list[Request], sampling: SamplingParams, progress: object) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress
+    ) -> list[list[Completion]]:
         return self._engine.generate(requests, sampling, no_progress)
 
 

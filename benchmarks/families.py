@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def survey(names: Sequence[str], jobs: int) -> Iterator[Finding]:
     """What becomes of each type, in the order in which they are done."""
     context = multiprocessing.get_context("fork")  # What is imported takes several times longer than a type.
     gc.freeze()  # Otherwise every process goes through all of it again.
-    waiting, running = list(names), dict[Connection, tuple[str, multiprocessing.Process]]()
+    waiting, running = list(names), dict[Connection, tuple[str, ForkProcess]]()
     while waiting or running:
         while waiting and len(running) < jobs:
             mine, theirs = context.Pipe(duplex=False)

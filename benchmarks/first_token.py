@@ -27,7 +27,7 @@ def main() -> None:
         found = step(session)
         if found:
             Path(os.environ["FIRST_TOKEN"]).write_text(f"{process_seconds():.3f}")
-            Session.step = step  # type: ignore[assignment, method-assign]
+            Session.step = step  # type: ignore[method-assign]
         return found
 
     Report.begin = begun  # type: ignore[assignment, method-assign]

@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def trl() -> list[Row]:
 def main() -> None:
     my_turn()
     away = ['memory.offload={"generate": ["moments", "master", "grads"]}']
-    stages = {
+    stages: dict[str, tuple[str, Callable[[], list[Row]]]] = {
         "ebbtide": ("Ebbtide", lambda: ours("Ebbtide", [])),
         "0.6b": ("0.6B", lambda: ours("0.6B", SMALL)),
         "tied": ("tied", lambda: ours("tied", ["model.scratch.tied=true"])),

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def peak_gib(self) -> float:
-        return max(line["peak_gib"] for line in self.lines[1:])
+        return max(float(line["peak_gib"]) for line in self.lines[1:])
 
     def seconds_to(self, accuracy: float) -> float | None:
         """Seconds of training until an evaluation reaches this accuracy; None where none does."""

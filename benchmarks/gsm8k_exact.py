@@ -21,6 +21,11 @@ NAMES = {"exact": "exact", "corrected": "not exact, corrected (TIS)", "off": "no
 LAST = 10  # steps, over which the reward at the end is averaged
 
 
+def first_steps(run: Run, steps: int) -> Run:
+    """The run as it was after its first steps."""
+    return Run(run.name, run.lines[: steps + 1])
+
+
 def rewards(run: Run) -> list[float]:
     """The mean reward of each step."""
     return [float(line["reward"]) for line in run.lines[1:]]
@@ -74,7 +79,7 @@ def main() -> None:
         name, _, folders = one.partition("=")
         if name not in NAMES:
             parser.error(f"`{name}` is not one of {', '.join(NAMES)}")
-        arms[name] = [Run.read(name, Path(folder)).until(given.steps) for folder in folders.split(",")]
+        arms[name] = [first_steps(Run.read(name, Path(folder)), given.steps) for folder in folders.split(",")]
     save("gsm8k_exact", [row for name, runs in arms.items() for row in of_arm(NAMES[name], runs)])
     if given.picture:
         draw(arms, given.picture)

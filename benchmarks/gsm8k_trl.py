@@ -21,13 +21,13 @@ from typing import Any
 from peers import use_colocated_vllm
 
 START = time.perf_counter()
-use_colocated_vllm(29517)
+use_colocated_vllm()
 
 import torch  # noqa: E402
-from datasets import Dataset  # type: ignore[import-not-found]  # noqa: E402
+from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # noqa: E402
-from vllm import SamplingParams  # type: ignore[import-not-found]  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
 
 from ebbtide.config import load  # noqa: E402
 from ebbtide.config.algorithms.grpo import GrpoConfig  # noqa: E402
@@ -52,6 +52,8 @@ LOGGED = {  # TRL's name -> ours
 def main() -> None:
     given = arguments()
     config = load("gsm8k", given.settings)
+    assert isinstance(config, GrpoConfig)
+    assert config.task is not None
     problems = build_task(config.task, config.seed).problems()
     given.folder.mkdir(parents=True, exist_ok=True)
     order = Sampler(problems.train, config.seed).draw(config.train.steps * config.rollout.prompts_per_step)
@@ -81,7 +83,7 @@ def settings(config: GrpoConfig, given: argparse.Namespace) -> Any:
     rollout, optimizer, loss = config.rollout, config.optimizer, config.loss
     samples = rollout.prompts_per_step * rollout.group_size
     # "linear" of transformers ends at 0; the recipe's end is `final_lr_fraction`: a polynomial of power 1 ends there.
-    schedule = {"lr_scheduler_type": "constant_with_warmup"}
+    schedule: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup"}
     if optimizer.schedule == "linear":
         end = {"lr_end": optimizer.lr * optimizer.final_lr_fraction, "power": 1.0}
         schedule = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": end}

@@ -73,16 +73,16 @@ def remember_traces() -> None:
     """Traces each model once for the same lengths: many files are alike."""
     trace, known = traced_model.trace_shape, dict[tuple[Any, ...], TracedShape]()
 
-    def remembered(config: Config, itemsize: int) -> TracedShape:
+    def remembered(config: Config, device_type: str) -> TracedShape:
         key = (
             config.model.model_dump_json(),
             config.train.microbatch_tokens,
             config.max_sequence_tokens,
             config.generates and config.rollout.engine,
-            itemsize,
+            device_type,
         )
         if key not in known:
-            known[key] = trace(config, itemsize)
+            known[key] = trace(config, device_type)
         return known[key]
 
     traced_model.trace_shape = remembered

@@ -37,6 +37,7 @@ def completions(model: str, problems: Path) -> list[list[list[int]]]:
     data = str(problems.resolve())
     options = [f"model.path={model}", "device=cpu", f"task.file.train={data}", f"task.file.held_out={data}"]
     config = load("gsm8k", [*options, "model.dtype=float32"])
+    assert config.task is not None
     loaded = load_model(config)
     requests = []
     for number, line in enumerate(problems.read_text().splitlines()[:PROBLEMS]):

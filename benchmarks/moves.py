@@ -84,11 +84,16 @@ def moved(rows: list[Row]) -> None:
     bytes_held = held["master"].device + held["moments"].device
     before = torch.cuda.memory_allocated()
     outs, ins, left = [], [], []
+
+    def fetch() -> None:
+        residency.enter("step")
+        residency.need("moments")
+
     for _ in range(6):
         outs.append(seconds(lambda: residency.enter("generate"), repeats=1, warm_up=0))
         left.append(before - torch.cuda.memory_allocated())
         assert {residency.holdings()[name].device for name in ("master", "moments")} == {0}
-        ins.append(seconds(lambda: (residency.enter("step"), residency.need("moments")), repeats=1, warm_up=0))
+        ins.append(seconds(fetch, repeats=1, warm_up=0))
     out, back = sorted(outs[1:])[2], sorted(ins[1:])[2]
     rows += [
         Row("ebbtide", "state", bytes_held / GB, "GB"),

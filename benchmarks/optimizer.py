@@ -110,7 +110,7 @@ def mode(name: str, options: list[str]) -> tuple[list[Row], list[torch.Tensor]]:
 def megatron(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    return HybridDeviceOptimizer(
+    made: torch.optim.Optimizer = HybridDeviceOptimizer(
         [{"params": parameters, "lr": 1e-6}],
         offload_fraction=1.0,
         cpu_optimizer_cls=functools.partial(torch.optim.AdamW, fused=True),
@@ -118,12 +118,16 @@ def megatron(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         param_update_in_fp32=True,
         overlap_cpu_optimizer_d2h_h2d=True,
     )
+    return made
 
 
 def torchao(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     from torchao.optim import CPUOffloadOptimizer
 
-    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=True, lr=1e-6, fused=True)
+    made: torch.optim.Optimizer = CPUOffloadOptimizer(
+        parameters, torch.optim.AdamW, offload_gradients=True, lr=1e-6, fused=True
+    )
+    return made
 
 
 def peer(name: str, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from pathlib import Path
 
 SHAPES = {
@@ -13,8 +14,11 @@ SHAPES = {
 }
 
 
-def use_colocated_vllm(port: int) -> None:
-    """Sets what vLLM and a process group of one rank read; `port`: of that group."""
+def use_colocated_vllm() -> None:
+    """Sets what vLLM and a process group of one rank read."""
+    with socket.socket() as free:  # a port of the group's own, as several may start at once
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

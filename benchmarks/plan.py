@@ -28,8 +28,7 @@ from common import Row, beginning, kept, save
 
 from ebbtide.algorithms.loop import train
 from ebbtide.calibrate import calibrate
-from ebbtide.config import load
-from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.config import Config, load
 from ebbtide.errors import UserError
 from ebbtide.model.workload import max_workload
 from ebbtide.planner.predict import Predictor
@@ -128,7 +127,7 @@ def settings(case: Case) -> list[str]:
     ]
 
 
-def measured(config_options: list[str], file: str = CONFIG) -> tuple[GrpoConfig, list[dict[str, float]]]:
+def measured(config_options: list[str], file: str = CONFIG) -> tuple[Config, list[dict[str, float]]]:
     """The config as it ran, and the lines of its steps after the first, which compiles and captures."""
     gc.collect()
     torch.cuda.empty_cache()  # of the run before: each is to be as if alone
@@ -141,7 +140,7 @@ def measured(config_options: list[str], file: str = CONFIG) -> tuple[GrpoConfig,
     return config, [line for line in lines if line["step"] > 1]
 
 
-def predicted(config: GrpoConfig, budget: int | None = None) -> Prediction:
+def predicted(config: Config, budget: int | None = None) -> Prediction:
     total = torch.cuda.get_device_properties(0).total_memory
     machine = replace(this_machine(torch.cuda.get_device_name(), total, 0), rates=measured_rates()[0])
     return Predictor(plannable_shape(config, "cuda"), machine).predict(config, max_workload(config), budget or total)
@@ -165,7 +164,7 @@ def planned_step(label: str, options: list[str], budget: float) -> list[Row]:
     for phase in PHASES:
         found = [line[f"seconds/{phase}"] for line in lines if f"seconds/{phase}" in line]
         if found:
-            mine = foretold.phases[phase]  # type: ignore[index]
+            mine = foretold.phases[phase]
             rows += [
                 Row(label, f"{phase}: seconds", statistics.median(found), "s"),
                 Row(label, f"{phase}: predicted", mine.seconds, "s"),
@@ -202,7 +201,7 @@ def compared(stage: str, cases: list[Case]) -> Iterator[list[Row]]:
                 continue
             seconds = statistics.median(line[f"seconds/{phase}"] for line in lines)
             peak = max(line[f"peak_gib/{phase}"] for line in lines)
-            mine = foretold.phases[phase]  # type: ignore[index]
+            mine = foretold.phases[phase]
             off, late = 100 * (mine.peak / GIB / peak - 1), 100 * (mine.seconds / seconds - 1)
             peaks.append(abs(off))
             times.append(abs(late))

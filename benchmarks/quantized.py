@@ -41,7 +41,8 @@ def ways() -> dict[str, Way]:
         return found
 
     def float8(weight: Tensor) -> Tensor:
-        return Float8Tensor.from_hp(weight.bfloat16(), granularity=PerRow()).dequantize().float()
+        found: Tensor = Float8Tensor.from_hp(weight.bfloat16(), granularity=PerRow()).dequantize().float()
+        return found
 
     def int4(weight: Tensor) -> Tensor:
         block = (1, group_size(weight.shape[1]))
@@ -59,9 +60,10 @@ def ways() -> dict[str, Way]:
             torch.bfloat16,
         )
         codes = quant_primitives._quantize_affine_tinygemm(numbers, block, scale, zero, kind, least, most)
-        return quant_primitives._dequantize_affine_tinygemm(
+        found: Tensor = quant_primitives._dequantize_affine_tinygemm(
             codes, block, scale, zero, kind, least, most, output_dtype=torch.bfloat16
         ).float()
+        return found
 
     return {**found, "float8, torchao": float8, "int4, torchao": int4}
 

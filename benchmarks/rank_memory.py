@@ -95,7 +95,7 @@ def peaks(mesh: tuple[int, int, int], options: list[str]) -> Iterator[tuple[str,
         looked = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 2})})
         foretold = predictor.predict(looked, Workload(1, SAMPLES * data, PROMPT, NEW, NEW, NEW), 130 * GIB).phases
         for phase in PHASES:
-            mine = foretold[phase]  # type: ignore[index]
+            mine = foretold[phase]
             # Nothing is sampled here: of generate, there is only what is gathered for it.
             absent = sum(mine.device[row] for row in SAMPLING_ROWS) - LIBRARIES if phase == "generate" else 0
             yield phase, figures[f"seconds/{phase}"], int(figures[f"peak_gib/{phase}"] * GIB), mine.peak - absent

@@ -17,7 +17,7 @@ from typing import Any
 from peers import saved_model, use_colocated_vllm
 
 START = time.perf_counter()
-use_colocated_vllm(29516)
+use_colocated_vllm()
 
 from common import Row, add  # noqa: E402
 from rollout_work import Work, grpo_work, lengths_work, new_tokens, speeds  # noqa: E402

@@ -57,8 +57,8 @@ def bound(loaded: LoadedModel, work: Work) -> float:
     prompts = sum(len(request.prompt) * sampling.max_new_tokens for request, sampling in work)
     read = sum(len(request.prompt) for request, _ in work)
     named = dict(loaded.model.named_parameters())
-    experts = sum(weight.numel() for name, weight in named.items() if ".experts." in name)
-    share = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1) if experts else 1.0
+    experts: int = sum(weight.numel() for name, weight in named.items() if ".experts." in name)
+    share: float = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1) if experts else 1.0
     weights = weight_numbers(loaded)
     multiplied = weights - experts * (1 - share)
     cached = model_cache_costs(config).bytes_per_token(2) * (own + prompts)
@@ -67,8 +67,8 @@ def bound(loaded: LoadedModel, work: Work) -> float:
 
 def weight_numbers(loaded: LoadedModel) -> int:
     """The numbers that a step reads: all but an embedding that is not the head as well."""
-    embedding = loaded.model.get_input_embeddings().weight
-    weights = sum(parameter.numel() for parameter in loaded.model.parameters())
+    embedding: torch.Tensor = loaded.model.get_input_embeddings().weight
+    weights: int = sum(parameter.numel() for parameter in loaded.model.parameters())
     tied = loaded.model.get_output_embeddings().weight is embedding
     return weights - (0 if tied else embedding.numel())
 

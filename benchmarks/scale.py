@@ -86,7 +86,7 @@ def predict_row(label: str, shape: str, gpus: int, prompts: int, options: list[s
     if not chosen.fits:
         print(f"| {label.partition(': ')[2].replace(' 1 GPUs', ' 1 GPU')} | does not fit |", flush=True)
         return [Row(label, "fits", 0.0, "(1 = yes)")]
-    seconds = {phase: found.phases[phase].seconds for phase in PHASES}  # type: ignore[index]
+    seconds = {phase: found.phases[phase].seconds for phase in PHASES}
     communication = sum(phase.communication for phase in found.phases.values())
     exposed = sum(phase.exposed_communication for phase in found.phases.values())
     tokens = prompts * SAMPLES * (PROMPT + new) / found.seconds / gpus

@@ -155,7 +155,7 @@ def compile_blocks(model: Any) -> None:
 
 def use_liger(model: Any) -> None:
     """Liger's norms, rotary embeddings and gates in a model; the head stays ours."""
-    from liger_kernel import transformers as liger  # type: ignore[import-not-found]
+    from liger_kernel import transformers as liger
 
     family = model.config.model_type
     apply: Callable[..., None] = getattr(liger, f"apply_liger_kernel_to_{family}")

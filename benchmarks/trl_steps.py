@@ -24,7 +24,7 @@ from typing import Any
 from peers import saved_model, use_colocated_vllm
 
 START = time.perf_counter()
-use_colocated_vllm(29518)
+use_colocated_vllm()
 
 from common import Row, add  # noqa: E402
 from turns import my_turn  # noqa: E402
@@ -52,11 +52,11 @@ def main() -> None:
 
 def measure(name: str, given: argparse.Namespace) -> None:
     import torch
-    from datasets import Dataset  # type: ignore[import-not-found]
+    from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
-    from trl.generation import vllm_generation  # type: ignore[import-not-found]
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
 
     if given.kv_gib:
         vllm_generation.LLM = partial(vllm_generation.LLM, kv_cache_memory_bytes=int(given.kv_gib * GIB))

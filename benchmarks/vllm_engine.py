@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from peers import use_colocated_vllm
 
-use_colocated_vllm(29519)
+use_colocated_vllm()
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of TRL; a run of ours has one process
     del os.environ[name]
 
