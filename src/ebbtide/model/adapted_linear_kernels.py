@@ -93,7 +93,7 @@ def _factor(second, column, width, rank: tl.constexpr, padded: tl.constexpr):
     return tl.load(second + column[:, None] * rank + place[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "lowering", "low_blocks"])
+@triton.jit(do_not_specialize=["rows", "depth", "lowering", "low_blocks"])
 def _linear(
     x,  # descriptor of [rows, depth]
     weight,  # descriptor of [width, depth]
@@ -110,10 +110,10 @@ def _linear(
     out,  # [rows, width]
     scale,
     rows,
+    depth,
     lowering,  # programs that multiply with A
     low_blocks,
     width: tl.constexpr,
-    depth: tl.constexpr,
     end_0: tl.constexpr,  # the column after each layer's last
     end_1: tl.constexpr,
     channels: tl.constexpr,
@@ -161,7 +161,7 @@ def _linear(
         tl.store(target, found, mask=(row < rows)[:, None] & (column < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "lowering", "low_blocks"])
+@triton.jit(do_not_specialize=["rows", "depth", "lowering", "low_blocks"])
 def _gated_linear(
     x,  # descriptor of [rows, depth]
     weight,  # descriptor of [2 * width, depth]: of the gate, then of the other half
@@ -176,10 +176,10 @@ def _gated_linear(
     out,  # [rows, width]
     scale,
     rows,
+    depth,
     lowering,  # programs that multiply with A
     low_blocks,
     width: tl.constexpr,
-    depth: tl.constexpr,
     channels: tl.constexpr,
     rank: tl.constexpr,
     padded: tl.constexpr,
@@ -267,7 +267,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -
     _linear[(lower.programs + programs,)](
         *_descriptors(x, weight, adapters.first, tile, lower),
         weight, adapters.first, out if bias is None else bias, *seconds, sums, _ended(x.device), out,
-        adapters.scale, rows, lower.programs, lower.blocks, width, depth, *ends,
+        adapters.scale, rows, depth, lower.programs, lower.blocks, width, *ends,
         *_sizes(adapters, lower), tile.rows, tile.columns, tile.depth, bias is not None, depth >= FETCHED, early,
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(early),
     )  # fmt: skip
@@ -286,7 +286,7 @@ def gated_linear(x: Tensor, weight: Tensor, kind: Activation, adapters: Adapters
     _gated_linear[(lower.programs + programs,)](
         *_descriptors(x, weight, adapters.first, tile, lower),
         weight, adapters.first, *adapters.seconds, sums, _ended(x.device), out,
-        adapters.scale, rows, lower.programs, lower.blocks, width, depth,
+        adapters.scale, rows, depth, lower.programs, lower.blocks, width,
         *_sizes(adapters, lower), tile.rows, tile.columns, tile.depth, kind == "gelu_tanh", depth >= FETCHED,
         early, num_warps=tile.warps, num_stages=tile.stages, **launch_options(early), **UNFUSED,
     )  # fmt: skip

@@ -109,7 +109,8 @@ def lower_chunk(
     stages: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Multiplies some rows of x with a chunk of some rows of A, or with both chunks if there is one part. `x`, `first`:
-    descriptors; `matrix`: A; `sums`: [parts, rows, channels]."""
+    descriptors; `matrix`: A; `sums`: [parts, rows, channels]. `depth` is no constant: of a loop that it knows to run
+    once, Triton makes a product that begins with what is added to it, which is another order."""
     channel, begin = first_channel + tl.arange(0, columns), part * chunk
     place = matrix + tl.minimum(channel, channels - 1).to(tl.int64) * depth + begin
     load_into_cache(tl.where(depth - begin >= 256, place, matrix).to(tl.int64), early)  # never past the end
@@ -127,7 +128,7 @@ def lower_chunk(
     tl.store(target, total.to(sums.dtype.element_ty), mask=(row < rows)[:, None] & (channel < channels)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "depth"])
 def _lower_few(
     x,  # descriptor of [rows, depth]
     first,  # descriptor of [channels, depth]: A of all layers
@@ -136,8 +137,8 @@ def _lower_few(
     ended,  # [tiles x blocks]: how many parts have ended; zeros before and after
     low,  # [rows, channels]
     rows,
+    depth,
     parts: tl.constexpr,
-    depth: tl.constexpr,
     channels: tl.constexpr,
     chunk: tl.constexpr,
     tile: tl.constexpr,
@@ -303,7 +304,7 @@ def _lower_by_descriptors(x: Tensor, first: Tensor) -> Tensor:
     sums = torch.empty((CHUNKS, rows, channels), dtype=torch.float32, device=x.device)
     _lower_few[(ceil_div(rows, ROWS) * ceil_div(channels, wide) * CHUNKS,)](
         TensorDescriptor.from_tensor(x, [ROWS, at_once]), TensorDescriptor.from_tensor(first, [wide, at_once]),
-        first, sums, _ended(x.device), low, rows, CHUNKS, depth, channels, chunk_size(depth), ROWS, wide, at_once,
+        first, sums, _ended(x.device), low, rows, depth, CHUNKS, channels, chunk_size(depth), ROWS, wide, at_once,
         LOADS, num_warps=4, num_stages=LOADS,
     )  # fmt: skip
     return low
