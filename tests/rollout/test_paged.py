@@ -12,7 +12,7 @@ from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
 from ebbtide.rollout.engine import Request, SamplingParams
 from ebbtide.rollout.huggingface import HuggingFaceEngine
-from ebbtide.rollout.paged.cache_costs import CacheSize
+from ebbtide.rollout.paged.cache_costs import CacheSize, decode_passes
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.rollout.paged.scheduler import PrefillChunk, PromptGroup, ScheduledSample, Scheduler
 from simulated_states import SimulatedStates
@@ -145,3 +145,26 @@ def test_a_cache_that_cannot_hold_one_sample_is_an_error(tiny) -> None:
         PagedEngine(loaded, 4, block=4, blocks=2).generate(
             [Request([3, 4, 5], [1])], SamplingParams(8), lambda *_: None
         )
+
+
+@pytest.mark.parametrize("new", [100, 256, 1000])
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 1.0])
+def test_planned_passes_are_about_those_of_the_scheduler(new, share) -> None:
+    """All of the same length, as a plan has them."""
+    prompts, samples, block = 6, 4, 16
+    blocks = prompts + max(-(-new // block) + 1, int(share * prompts * samples * (-(-new // block) + 1)))
+    schedule = Scheduler(CacheSize(blocks), block, batch=prompts * samples, chunk=10_000)
+    for _ in range(prompts):
+        schedule.add(range(block), [new] * samples)
+    passes = 0
+    while not schedule.finished:
+        work = schedule.schedule()
+        asked = [
+            one for chunk in work if isinstance(chunk, PrefillChunk) for one in schedule.schedule_first_tokens(chunk)
+        ]
+        decoded = [one for one in work if not isinstance(one, PrefillChunk)]
+        passes += bool(decoded)
+        for one in (*asked, *decoded):
+            schedule.append_token(one, 0, done=len(one.tokens) + 1 == new)
+    found = decode_passes(blocks - prompts, prompts * samples, new, block)
+    assert abs(found - passes) <= 0.25 * passes

@@ -31,6 +31,7 @@ from ebbtide.rollout.paged.cache_costs import (
     SEQUENCE_STATES,
     blocks_for,
     cache_costs_of,
+    decode_passes,
     fitting_states,
     graph_batch_size,
     useful_blocks,
@@ -42,7 +43,8 @@ from ebbtide.system.units import GIB
 # matmuls.
 DECODE_LAYER, DECODE_WEIGHTS, DECODE_CACHE, DECODE_MATMULS = 30e-6, 0.75, 1.12, 1.1
 DECODE_EXPERTS = 37e-6  # Additional seconds per block of a decode step with experts, for routing and grouping tokens.
-DECODE_ADAPTER = 5.6e-6  # The same per linear layer with an adapter: its two matmuls.
+# The same per linear layer with an adapter, which its matmul adds; or kernels of its own, beside a quantized base.
+DECODE_ADAPTER, DECODE_ADAPTER_APART = 0.8e-6, 5.6e-6
 DECODE_QUANTIZED = {"float8": 1.1, "int4": 1.45}  # What products of few rows take of those in bfloat16, on an H200.
 
 
@@ -172,6 +174,10 @@ class GenerationCosts:
                 blocks_shared = blocks_for(prompt, block) / work.samples
                 concurrent = min(concurrent, int(blocks // (blocks_own + 1 + blocks_shared)))
                 mean = max(1.0, min(mean, blocks / ((blocks_own + 1) / 2 + blocks_shared)))
+                if work.longest == work.new_tokens:  # Then all need the most at the same time.
+                    own = max(blocks_own + 1, blocks - round(mean * blocks_shared))
+                    passes = decode_passes(own, max_concurrent, round(work.new_tokens), block)
+                    mean = min(mean, max_concurrent * work.new_tokens / passes)
             phase.device["kv_cache"] = blocks * block_bytes
         elif config.rollout.engine == "huggingface":
             phase.device["kv_cache"] = concurrent * (prompt + work.max_new_tokens) * costs.bytes_per_token(itemsize)
@@ -215,7 +221,7 @@ class GenerationCosts:
             read += longer if rows <= MOST_ROWS else dequantized_traffic(shape)
         matmuls = 2 * used * rows / rates.matmul
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
-        starts += shape.layers * len(shape.adapters) * DECODE_ADAPTER
+        starts += shape.layers * len(shape.adapters) * (DECODE_ADAPTER_APART if shape.base else DECODE_ADAPTER)
         decode = starts + DECODE_WEIGHTS * read / rates.copy + DECODE_CACHE * cache + DECODE_MATMULS * matmuls
         captures = not shape.experts or (self._machine.has_grouped_matmul and self._itemsize == 2)
         if not (captured and captures):  # Without CUDA graphs the host launches every kernel.

@@ -4,6 +4,7 @@ This is pure Python without torch: the planner uses it before anything is loaded
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.memory.plan import HoldingName, HoldingSpec
@@ -27,6 +28,7 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens of a block
 PREFILL_CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}  # tokens that are prefilled in one pass, at most
 FEWEST_PREFILLED = 1024  # and at least, however little memory there is
 PREFILL_MEMORY_FRACTION = 1 / 16  # the part of free memory that a prefill may take where the KV cache could fill it
+MOST_STEPS = 64  # in which a plan follows sequences until they end
 LOGIT_ROWS_AT_ONCE = 512  # rows of logits that are in memory at once after a prefill
 SORTED_ROWS_AT_ONCE = 64  # rows of logits that are sorted at once for top-k and top-p
 # The batch sizes that CUDA graphs are captured for; larger ones go in steps of 128.
@@ -69,6 +71,39 @@ def useful_blocks(prompts: list[tuple[int, int]], new: int, batch: int, block: i
     running = min(batch, sum(samples for _, samples in prompts))
     read = sum(blocks_for(length, block) * (1 if shared else samples) for length, samples in prompts)
     return read + running * (blocks_for(new, block) + 1)
+
+
+@cache
+def decode_passes(blocks: int, sequences: int, new: int, block: int) -> int:
+    """Returns about how many passes it takes to decode so many sequences of `new` tokens each that begin together, with
+    so many blocks for their tokens. As in the scheduler, those that were admitted last give up their blocks where there
+    are none left, and go on with the tokens they have once others have ended."""
+    length = max(1, blocks_for(new, block))
+    coarser = ceil_div(length, MOST_STEPS)
+    length, blocks = ceil_div(length, coarser), blocks // coarser
+    waiting, running = [(sequences, 0)], list[tuple[int, int]]()  # (how many, blocks of each), the next ones last
+    free, steps = blocks, 0
+    while waiting or running:
+        busy = sum(count for count, _ in running)
+        while waiting:
+            count, own = waiting[-1]
+            admitted = min(count, max((free - busy + 1) // (max(1, own) + 1), 0 if running else 1))
+            if not admitted:
+                break
+            waiting[-1:] = [(count - admitted, own)] if admitted < count else []
+            running.append((admitted, own))
+            free, busy = free - admitted * own, busy + admitted
+        while busy > max(free, 1):
+            count, own = running.pop()
+            left = min(count, ceil_div(busy - free, own + 1), busy - 1)
+            waiting.append((left, own))
+            running += [(count - left, own)] if left < count else []
+            free, busy = free + left * own, busy - left
+        free, steps = free - busy, steps + 1
+        running = [(count, own + 1) for count, own in running]
+        free += sum(count * own for count, own in running if own == length)
+        running = [(count, own) for count, own in running if own < length]
+    return ceil_div(steps * new, length)
 
 
 def kept_sequences(rollout: RolloutConfig) -> int:
