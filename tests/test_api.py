@@ -25,6 +25,7 @@ def python(*arguments: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     script = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0]
     assert len(script.splitlines()) <= 40

@@ -334,6 +334,7 @@ def test_ctrl_c_leaves_the_folder_whole(tmp_path) -> None:
     assert len(lines) >= 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_scorers_start_is_quiet(tmp_path) -> None:
     code, out, err = interrupted(tmp_path / "run", "writing to", "task.scoring.workers=4")
     assert code == 130

@@ -14,8 +14,14 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("changes", [{}, family("qwen3_moe")], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    ("changes", "choice"),
+    [
+        pytest.param(changes, choice, id=f"{kind}-{choice}", marks=[] if choice in often else pytest.mark.slow)
+        for kind, changes, often in (("dense", {}, CHOICES), ("moe", family("qwen3_moe"), ["by name"]))
+        for choice in CHOICES
+    ],
+)
 def test_activations_that_move_change_no_bit(tiny, tmp_path, changes, choice) -> None:
     kept = run(tiny, tmp_path / "kept", changes)
     moved = run(tiny, tmp_path / "moved", {**changes, "memory.activations": CHOICES[choice]})

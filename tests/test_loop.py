@@ -58,7 +58,7 @@ def run(tiny, folder, changes=None):
     [
         pytest.param({}, id="plain"),
         pytest.param(EVERYTHING, id="everything"),
-        pytest.param(SHAPED, id="shaped"),
+        pytest.param(SHAPED, id="shaped", marks=pytest.mark.slow),
         pytest.param(family("qwen3_moe"), id="moe", marks=pytest.mark.slow),
     ],
 )
@@ -85,7 +85,7 @@ PLANS = {
 @pytest.mark.parametrize(
     ("plan", "dtype"),
     [
-        pytest.param(plan, dtype, marks=[] if dtype == "float32" or plan == "lean" else pytest.mark.slow)
+        pytest.param(plan, dtype, marks=[] if (dtype == "float32") == (plan != "lean") else pytest.mark.slow)
         for plan in PLANS
         for dtype in ("float32", "bfloat16")
     ],

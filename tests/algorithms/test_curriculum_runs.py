@@ -22,7 +22,7 @@ MIXED = {"mix": {"sums": {"gym": GYM, "size": 8, "held_out": 3, "weight": 3}, "c
 @pytest.mark.parametrize(
     ("task", "metric", "expected"),
     [
-        pytest.param(ALONE, "curriculum_level", [0, 1, 1, 2], id="alone"),
+        pytest.param(ALONE, "curriculum_level", [0, 1, 1, 2], id="alone", marks=pytest.mark.slow),
         pytest.param(MIXED, "task/sums/curriculum_level", [0, 1, 1, 2], id="mixed", marks=pytest.mark.slow),
     ],
 )

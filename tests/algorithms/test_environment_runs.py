@@ -60,6 +60,7 @@ def test_the_recipe_learns_to_use_the_calculator(tmp_path) -> None:
     assert last["tokens_recomputed"] == 0.0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_so_does_a_run_that_resumes(tmp_path) -> None:
     changes = {
         "train.steps": 4,

@@ -114,6 +114,7 @@ def hidden_states(rank, configs):
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_has_its_own_share_of_hidden_states_alone(tmp_path) -> None:
     configs = [
         config_for(tmp_path / f"{count}", "distill, a file", {"gpus": 2}, {"train.minibatches": count})
