@@ -136,3 +136,19 @@ def test_a_holding_that_is_not_streamed_has_no_part_on_the_device() -> None:
     assert holding.bytes.device == 0
     BlockStream(holding, Mover(CPU), [])
     assert holding.bytes.device == 0
+
+
+def test_compute_waits_for_all_parts_before_a_phase_that_uses_them_as_a_whole(monkeypatch) -> None:
+    """They are on their way since the phase before, which computes meanwhile."""
+    parts = [[torch.full((8,), float(number))] for number in range(3)]
+    with (residency := holding_of(parts)[0]):
+        waited: list[object] = []
+        monkeypatch.setattr(residency.mover, "compute_waits", waited.append)
+        with residency.phase("train"):
+            pass
+        with residency.phase("step"):
+            move = residency._holdings[BLOCKS].last
+            assert move is not None
+            assert not waited
+        with residency.phase("generate"):
+            assert waited == [move]

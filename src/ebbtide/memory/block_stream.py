@@ -17,7 +17,7 @@ class BlockStream:
     the one in use, and the next."""
 
     def __init__(self, holding: Holding, mover: Mover, parts: Sequence[Sequence[Tensor]]) -> None:
-        self._holding, self._mover = holding, mover
+        self.holding, self._mover = holding, mover
         places = {storage_id(tensor): place for place, tensor in enumerate(_one_of_each(holding.tensors()))}
         self._parts = [[places[storage_id(tensor)] for tensor in _one_of_each(part)] for part in parts]
         self._storages = holding.storages()
@@ -27,7 +27,7 @@ class BlockStream:
     def need(self, number: int, step: int) -> None:
         """Called before a part is used; `step`: 1 where the one after it comes next, -1 where the one before it. If the
         whole holding is on the device, nothing happens."""
-        if not self._holding.away:
+        if not self.holding.away:
             self._here.clear()
             return
         wanted = [one for one in (number, number + step) if 0 <= one < len(self._parts)]
@@ -41,7 +41,7 @@ class BlockStream:
 
     def close(self) -> None:
         """Frees what is on the device, at the end of a phase."""
-        if self._holding.away:
+        if self.holding.away:
             self._release(list(self._here))
         self._here.clear()
 
@@ -51,10 +51,10 @@ class BlockStream:
     def _copy(self, number: int) -> Move:
         pairs = []
         for place in self._parts[number]:
-            storage, block = self._storages[place], self._holding.blocks[place]
+            storage, block = self._storages[place], self.holding.blocks[place]
             storage.resize_(block.size)
             pairs.append((bytes_of(storage), block.data))
-        return self._mover.move_in(pairs, after=self._holding.last, kept_by_caller=True)
+        return self._mover.move_in(pairs, after=self.holding.last, kept_by_caller=True)
 
     def _release(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -198,6 +198,9 @@ class Residency:
         for name in self.plan.to_fetch(phase):
             if name in self._holdings:
                 self._fetch(self._holdings[name])
+        for stream in self._streams:
+            if stream.holding.name in self.plan.needs(phase):  # as a whole, and then nobody asks for a part of it
+                self.need(stream.holding.name)
 
     def need(self, name: HoldingName) -> None:
         """Called right before the first use on the device: fetches the holding, and compute waits for the move if one
