@@ -22,6 +22,11 @@ CASES = [  # inner dimension, rank, (width of the layer, whether it has an adapt
 ROWS = [1, 2, 16, 63, 65, 128, 1000, 1024, 1025, 3000]
 
 
+def needs_hopper() -> None:
+    if not INTERPRETED and generation(torch.device("cuda")) != HOPPER:
+        pytest.skip("only Hopper GPUs load so")
+
+
 class Group:
     """Linear layers with the same input, and their adapters."""
 
@@ -86,8 +91,7 @@ def test_a_row_has_the_same_bits_among_any_others(depth: int, rank: int, layers:
 def test_few_rows_that_are_loaded_by_descriptors_have_the_same_bits(depth, channels, monkeypatch) -> None:
     from ebbtide.model import adapter_kernels
 
-    if not INTERPRETED and generation(torch.device("cuda")) != HOPPER:
-        pytest.skip("only Hopper GPUs load so")
+    needs_hopper()
     ways = []
     by_descriptors = adapter_kernels._lower_by_descriptors
 
@@ -132,6 +136,7 @@ ON_A_GPU = [
 def test_matmuls_that_add_them_have_the_same_bits(depth, widths, rank, rows, biased, monkeypatch) -> None:
     from ebbtide.model import adapted_linear_kernels, adapter_kernels, linear_kernels
 
+    needs_hopper()
     for module in (linear_kernels, adapted_linear_kernels):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     group = Group(depth, rank, [(width, True) for width in widths], rows)
@@ -155,6 +160,7 @@ def test_matmuls_that_add_them_have_the_same_bits(depth, widths, rank, rows, bia
 def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, rows, monkeypatch) -> None:
     from ebbtide.model import adapted_linear_kernels, adapter_kernels, block_kernels, linear_kernels
 
+    needs_hopper()
     for module in (linear_kernels, adapted_linear_kernels):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     group = Group(depth, rank, [(width, True), (width, True)], rows)

@@ -113,7 +113,7 @@ def lower_chunk(
     once, Triton makes a product that begins with what is added to it, which is another order."""
     channel, begin = first_channel + tl.arange(0, columns), part * chunk
     place = matrix + tl.minimum(channel, channels - 1).to(tl.int64) * depth + begin
-    load_into_cache(tl.where(depth - begin >= 256, place, matrix).to(tl.int64), early)  # never past the end
+    load_into_cache(tl.where(depth - begin >= 256, place, matrix).to(tl.int64), early & (parts * chunk > 256))
     wait_for_results(early)
     total = tl.zeros([tile, columns], tl.float32)
     for at in tl.range(begin, tl.minimum(begin + chunk, depth), at_once, num_stages=stages):

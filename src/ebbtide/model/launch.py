@@ -40,8 +40,8 @@ class Launcher:
 
     def __init__(self, kernel: Any, *, dependent: bool = False, joins: bool = False, **options: Any) -> None:
         """`dependent`: its last constant tells whether it is started early, and is added here. `joins`: it needs what a
-        branch of a graph has written (system/side_stream.py), so it is not started early itself, as it would wait for
-        the kernel before it alone; the one after it is."""
+        branch of a graph has written, too (system/side_stream.py), and is not started early itself, as what it would
+        wait for then is not documented; the one after it is."""
         self._kernel, self._dependent, self._joins, self._options = kernel, dependent, joins, options
         self._compiled: dict[tuple[object, ...], Any] = {}
 

@@ -77,12 +77,11 @@ class FusedAdapters:
         starts = [one.columns.start for one in self._adapters]
         return Adapters(self._firsts(weights), seconds, starts, self._layer.scale)
 
-    def begin(self, x: Tensor, weights: dict[str, Tensor]) -> AddAdapters:
+    def begin(self, x: Tensor, weights: dict[str, Tensor], adapters: Adapters | None) -> AddAdapters:
         """Begins what the adapters make of x [T, K], in a CUDA graph beside what follows. Returns a function that adds
-        it to the layers' products [T, N], in place, and returns these."""
+        it to the layers' products [T, N], in place, and returns these. `adapters`: of `for_kernels`."""
         if not self.are_on:
             return lambda products: products
-        adapters = self.for_kernels(x, weights)
         if adapters is not None:
             from ebbtide.model import adapter_kernels
 
@@ -106,11 +105,12 @@ class FusedAdapters:
 
         return add_in_torch
 
-    def begin_gated(self, x: Tensor, weights: dict[str, Tensor], kind: Activation) -> AddAdapters:
+    def begin_gated(
+        self, x: Tensor, weights: dict[str, Tensor], adapters: Adapters | None, kind: Activation
+    ) -> AddAdapters:
         """As `begin`, of both halves of a gated MLP: the function returns what `activate` makes of the products."""
-        adapters = self.for_kernels(x, weights)
         if adapters is None or len(adapters.seconds) < 2:
-            add = self.begin(x, weights)
+            add = self.begin(x, weights, adapters)
             return lambda products: activate(add(products), kind)
         from ebbtide.model import adapter_kernels
 

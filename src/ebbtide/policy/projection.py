@@ -50,24 +50,25 @@ class Projection:
 
     def __call__(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """The products of x [T, K]: [T, N]."""
-        if self._is_matrix(weights) and (adapters := self._adapters.for_kernels(x, weights)) is not None:
+        adapters = self._adapters.for_kernels(x, weights)
+        if adapters is not None and self._is_matrix(weights):
             bias = self._bias(weights) if self._bias.names else None
             if (found := adapted_linear(x, self._weight(weights), bias, adapters)) is not None:
                 return found
-        add_adapters = self._adapters.begin(x, weights)
+        add_adapters = self._adapters.begin(x, weights, adapters)
         return add_adapters(self._product(x, weights))
 
     def gated(self, x: Tensor, weights: dict[str, Tensor], kind: Activation) -> Tensor:
         """What `activate` makes of the products of x with both halves of a gated MLP: [T, N]. Nothing is saved."""
+        adapters = self._adapters.for_kernels(x, weights)
         if self._is_matrix(weights) and not self._bias.names:
             if not self._adapters.are_on:
                 return gated_linear(x, self._weight(weights), kind)
-            adapters = self._adapters.for_kernels(x, weights)
             if adapters is not None:
                 found = adapted_gated_linear(x, self._weight(weights), kind, adapters)
                 if found is not None:
                     return found
-        activate_with_adapters = self._adapters.begin_gated(x, weights, kind)
+        activate_with_adapters = self._adapters.begin_gated(x, weights, adapters, kind)
         return activate_with_adapters(self._product(x, weights))
 
     def _is_matrix(self, weights: dict[str, Tensor]) -> bool:

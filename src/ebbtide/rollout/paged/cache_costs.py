@@ -81,7 +81,10 @@ def decode_passes(blocks: int, sequences: int, new: int, block: int) -> int:
     length = max(1, blocks_for(new, block))
     coarser = ceil_div(length, MOST_STEPS)
     length, blocks = ceil_div(length, coarser), blocks // coarser
-    waiting, running = [(sequences, 0)], list[tuple[int, int]]()  # (how many, blocks of each), the next ones last
+    waiting, running = (
+        [(sequences, 0)] if sequences else [],
+        list[tuple[int, int]](),
+    )  # (how many, blocks of each), the next ones last
     free, steps = blocks, 0
     while waiting or running:
         busy = sum(count for count, _ in running)
