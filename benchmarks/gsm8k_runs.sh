@@ -3,7 +3,7 @@
 #   benchmarks/gsm8k_runs.sh MODEL DATA FOLDER NAME[:STEPS] [NAME[:STEPS] ..]
 # MODEL: as `model.path`. DATA: a folder with train.jsonl and test.jsonl of GSM8K. NAME: seed-0, seed-1, seed-2,
 # pressure (seed 0 within 4 GiB), lora, lora-float8, lora-int4. STEPS: of those of the recipe,
-# after which the run is stopped. Each ends in FOLDER/NAME; FOLDER/ended has exit codes.
+# after which the run is stopped (and ends with 130). Each ends in FOLDER/NAME; FOLDER/ended has exit codes.
 # Steps, and other settings for all runs, in SETTINGS: SETTINGS="train.steps=60" benchmarks/gsm8k_runs.sh ...
 set -u
 model=${1:?MODEL} data=${2:?DATA} folder=${3:?FOLDER}; shift 3

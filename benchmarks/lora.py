@@ -241,7 +241,6 @@ def _measures(stage: str, cases: list[str], shapes: Sequence[str]) -> Callable[[
 def main() -> None:
     use_expandable_segments()  # as `ebbtide train` does
     my_turn()
-    plan.STEPS = 3  # The first is left out, and one of the largest model takes half a minute.
     named = sys.argv[1:]
     cases = [one for one in named if one in BUDGETS] or [*BUDGETS]
     shapes = [one for one in ("1.7B", "8B") if one in named] or ["1.7B", "8B"]

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ebbtide.model.adapter_kernels import Adapters, chunk_size, lower_chunk
+from ebbtide.model.adapter_kernels import LAYERS, Adapters, chunk_size, lower_chunk, power_of_2
 from ebbtide.model.block_kernels import UNFUSED, activated
 from ebbtide.model.block_reference import Activation
 from ebbtide.model.dependent_launch import wait_for_results
@@ -229,19 +229,19 @@ def _gated_linear(
 def takes(x: Tensor, weight: Tensor, adapters: Adapters) -> bool:
     """Whether the product is one for this kernel."""
     tile = tile_of(x, weight)
-    return tile is not None and _fits(x, weight, adapters, len(weight), tile)
+    return tile is not None and _fits(x, weight, adapters, tile)
 
 
 def takes_gated(x: Tensor, weight: Tensor, adapters: Adapters) -> bool:
     """Whether both halves of a gated MLP are to be computed by this kernel."""
     tile = gated_tile(x, weight)
-    return tile is not None and len(adapters.seconds) == 2 and _fits(x, weight, adapters, len(weight), tile)
+    return tile is not None and len(adapters.seconds) == 2 and _fits(x, weight, adapters, tile)
 
 
-def _fits(x: Tensor, weight: Tensor, adapters: Adapters, width: int, tile: Tile) -> bool:
+def _fits(x: Tensor, weight: Tensor, adapters: Adapters, tile: Tile) -> bool:
     """Whether each program has columns of one layer, all of which have adapters of a rank that it has room for."""
     widths = [len(second) for second in adapters.seconds]
-    is_even = all(one % tile.columns == 0 for one in widths[:-1]) and sum(widths) == width
+    is_even = all(one % tile.columns == 0 for one in widths[:-1]) and sum(widths) == len(weight)
     fits = (
         is_even
         and len(x) <= MOST_ROWS
@@ -261,8 +261,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -
     lower, programs = _lower_for(tile, 1, rows, width, depth, len(adapters.first), processors(x.device))
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     sums = _sums(x, lower, len(adapters.first))
-    seconds = [*adapters.seconds, *[adapters.seconds[0]] * (3 - len(adapters.seconds))]
-    ends = [*adapters.columns[1:], *[width] * (3 - len(adapters.seconds))]
+    seconds = [*adapters.seconds, *[adapters.seconds[0]] * (LAYERS - len(adapters.seconds))]
+    ends = [*adapters.columns[1:], *[width] * (LAYERS - len(adapters.seconds))]
     early = starts_early(x)
     _linear[(lower.programs + programs,)](
         *_descriptors(x, weight, adapters.first, tile, lower),
@@ -311,7 +311,7 @@ def _descriptors(
 
 def _sizes(adapters: Adapters, lower: _Lower) -> tuple[int, ...]:
     """What both kernels have in common of their constants."""
-    padded = max(16, 1 << (adapters.rank - 1).bit_length())  # Tensor cores multiply 16 at least.
+    padded = power_of_2(adapters.rank)
     sizes = len(adapters.first), adapters.rank, padded, lower.parts, lower.chunk
     return *sizes, lower.rows, lower.columns, lower.depth, lower.stages
 
@@ -341,4 +341,4 @@ def _lower_for(
 @cache
 def _ended(device: torch.device) -> Tensor:
     """Counts for the tiles of rows of a launch, which each launch leaves as they were. Launches follow each other."""
-    return torch.zeros(128, dtype=torch.int32, device=device)
+    return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)

@@ -269,7 +269,7 @@ def lower(x: Tensor, first: Tensor) -> Tensor:
         return _lower_by_descriptors(x, first)
     (rows, depth), channels = x.shape, len(first)
     chunk = chunk_size(depth)
-    chunks, wide = ceil_div(depth, chunk), min(COLUMNS, _power_of_2(channels))
+    chunks, wide = ceil_div(depth, chunk), min(COLUMNS, power_of_2(channels))
     blocks = ceil_div(channels, wide)
     parts = chunks if rows <= FEW and blocks <= MOST_BLOCKS else 1
     low = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
@@ -298,7 +298,7 @@ def _is_hopper(x: Tensor) -> bool:
 def _lower_by_descriptors(x: Tensor, first: Tensor) -> Tensor:
     """`lower` of few rows."""
     (rows, depth), channels = x.shape, len(first)
-    wide = min(MOST_COLUMNS, _power_of_2(channels))
+    wide = min(MOST_COLUMNS, power_of_2(channels))
     at_once = 256 if LOADS * 256 * 2 * (ROWS + wide) <= SHARED else 128
     low = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
     sums = torch.empty((CHUNKS, rows, channels), dtype=torch.float32, device=x.device)
@@ -328,7 +328,7 @@ def add(
         (products, low, *seconds, *[seconds[0]] * missing),
         (rows, scale),
         *(*widths, *[0] * missing, *columns, *[0] * missing, products.stride(0), channels, rank),
-        *(ROWS, COLUMNS, min(DEPTH, _power_of_2(rank))),
+        *(ROWS, COLUMNS, min(DEPTH, power_of_2(rank))),
         warps=4,
     )
 
@@ -343,7 +343,7 @@ def add_gated(products: Tensor, low: Tensor, seconds: Sequence[Tensor], scale: f
             ceil_div(rows, ROWS) * ceil_div(width, COLUMNS),
             (products, low, *(second.contiguous() for second in seconds), out),
             (rows, scale),
-            *(width, rank, ROWS, COLUMNS, min(DEPTH, _power_of_2(rank)), kind == "gelu_tanh"),
+            *(width, rank, ROWS, COLUMNS, min(DEPTH, power_of_2(rank)), kind == "gelu_tanh"),
             warps=4,
         )
     return out
@@ -354,6 +354,6 @@ def chunk_size(depth: int) -> int:
     return CHUNK * ceil_div(depth, CHUNKS * CHUNK)
 
 
-def _power_of_2(size: int) -> int:
+def power_of_2(size: int) -> int:
     """The least size of a program's tile that holds so many: tensor cores multiply 16 at least."""
     return max(16, 1 << (size - 1).bit_length())
