@@ -56,6 +56,7 @@ def test_a_run_has_the_same_bits(model_folder, tmp_path, base, more) -> None:
     moved = [[line["moved_gib"] for line in lines(tmp_path / name)[1:]] for name in ("whole", "streamed")]
     assert all(more > less for less, more in zip(*moved, strict=True))
     assert all("device_gib/train/base_blocks" in line for line in lines(tmp_path / "streamed")[1:])
+    assert not any(line.get("device_gib/step/base_blocks") for line in lines(tmp_path / "streamed"))
 
 
 @pytest.mark.usefixtures("fused_on_cpu")

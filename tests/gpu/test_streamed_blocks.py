@@ -12,6 +12,7 @@ from ebbtide.algorithms.loop import train
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.model.lora import adapted_layers
 from ebbtide.report.report import Report
+from ebbtide.rollout.paged.decode_graph import DecodeGraph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDE = {
@@ -45,3 +46,23 @@ def test_a_run_has_the_same_bits(tmp_path, base) -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     lines = [json.loads(line) for line in (tmp_path / "True" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["moved_gib"] > 0 for line in lines if line["step"] > 1)
+
+
+def test_decode_graphs_are_captured_once(tmp_path, monkeypatch) -> None:
+    """Blocks come back to the addresses that the graphs of the step before read."""
+    captured, capture = [], DecodeGraph.capture
+
+    def noted(graph, pool) -> None:
+        steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+        if steps:  # The model was loaded to other addresses than those it came back to first.
+            captured.append((graph.inputs.rows, graph._metadata.samples, graph._sample is None))
+        capture(graph, pool)
+
+    monkeypatch.setattr(DecodeGraph, "capture", noted)
+    large = {"model.scratch.hidden": 1024, "model.scratch.mlp": 4096, "train.steps": 6}
+    changes = {**WIDE, **large, "memory.stream_base": True, "run.folder": str(tmp_path)}
+    config = GrpoConfig.model_validate(merged(TINY, changes))
+    with Report(config, "test") as report:
+        train(config, report)
+    assert captured
+    assert len(captured) == len(set(captured))

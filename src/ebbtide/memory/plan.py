@@ -49,7 +49,7 @@ class HoldingSpec:
     host_setting: str | None = None
     """The setting by which it lives on the host in every phase, as it is written in a config; None: it does not."""
     cells: Mapping[Phase, Place] = field(default_factory=dict)
-    """Its place in phases that need it in another way than as a whole on the device."""
+    """Its place in phases that need it in another way than as a whole on the device, or in which it has to be away."""
     advice: Mapping[Phase | None, str] = field(default_factory=dict)
     """What to change if memory runs out in a phase (None: before the first one)."""
 
@@ -168,7 +168,7 @@ def build_plan(
         for spec in placed:
             if spec.host_setting is not None:
                 places[spec.name] = "host"
-            elif phase in spec.needed_in:
+            elif phase in spec.needed_in or phase in spec.cells:
                 places[spec.name] = spec.cells.get(phase, "device")
             else:
                 away = spec.name in row if row is not None else lean and spec.movable

@@ -195,12 +195,15 @@ class Residency:
         for name in self.plan.offloaded_in(phase):
             if name in self._holdings:
                 self._offload(self._holdings[name])
+        # Needed as a whole: then nobody asks for a part of it.
+        whole = [one.holding for one in self._streams if one.holding.name in self.plan.needs(phase)]
+        if self.device.type == "cuda" and any(holding.away for holding in whole):
+            torch.cuda.empty_cache()  # so that it gets the addresses of last time, which CUDA graphs read
         for name in self.plan.to_fetch(phase):
             if name in self._holdings:
                 self._fetch(self._holdings[name])
-        for stream in self._streams:
-            if stream.holding.name in self.plan.needs(phase):  # as a whole, and then nobody asks for a part of it
-                self.need(stream.holding.name)
+        for holding in whole:
+            self.need(holding.name)
 
     def need(self, name: HoldingName) -> None:
         """Called right before the first use on the device: fetches the holding, and compute waits for the move if one

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
-from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
+from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase, Place
 from ebbtide.model.quantized_sizes import base_bytes
 from ebbtide.parallel.rank_model import RankModel
 
@@ -36,8 +36,9 @@ class StreamCosts:
         if not config.memory.stream_base:
             return []
         needed = frozenset({"generate", "evaluate", *STREAMED_IN})
-        cells = dict.fromkeys(STREAMED_IN, "streamed")
-        return [HoldingSpec(BLOCKS, needed, movable=False, frozen=True, cells=cells)]  # type: ignore[arg-type]
+        # It is not fetched ahead beside gradients: it comes back when all else is as it was the last time.
+        cells: dict[Phase, Place] = {**dict.fromkeys(STREAMED_IN, "streamed"), "step": "away"}
+        return [HoldingSpec(BLOCKS, needed, movable=False, frozen=True, cells=cells)]
 
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:
         return HoldingBytes({BLOCKS: block_bytes(self._rank)} if config.memory.stream_base else {})

@@ -51,6 +51,7 @@ class CudaRunner:
         self._last_tokens = torch.zeros(batch + 1, dtype=torch.long, device=self._device)
         self._addresses = torch.zeros((1 + max(layout.sources, default=-1), 2), dtype=torch.long, device=self._device)
         self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}
+        self._compiled: set[tuple[int, int, bool]] = set()
         self._pool: Any = None
         self._weights: tuple[int, ...] = ()
         self._widths = (0, 0)
@@ -79,6 +80,8 @@ class CudaRunner:
         widths = (max(prompt_blocks, self._widths[0]), max(own_blocks, self._widths[1]))
         if weights != self._weights or widths != self._widths:  # the captured graphs read other addresses
             self._graphs.clear()
+            if widths != self._widths:  # and kernels are compiled for them
+                self._compiled.clear()
             self._pool = torch.cuda.graph_pool_handle()
             if self._fused is not None:
                 self._fused.fill_tables(sum(widths) * self._block)
@@ -282,7 +285,9 @@ class CudaRunner:
             metadata = inputs.metadata(self._addresses, self._layout, self._block, samples, self._states)
             sample = None if cut else self._sample
             graph = DecodeGraph(inputs, metadata, self._last_tokens, self._decode_logits, sample)
-            graph.warm_up(padding)
+            if key not in self._compiled:
+                graph.warm_up(padding)
+                self._compiled.add(key)
             if self._captures and self._may_wait:
                 self._captures, self._may_wait = not waits_for_device(graph.run), False
             if self._captures:
