@@ -57,6 +57,7 @@ BUDGETS = {
     "8B-bfloat16-18": ("8B", None, 18),  # Its plan streams the base.
     "8B-float8": ("8B", "float8", 14),
     "8B-int4": ("8B", "int4", 10),
+    "8B-int4-8": ("8B", "int4, embeddings too", 8),
     "14B-int4": ("14B", "int4", 14),
     "32B-int4": ("32B", "int4", 28),
 }
@@ -221,7 +222,7 @@ def budgets(cases: list[str]) -> Iterator[list[Row]]:
         options = settings(
             shape, *plan.ALWAYS, *plan.PLAIN, RANK, "rollout.max_prompt_tokens=100",
             "task.python.options={length: 100}", "optimizer.lr=1e-5",
-            *([f"model.base={base}"] if base else []),
+            *([f"model.base={base.partition(',')[0]}", f"model.base_embeddings={',' in base}"] if base else []),
         )  # fmt: skip
         try:
             rows += plan.planned_step(label, options, budget)

@@ -99,9 +99,9 @@ def test_it_resumes_to_the_bit(whole, tmp_path) -> None:
     assert all(torch.equal(found[name], resumed[name]) for name in found)
 
 
-def save_base(folder: Path) -> Path:
+def save_base(folder: Path, *, tied: bool = True) -> Path:
     """The tiny model, as a folder that `model.path` may name."""
-    loaded = load_model(settings(folder), CPU)
+    loaded = load_model(settings(folder, {"model.scratch.tied": tied}), CPU)
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder

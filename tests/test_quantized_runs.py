@@ -154,3 +154,32 @@ def test_scales_keep_their_type_whatever_a_run_is_served_in(quantized) -> None:
     loaded, _ = load_served(str(quantized[0]), ServeConfig(device="cpu", dtype="float32"), lambda text: None)
     found = [quantized_of(layer) for layer in adapted_layers(loaded.model).values()]
     assert {one.scale.dtype for one in found} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_with_quantized_embeddings(tied, tmp_path) -> None:
+    """It learns beside them, resumes to the bit, is served in either type, and is merged."""
+    base, folder = save_base(tmp_path / "model", tied=tied), tmp_path / "run"
+    given = changes(base, "int4")
+    given["model"]["base_embeddings"] = True
+    model = run(folder, given)
+    assert max(line["mismatch_max"] for line in lines(folder) if line["step"] > 0) < 1e-5
+    shutil.rmtree(list_checkpoints(folder / "checkpoints")[-1].path)
+    assert same_bits(run(folder, {"resume": str(folder), **given}).state_dict(), model.state_dict())
+
+    other = {**given["model"], "base_embeddings": False}
+    with pytest.raises(UserError, match=r"`model.base_embeddings` was .* and is"):
+        run(folder, {"resume": str(folder), "model": other, "train.steps": 6})
+
+    wanted = model(TOKENS).logits
+    for dtype in ("float32", "bfloat16"):
+        loaded, _ = load_served(str(folder), ServeConfig(device="cpu", dtype=dtype), lambda text: None)
+        found = loaded.model(TOKENS).logits
+        assert found.dtype == loaded.model.dtype == getattr(torch, dtype)
+        torch.testing.assert_close(found.float(), wanted, atol=0 if dtype == "float32" else 0.05, rtol=0)
+    export(folder, tmp_path / "merged", say=lambda text: None, merge=True)
+    merged = load_model(settings(folder, {"model": {"path": str(tmp_path / "merged")}, "model.lora": None}), CPU).model
+    assert merged.config.tie_word_embeddings == tied
+    torch.testing.assert_close(merged(TOKENS).logits, wanted, atol=1e-4, rtol=1e-4)
+    served, _ = load_served(str(base), ServeConfig(device="cpu", base="int4", base_embeddings=True), lambda text: None)
+    assert torch.equal(served.model(TOKENS).logits, load_initial(settings(folder, given), CPU).model(TOKENS).logits)

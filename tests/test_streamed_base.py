@@ -12,10 +12,12 @@ from ebbtide.memory.block_stream import BlockStream
 from ebbtide.memory.holding import Holding
 from ebbtide.memory.mover import Mover
 from ebbtide.memory.residency import Residency
+from ebbtide.model.quantized_sizes import base_bytes, root_bytes
 from ebbtide.model.shape import find_shape
 from ebbtide.parallel.rank_model import RankModel
 from ebbtide.planner.holdings import plan_holdings
 from ebbtide.planner.host_memory import host_bytes
+from ebbtide.policy.model_costs import BASE
 from ebbtide.policy.stream_costs import BLOCKS, block_bytes
 from ebbtide.system.machine import this_machine
 from ebbtide.worker import Worker
@@ -60,14 +62,20 @@ def test_a_run_has_the_same_bits(model_folder, tmp_path, base, more) -> None:
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
-@pytest.mark.parametrize("base", [None, "float8"])
-def test_its_bytes_are_those_that_are_counted_before_it_is_loaded(model_folder, tmp_path, base) -> None:
-    config = settings(tmp_path / "run", {**based_on(model_folder, base), **STREAMED, "train.steps": 1})
+@pytest.mark.parametrize(("base", "embeddings"), [(None, False), ("float8", False), ("int4", True)])
+def test_its_bytes_are_those_that_are_counted_before_it_is_loaded(model_folder, tmp_path, base, embeddings) -> None:
+    changes = {**based_on(model_folder, base), **STREAMED, "train.steps": 1}
+    changes["model"]["base_embeddings"] = embeddings
+    config = settings(tmp_path / "run", changes)
     foretold = host_bytes(config, plan_holdings(config))[BLOCKS]
     with Worker(config) as worker:
         assert worker.residency.holdings()[BLOCKS].device == foretold
+        held = worker.residency.holdings()[BASE].device
     machine = this_machine("cpu", 2**30, 1.0)
-    assert block_bytes(RankModel(find_shape(config.model), machine, itemsize=4, on_cpu=True)) == foretold
+    rank = RankModel(find_shape(config.model), machine, itemsize=4, on_cpu=True)
+    assert block_bytes(rank) == foretold
+    assert root_bytes(rank.shape, 4) == held
+    assert base_bytes(rank.shape, 4) == foretold + held
 
 
 @pytest.mark.usefixtures("fused_on_cpu")

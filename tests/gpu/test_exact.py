@@ -7,12 +7,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import FAMILIES, TINY, family
+from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import LoraConfig
 from ebbtide.config.root import Config
 from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.model.lora import adapted_layers, add_adapters
+from ebbtide.model.quantize import SCALE
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.exact import make_exact, why_not_exact
 from ebbtide.policy.packed_attention import PackedAttention
@@ -63,7 +65,7 @@ def test_recorded_logprobs_are_the_trainers(tiny, name, seed) -> None:
             "train.head_chunk_tokens": chance.choice([5, 64, 2048]),
         }
     )
-    check(load_model(config), config, chance, longest)
+    check(load_model(config), config, chance)
 
 
 MIXED = ["full_attention", "sliding_attention"]
@@ -106,7 +108,7 @@ def test_families_that_are_not_made_from_nothing(tiny, name) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "head_dim": 64}
     made = AutoConfig.for_model(name.split()[0], **{**SHAPE, **sizes, "max_position_embeddings": 1024, **OTHERS[name]})
     model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).eval().cuda()
-    check(LoadedModel(model, TOKENIZER, "sdpa"), config, random.Random(name), longest)
+    check(LoadedModel(model, TOKENIZER, "sdpa"), config, random.Random(name))
 
 
 ADAPTERS = {
@@ -123,36 +125,49 @@ ADAPTERS = {
     [*((name, which) for name in ("qwen3", "qwen2") for which in ADAPTERS), ("qwen3_moe", "all of rank 8")],
 )
 def test_with_adapters(tiny, name, which) -> None:
-    longest = 1400  # passes and micro-batches on both sides of the number of rows above which chunks have no programs
-    config = tiny(
+    config = with_odd_sizes(tiny, {**family(name), "model.lora": ADAPTERS[which].model_dump()})
+    loaded = load_model(config)
+    add_adapters(loaded.model, ADAPTERS[which], seed=0)
+    check(loaded, config, random.Random(which))  # which also gives B other values than 0
+    assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(loaded.model).values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("base", "embeddings"), [("float8", False), ("int4", False), ("int4", True)])
+def test_with_a_quantized_base(tiny, base, embeddings, tied) -> None:
+    quantized = {"model.base": base, "model.base_embeddings": embeddings, "model.scratch.tied": tied}
+    config = with_odd_sizes(tiny, {"model.lora": {"rank": 20}, **quantized})
+    check(load_initial(config, torch.device("cuda")), config, random.Random(base))
+
+
+def with_odd_sizes(tiny, changes) -> Config:
+    """Passes and micro-batches are on both sides of the number of rows above which chunks have no programs."""
+    return tiny(
         {
-            **family(name),
+            **changes,
             "device": "cuda",
             "model.dtype": "bfloat16",
-            "model.lora": ADAPTERS[which].model_dump(),
             "model.scratch.hidden": 640,
             "model.scratch.heads": 4,
             "model.scratch.kv_heads": 2,
             "model.scratch.head_dim": 64,
             "model.scratch.mlp": 1216,
             "model.scratch.context": 2048,
-            "rollout.max_prompt_tokens": longest,
+            "rollout.max_prompt_tokens": 1400,
             "rollout.max_new_tokens": 400,
             "train.microbatch_tokens": 4096,
             "train.head_chunk_tokens": 2048,
         }
     )
-    loaded = load_model(config)
-    add_adapters(loaded.model, ADAPTERS[which], seed=0)
-    check(loaded, config, random.Random(which), longest)  # which also gives B other values than 0
-    assert all(float(layer.lora_B.detach().abs().max()) > 0 for layer in adapted_layers(loaded.model).values())
 
 
-def check(loaded: LoadedModel, config: Config, chance: random.Random, longest: int) -> None:
+def check(loaded: LoadedModel, config: Config, chance: random.Random) -> None:
     """Samples in all sorts of batches, and compares what was recorded with what the trainer computes."""
+    longest = config.rollout.max_prompt_tokens
     torch.manual_seed(0)
-    for parameter in loaded.model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+    for name, parameter in loaded.model.named_parameters():
+        if parameter.dtype == torch.bfloat16 and not name.endswith(SCALE):  # and no code
+            parameter.data += 0.1 * torch.randn_like(parameter)
     policy = Policy(loaded, config)
     policy.fuse_blocks(pytest.fail)
     assert not why_not_exact(policy, config, 1)

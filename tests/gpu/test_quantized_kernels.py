@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_paged_kernels import DEVICE, INTERPRETED
 
-from ebbtide.model.quantize import Quantized, dequantize, quantize, quantized_linear
+from ebbtide.model.quantize import Quantized, dequantize, linear_in_slices, quantize, quantized_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
 
@@ -74,3 +74,21 @@ def test_a_row_has_the_same_bits_among_few_as_among_many(kind, width, depth) -> 
             many = quantized_linear(x, matrix, given)
             for rows in (1, 2, 16, 40, 64, 128, 256):
                 assert torch.equal(quantized_linear(x[:rows], matrix, given), many[:rows]), rows
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies matrices of other sizes in another order")
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_head_in_slices_has_the_same_bits_among_few_rows(biased) -> None:
+    """As a training's head, and a sampler's, whose vocabulary ends in the middle of a slice."""
+    from ebbtide.system.torch_internals import without_split_k
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("matmuls of few and many rows have the same bits only on GPUs of the Hopper generation")
+    matrix = quantize(random_matrix(151_936, 2048), "float8")
+    x = torch.randn((1100, 2048), device=DEVICE).bfloat16()
+    bias = torch.randn(151_936, device=DEVICE).bfloat16() if biased else None
+    with without_split_k():
+        many = linear_in_slices(x, matrix, bias)
+        assert torch.equal(many, torch.nn.functional.linear(x, dequantize(matrix, torch.bfloat16), bias))
+        for rows in (1, 16, 100, 256, 300):
+            assert torch.equal(linear_in_slices(x[:rows], matrix, bias), many[:rows]), rows

@@ -28,14 +28,15 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("base", [None, "float8", "int4"])
-def test_a_run_has_the_same_bits(tmp_path, base) -> None:
+@pytest.mark.parametrize(("base", "embeddings"), [(None, False), ("float8", False), ("int4", False), ("int4", True)])
+def test_a_run_has_the_same_bits(tmp_path, base, embeddings) -> None:
     torch.use_deterministic_algorithms(True)
     found = []
     try:
         for streams in (False, True):
             folder = tmp_path / str(streams)
             changes = {**WIDE, "model.base": base, "memory.stream_base": streams, "run.folder": str(folder)}
+            changes["model.base_embeddings"] = embeddings
             config = GrpoConfig.model_validate(merged(TINY, changes))
             with Report(config, "test") as report:
                 model = train(config, report).model

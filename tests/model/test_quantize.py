@@ -11,7 +11,9 @@ from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.model.lora import adapted_layers, base_digest, merge_adapters
+from ebbtide.model.output_head import head_product
 from ebbtide.model.quantize import (
+    QuantizedEmbedding,
     QuantizedLinear,
     count_parameters,
     dequantize,
@@ -153,6 +155,48 @@ def test_a_new_model_has_the_buffers_and_the_tied_head_of_any(kind) -> None:
         assert one.get_output_embeddings().weight is one.get_input_embeddings().weight
     assert model.get_input_embeddings().weight.std() == pytest.approx(0.02, rel=0.1)
     assert all(bool((one == 1).all()) for name, one in model.named_parameters() if "norm" in name)
+
+
+WIDE_HEAD = {"model.scratch.vocabulary": 300, "model.base_embeddings": True}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_quantized_where_it_is_asked(tied) -> None:
+    config = model_config("int4", **WIDE_HEAD, **{"model.scratch.tied": tied})
+    model = load_initial(config, CPU).model
+    plain = load_initial(model_config("int4", **{**WIDE_HEAD, "model.base_embeddings": False}), CPU).model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (embedding.weight is head.weight) == tied
+    assert model.dtype == torch.float32
+    assert count_parameters(model) == count_parameters(plain) + (0 if tied else embedding.weight.numel())
+    numbers = layer_matrix(embedding)
+    off = (numbers.float() - plain.get_input_embeddings().weight).norm() / numbers.float().norm()
+    assert 0 < off < 0.04
+    assert torch.equal(embedding(TOKENS), numbers.float()[TOKENS])
+    hidden = torch.randn(600, head.in_features)
+    assert torch.equal(head_product(model, hidden), torch.cat([head(part) for part in hidden.split(256)]))
+    assert base_digest(model) != base_digest(plain)
+
+    found = model(TOKENS).logits
+    merge_adapters(model)
+    assert quantized_of(embedding) is quantized_of(head) is None
+    assert (embedding.weight is head.weight) == tied
+    assert torch.equal(model(TOKENS).logits, found)
+
+
+def test_an_embedding_of_its_own_kind_scales_what_it_scaled() -> None:
+    changes = {**WIDE_HEAD, "model.scratch.architecture": "gemma"}
+    model = load_initial(model_config("float8", **changes), CPU).model
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, QuantizedEmbedding)
+    found = model(TOKENS).logits
+    merge_adapters(model)
+    assert torch.equal(model(TOKENS).logits, found)
+
+
+def test_what_is_asked_of_embeddings_needs_a_base() -> None:
+    with pytest.raises(ValueError, match=r"`model.base_embeddings` quantizes what `model.base` leaves"):
+        model_config(None, **{"model.base_embeddings": True})
 
 
 def test_the_digest_tells_kinds_apart() -> None:

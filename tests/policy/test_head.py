@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.model import quantize
 from ebbtide.policy.head import token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 50, 16, 97
@@ -91,3 +92,22 @@ def test_bfloat16_weights_sum_their_gradient_in_fp32() -> None:
     token_logprobs(*one_chunk, None, targets, chunk=TOKENS)[0].sum().backward()
     assert narrow[1].grad.dtype == torch.bfloat16
     torch.testing.assert_close(narrow[1].grad.float(), one_chunk[1].grad.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantized_head_computes_with_its_numbers_a_slice_at_a_time(monkeypatch, dtype) -> None:
+    hidden, weight, extra, targets, mix = inputs(bias=True)
+    monkeypatch.setattr(quantize, "HEAD_SLICE", 10 * HIDDEN)
+    codes = quantize.quantize(weight.detach(), "float8")
+    numbers, extra = quantize.dequantize(codes, dtype), extra.detach().to(dtype)
+    found = []
+    for matrix in (codes, numbers):
+        leaf = hidden.detach().to(dtype).requires_grad_()
+        with Largest() as watch:
+            logprobs, entropies = token_logprobs(leaf, matrix, extra, targets, scale=0.7, softcap=3.0, chunk=8)
+            (logprobs * mix[0] + entropies * mix[1]).sum().backward()
+        found.append((watch.elements, logprobs, entropies, leaf.grad))
+    assert found[0][0] == TOKENS * HIDDEN < VOCABULARY * HIDDEN
+    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for ours, wanted in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=close, atol=close)

@@ -32,7 +32,7 @@ def load_initial(config: Config, device: torch.device, *, adapter: bool = True) 
         if model.weights is not None:
             load_weights(loaded.model, model.weights, "model.weights")
         if model.base is not None:
-            quantize_model(loaded.model, model.base, device)
+            quantize_model(loaded.model, model.base, device, embeddings=model.base_embeddings)
     if model.lora is not None:
         add_adapters(loaded.model, model.lora, config.seed)
         if adapter and model.lora.adapter is not None:
@@ -65,7 +65,8 @@ def check_base(base: str, files: CheckpointFiles, called: str = "") -> None:
         raise UserError(
             f"{called}{': ' if called else ''}the adapters in {files.folder} were trained on another model than the one"
             " here: its weights are not the ones that they were saved with. Name the model that the run was started"
-            " with, and its `model.base` (`base` of `ebbtide serve`), if it was quantized"
+            " with, and its `model.base` and `model.base_embeddings` (`base` and `base_embeddings` of `ebbtide serve`),"
+            " if it was quantized"
         )
 
 

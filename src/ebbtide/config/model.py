@@ -151,6 +151,9 @@ class ModelConfig(Section):
     e4m3 with a scale for each row) or 4 (`int4`: with a scale and an offset for each 128 numbers); `null` leaves them
     in `dtype`."""
 
+    base_embeddings: bool = False
+    """With `model.base`: quantize the embedding and the output head as well, to 8 bits (`float8`)."""
+
     tokenizer: str | None = None
     """Folder or hub id of another tokenizer; `null` is the model's own."""
 

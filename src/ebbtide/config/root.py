@@ -134,6 +134,11 @@ class Config(Section):
                 f"`model.base: {self.model.base}` quantizes weights that are not trained: set `model.lora.rank=32` to"
                 " train adapters beside them, or remove `model.base`. A run that goes on from another has its own"
             )
+        if self.model.base_embeddings and self.model.base is None:
+            raise ValueError(
+                "`model.base_embeddings` quantizes what `model.base` leaves: set `model.base=int4` or `float8`, or"
+                " remove it"
+            )
         if self.memory.stream_base and not self.can_stream_base:
             raise ValueError(
                 "`memory.stream_base` is for the frozen weights beside adapters: set `model.lora.rank=32`, or remove it"

@@ -41,6 +41,9 @@ class ServeConfig(Section):
     """Quantize the linear layers of the model's blocks when it is loaded (`model.base`); a run with a quantized base
     has its own."""
 
+    base_embeddings: bool = False
+    """With `base`: quantize the embedding and the output head as well, to 8 bits (`model.base_embeddings`)."""
+
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments for the chat template of every chat, such as `{enable_thinking: false}`, besides those of a run's
     `model.chat_template_kwargs`. A request's own `chat_template_kwargs` come before both."""

@@ -21,7 +21,7 @@ from ebbtide.config.train import TrainConfig
 from ebbtide.errors import UserError
 from ebbtide.model.chat_template import unused_arguments_warning
 from ebbtide.model.joined_weights import join
-from ebbtide.model.load import LoadedModel, load_pretrained, pick_device, pick_dtype, prepare_model
+from ebbtide.model.load import LoadedModel, blocks_of, load_pretrained, pick_device, pick_dtype, prepare_model
 from ebbtide.model.lora import adapted_layers
 from ebbtide.model.quantize import SCALE, quantize_model, quantized_of
 from ebbtide.policy.fuse import build_blocks, why_not_computed
@@ -99,19 +99,22 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
         if config.base is None:
             return load_pretrained(settings, device, dtype), settings
         loaded = load_pretrained(settings, torch.device("cpu"), dtype)
-        quantize_model(loaded.model, config.base, device)
+        quantize_model(loaded.model, config.base, device, embeddings=config.base_embeddings)
         return loaded, settings
     saved, model, tokenizer, trained = read_newest(run, None, say)
     if config.base is not None and trained.model.lora is not None:
         raise UserError(f"`base: {config.base}`: {source} is a run with adapters, whose `model.base` counts: remove it")
     say(f"the weights are those of step {saved.step}")
     # Buffers are not cast: rotary frequencies and router biases are float32 whatever the weights are.
-    for name, parameter in model.named_parameters():
-        is_number = parameter.dtype in (torch.float32, torch.bfloat16) and not name.endswith(SCALE)
-        if is_number:  # and no part of a quantized matrix
+    fixed = {
+        id(scale) for layer in blocks_of(model) for name, scale in layer.named_parameters() if name.endswith(SCALE)
+    }
+    for parameter in model.parameters():
+        is_number = parameter.dtype in (torch.float32, torch.bfloat16) and id(parameter) not in fixed
+        if is_number:  # and no part of a block's quantized matrix
             parameter.data = parameter.data.to(dtype)
     if config.base is not None:
-        quantize_model(model, config.base, device)
+        quantize_model(model, config.base, device, embeddings=config.base_embeddings)
     return prepare_model(model.to(device), tokenizer, trained.model), trained.model
 
 

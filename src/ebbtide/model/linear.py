@@ -94,3 +94,13 @@ def gated_grouped_linear(
 
 def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.itemsize == 2 and generation(x.device) == HOPPER
+
+
+def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total in fp32 += left @ right, without rounding the result of the matmul to 16 bits."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float(), right.float())

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -240,17 +239,6 @@ def blocks_of(model: PreTrainedModel) -> list[torch.nn.Module]:
             " cannot be set for it: remove that section"
         )
     return list(found)
-
-
-def head_weight(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """The output head's matrix [V, H] and its bias, if it has one."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise UserError(
-            f"{type(model).__name__} has no output embedding, so it is not a causal language model: choose another"
-            " model"
-        )
-    return head.weight, getattr(head, "bias", None)
 
 
 def logit_scaling(config: PretrainedConfig) -> tuple[float, float | None]:

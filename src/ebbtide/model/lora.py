@@ -18,7 +18,14 @@ from ebbtide.config.root import Config
 from ebbtide.model.families import family_of
 from ebbtide.model.load import layers_of
 from ebbtide.model.lora_targets import check_targets
-from ebbtide.model.quantize import QuantizedLinear, layer_matrix, layer_product, make_dense, quantized_of
+from ebbtide.model.quantize import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    layer_matrix,
+    layer_product,
+    make_dense,
+    quantized_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +139,7 @@ def merge_adapters(model: PreTrainedModel) -> float:
     """Adds what the adapters add to the weights, in float32 and rounded once, and removes them; quantized layers are
     numbers from then on. Returns the rounding: the norm of what it changed, as a fraction of the norm of what the
     adapters add."""
-    lost, added = 0.0, 0.0
+    lost, added, dtype = 0.0, 0.0, model.dtype
     for layer in adapted_layers(model).values():
         update = _added(layer)
         exact = layer_matrix(layer).float() + update
@@ -143,8 +150,9 @@ def merge_adapters(model: PreTrainedModel) -> float:
         added += float(update.square().sum())
         remove_adapter(layer)
     for module in model.modules():  # those without adapters
-        if isinstance(module, QuantizedLinear):
-            make_dense(module, model.dtype)
+        if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+            make_dense(module, dtype)
+    model.tie_weights()
     return math.sqrt(lost / added) if added else 0.0
 
 

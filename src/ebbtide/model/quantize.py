@@ -7,6 +7,9 @@ loaded, and turned back into numbers where they are multiplied.
 
 A number of the base is code x scale + offset, rounded to bfloat16, on every device. It is the same whatever device the
 codes were made on: sums are in float64.
+
+Embedding and output head stay as they are unless asked (`model.base_embeddings`): then they are in float8. Their codes
+are held as bytes, so that a model's type is that of its other parameters.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from ebbtide.config.model import BaseKind
 from ebbtide.config.root import Config
+from ebbtide.errors import UserError
 from ebbtide.model.families import family_of
 from ebbtide.model.files import NO_CODE
-from ebbtide.model.linear import linear
+from ebbtide.model.linear import add_matmul, linear
 from ebbtide.model.load import layers_of, model_config
 from ebbtide.model.lora_targets import no_quantized_experts
-from ebbtide.model.quantized_sizes import group_size
+from ebbtide.model.quantized_sizes import HEAD_SLICE, MOST_ROWS, group_size
 from ebbtide.system.transformers_internals import initialize
 
 if TYPE_CHECKING:
@@ -65,6 +69,19 @@ class QuantizedLinear(nn.Linear):
         return layer_product(self, x)
 
 
+class QuantizedEmbedding(nn.Embedding):
+    """An embedding whose matrix is quantized, in 8 bits."""
+
+    dense_class: type[nn.Embedding]
+    weight_scale: nn.Parameter
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scale = self.weight_scale
+        found = self.weight[tokens].view(torch.float8_e4m3fn).to(scale.dtype) * scale[tokens]
+        factor = getattr(self, "embed_scale", 1.0)  # Some families multiply embeddings with it.
+        return found * (factor.to(found.dtype) if isinstance(factor, Tensor) else factor)
+
+
 def layer_product(layer: nn.Linear, x: Tensor) -> Tensor:
     """x W.T + bias, of a layer whose matrix may be quantized. Autograd keeps its codes, not its numbers."""
     matrix = quantized_of(layer)
@@ -74,7 +91,7 @@ def layer_product(layer: nn.Linear, x: Tensor) -> Tensor:
     return found
 
 
-def layer_matrix(layer: nn.Linear) -> Tensor:
+def layer_matrix(layer: nn.Linear | nn.Embedding) -> Tensor:
     """The matrix of a layer [N, K], in numbers."""
     matrix = quantized_of(layer)
     return layer.weight if matrix is None else dequantize(matrix, torch.bfloat16)
@@ -83,10 +100,9 @@ def layer_matrix(layer: nn.Linear) -> Tensor:
 def count_parameters(model: nn.Module) -> int:
     """The number of a model's parameters; of a quantized matrix the numbers, not the bytes of its codes."""
     found = sum(parameter.numel() for parameter in model.parameters())
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and (matrix := quantized_of(module)) is not None:
-            codes, scale = matrix
-            found += len(codes) * matrix.columns - codes.numel() - scale.numel()
+    matrices = {id(one.weight): matrix for one in model.modules() if (matrix := quantized_of(one)) is not None}
+    for matrix in matrices.values():  # An embedding and an output head may have the same.
+        found += len(matrix.codes) * matrix.columns - matrix.codes.numel() - matrix.scale.numel()
     return found
 
 
@@ -99,7 +115,10 @@ def layer_columns(layer: nn.Linear) -> int:
 def quantized_of(layer: nn.Module) -> Quantized | None:
     """The matrix of a layer, if it is quantized."""
     codes, scale = layer._parameters.get("weight"), layer._parameters.get(SCALE)
-    return None if scale is None or codes is None else Quantized(codes, scale)
+    if scale is None or codes is None:
+        return None
+    is_held_as_bytes = codes.dtype == torch.uint8 and scale.ndim == 2
+    return Quantized(codes.view(torch.float8_e4m3fn) if is_held_as_bytes else codes, scale)
 
 
 class _Product(torch.autograd.Function):
@@ -123,6 +142,38 @@ def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -
         if quantized_kernels.takes(x, matrix.codes, matrix.group):
             return quantized_kernels.linear(x, *matrix, bias=bias)
     return linear(x, dequantize(matrix, x.dtype), bias)
+
+
+@torch.no_grad()
+def linear_in_slices(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` of a matrix of so many rows that no more than a slice of them is to be there in numbers."""
+    if x.is_cuda and len(x) <= MOST_ROWS:
+        return quantized_linear(x, matrix, bias)
+    out = x.new_empty(len(x), len(matrix.codes))
+    for rows, numbers in _slices(matrix, x.dtype):
+        if bias is None:
+            torch.mm(x, numbers.t(), out=out[:, rows])
+        else:
+            torch.addmm(bias[rows], x, numbers.t(), out=out[:, rows])
+    return out
+
+
+@torch.no_grad()
+def product_in_slices(grad: Tensor, matrix: Quantized) -> Tensor:
+    """grad [T, N] @ matrix [N, K], with no more than a slice of the matrix in numbers; the slices' products are added
+    in float32."""
+    total = torch.zeros((len(grad), matrix.columns), dtype=torch.float32, device=grad.device)
+    for rows, numbers in _slices(matrix, grad.dtype):
+        add_matmul(total, grad[:, rows], numbers)
+    return total.to(grad.dtype)
+
+
+def _slices(matrix: Quantized, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The numbers of a matrix, some rows at a time."""
+    each = max(1, HEAD_SLICE // matrix.columns)
+    for start in range(0, len(matrix.codes), each):
+        rows = slice(start, start + each)
+        yield rows, dequantize(Quantized(matrix.codes[rows], matrix.scale[rows]), dtype)
 
 
 @torch.no_grad()
@@ -181,11 +232,13 @@ def _to_int4(rows: Tensor) -> Quantized:
     return Quantized((first | second << 4).flatten(1), torch.cat([scale, offset], -1).bfloat16())
 
 
-def quantize_model(model: PreTrainedModel, kind: BaseKind, device: torch.device) -> None:
-    """Quantizes the linear layers of a model's blocks one by one, and moves it to a device: no more than the codes, and
-    one layer in numbers, are there at once."""
+def quantize_model(model: PreTrainedModel, kind: BaseKind, device: torch.device, *, embeddings: bool = False) -> None:
+    """Quantizes the linear layers of a model's blocks one by one, with `embeddings` also the embedding and the output
+    head, and moves it to a device: no more than the codes, and one layer in numbers, are there at once."""
     for layer in _linear_layers(model):
         quantize_layer(layer, kind, device)
+    if embeddings:
+        quantize_embeddings(model, device)
     model.to(device)
 
 
@@ -202,7 +255,33 @@ def new_quantized_model(config: Config, dtype: torch.dtype, device: torch.device
             if isinstance(module, nn.Linear) and module in inside and kind is not None:
                 quantize_layer(module, kind, device)
     model.tie_weights()
+    if config.model.base_embeddings:
+        quantize_embeddings(model, device)
     return model
+
+
+def quantize_embeddings(model: PreTrainedModel, device: torch.device) -> None:
+    """Replaces the matrices of a model's embedding and output head by their codes in float8, on a device."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_known = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
+    if not isinstance(embedding, nn.Embedding) or not is_known or not isinstance(head, nn.Linear):
+        raise UserError(
+            f"`model.base_embeddings` needs an embedding and a linear output head, and {type(model).__name__} has"
+            f" {type(embedding).__name__} and {type(head).__name__}: remove it"
+        )
+    dtype, made = model.dtype, dict[int, tuple[nn.Parameter, nn.Parameter]]()
+    for module in (embedding, head):
+        key = id(module.weight)
+        if key not in made:  # Else it is the same matrix.
+            codes, scale = quantize(module.weight.detach().to(device), "float8")
+            made[key] = _frozen(codes.view(torch.uint8)), _frozen(scale.to(dtype))
+    for module in (embedding, head):
+        module.weight, scale = made[id(module.weight)]
+        module.register_parameter(SCALE, scale)
+    head.__class__ = QuantizedLinear
+    own, embedding.__class__ = type(embedding), QuantizedEmbedding
+    assert isinstance(embedding, QuantizedEmbedding)
+    embedding.dense_class = own
 
 
 def quantize_layer(layer: nn.Linear, kind: BaseKind, device: torch.device) -> None:
@@ -213,13 +292,15 @@ def quantize_layer(layer: nn.Linear, kind: BaseKind, device: torch.device) -> No
     layer.__class__ = QuantizedLinear
 
 
-def make_dense(layer: nn.Linear, dtype: torch.dtype) -> None:
+def make_dense(layer: nn.Linear | nn.Embedding, dtype: torch.dtype) -> None:
     """Replaces the codes of a layer by numbers."""
     matrix = layer_matrix(layer)
     layer._parameters.pop(SCALE, None)
     layer.weight = _frozen(matrix.to(dtype))
     if isinstance(layer, QuantizedLinear):
         layer.__class__ = nn.Linear  # type: ignore[assignment]
+    elif isinstance(layer, QuantizedEmbedding):
+        layer.__class__ = layer.dense_class  # type: ignore[assignment]
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -10,6 +10,8 @@ from ebbtide.model.shape import Shape
 
 MOST_ROWS = 256
 """Products of more rows make numbers of the codes first."""
+HEAD_SLICE = 2**25
+"""Numbers of a quantized output head that training makes of its codes at once."""
 LARGEST_GROUP, SMALLEST_GROUP = 128, 16
 """Numbers of a row that share a scale, in 4 bits."""
 
@@ -40,7 +42,26 @@ def base_bytes(shape: Shape, itemsize: int, parameters: int | None = None) -> in
         return itemsize * parameters
     sizes = shape.linear_layers.values()
     quantized = sum(quantized_bytes(rows, columns, shape.base) for rows, columns in sizes)
-    return itemsize * (parameters - shape.layers * block_numbers(shape)) + shape.layers * quantized
+    others = parameters - shape.layers * block_numbers(shape) - shape.root_shard()
+    return itemsize * others + shape.layers * quantized + root_bytes(shape, itemsize)
+
+
+def root_bytes(shape: Shape, itemsize: int) -> int:
+    """The bytes of what is outside of a model's blocks: embedding, last norm and output head."""
+    whole = itemsize * shape.root_shard()
+    if not shape.base_embeddings:
+        return whole
+    # A number's scale has the type of the other weights.
+    quantized = shape.embedding + itemsize * shape.vocabulary
+    return whole + (1 if shape.tied else 2) * (quantized - itemsize * shape.embedding)
+
+
+def head_scratch_bytes(shape: Shape, itemsize: int, rows: float, *, whole: bool) -> float:
+    """The bytes of the numbers of a quantized output head, some or the `whole` at once, and of its product with the
+    gradients of so many rows."""
+    if not shape.base_embeddings:
+        return 0.0
+    return itemsize * (shape.embedding if whole else min(shape.embedding, HEAD_SLICE)) + 4 * rows * shape.hidden
 
 
 def scratch_bytes(shape: Shape, itemsize: int) -> int:

@@ -72,7 +72,8 @@ class Shape:
     context: int | None = None
     """The number of tokens of the longest sequence; None if the config.json does not have it."""
     base: BaseKind | None = None
-    """How the matrices of the blocks' linear layers are quantized."""
+    """How the matrices of the blocks' linear layers are quantized; and whether embedding and head are, in float8."""
+    base_embeddings: bool = False
     lora: LoraShape | None = None
     """The adapters, where only these are trained."""
 
@@ -370,7 +371,8 @@ def with_lora(shape: Shape, config: ModelConfig) -> Shape:
         raise no_quantized_experts()
     check_targets(lora, {path.rpartition(".")[2] for path in family.adaptable}, sparse=family.sparse)
     targets = frozenset(lora.targets) if lora.targets is not None else None
-    return replace(shape, base=config.base, lora=LoraShape(lora.rank, targets, frozenset(lora.exclude)))
+    adapters = LoraShape(lora.rank, targets, frozenset(lora.exclude))
+    return replace(shape, base=config.base, base_embeddings=config.base_embeddings, lora=adapters)
 
 
 def _find_shape(config: ModelConfig) -> Shape:

@@ -20,8 +20,9 @@ from ebbtide.memory.move_costs import host_bytes_of
 from ebbtide.memory.plan import Plan
 from ebbtide.model.files import NO_CODE, refuse_broken_files
 from ebbtide.model.known import known_config
-from ebbtide.model.load import head_weight, layers_of, model_config, pick_device, pick_dtype
+from ebbtide.model.load import layers_of, model_config, pick_device, pick_dtype
 from ebbtide.model.lora import add_adapters
+from ebbtide.model.output_head import head_size
 from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape
 from ebbtide.optim.costs import state_bytes
@@ -113,7 +114,7 @@ def host_bytes(config: Config, plan: Plan, *, optimizer: bool = True, share: int
         other = meta_model(config.model_copy(update={"model": frozen}), dtype)
         count = sum(parameter.numel() for parameter in other.parameters())
         itemsize = frozen.itemsize(pick_device(config.device).type)
-        others[name] = frozen_size(count, head_weight(other)[0].numel(), share, itemsize)
+        others[name] = frozen_size(count, head_size(other), share, itemsize)
     device |= frozen_bytes(config, updated, dtype.itemsize, others)
     if rewards := reward_model_sizes(config, pick_device(config.device).type):
         device[REWARD_MODEL] = sum(one.bytes for one in rewards)

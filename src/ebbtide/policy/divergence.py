@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ebbtide.memory.gauge import transient
+from ebbtide.model.linear import add_matmul
 from ebbtide.policy import divergence_reference
 from ebbtide.policy.divergence_costs import backward_bytes, forward_bytes
 from ebbtide.policy.divergence_reference import RowFigures
-from ebbtide.policy.head import Head, add_matmul, chunks
+from ebbtide.policy.head import Head, chunks
 from ebbtide.policy.head_costs import LOGITS
 
 
@@ -45,6 +46,7 @@ def token_divergences(
     chunk: int,
 ) -> TokenDivergences:
     """Both heads may have more rows than the vocabulary that they share, which is that of the smaller one."""
+    head = replace(head, matrix=head.weight)
     rows = min(head.weight.shape[0], teacher_head.weight.shape[0])
     arguments = hidden, head.weight, head.bias, targets, teacher_hidden, head, teacher_head, rows, beta, chunk
     return TokenDivergences(*_ChunkedDivergence.apply(*arguments))  # type: ignore[no-untyped-call]
@@ -95,7 +97,7 @@ class _ChunkedDivergence(torch.autograd.Function):
     def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, teacher_hidden, lse, teacher_lse, centre = ctx.saved_tensors
         head, teacher_head, rows, beta, chunk = ctx.options
-        head = replace(head, weight=weight, bias=bias)
+        head = replace(head, matrix=weight, bias=bias)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         _, gradient = _row_functions(hidden)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -109,7 +111,7 @@ class _ChunkedDivergence(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight[:rows], out=grad_hidden[part])
             if grad_weight is not None:
-                add_matmul(grad_weight[:rows], grad, hidden[part])
+                add_matmul(grad_weight[:rows], grad.T, hidden[part])
             if grad_bias is not None:
                 grad_bias[:rows] += grad.sum(0, dtype=torch.float32)
             del grad

@@ -48,7 +48,7 @@ class FrozenModel:
             matrix = head.detach().to(residency.device, copy=True)
             whole = output_head(loaded.model, config.logprob_temperature)
             bias = None if whole.bias is None else whole.bias.detach().to(residency.device, copy=True)
-            self._head = replace(whole, weight=matrix, bias=bias)
+            self._head = replace(whole, matrix=matrix, bias=bias)
             self._policy.shard(comm.mesh, residency.device)
             buckets = [local(parameter) for parameter in loaded.model.parameters()]
         self._policy.fuse_blocks(joins=False)  # its weights stay in their buckets

@@ -42,7 +42,9 @@ def fuse_blocks(
         return None
     if (before := fuse.fused_blocks_of(model)) is not None:
         before.close()
-    why = fuse.why_not_fused(model, next(model.parameters()))
+    # Codes of a quantized embedding are no numbers.
+    weight = next(one for one in model.parameters() if one.is_floating_point())
+    why = fuse.why_not_fused(model, weight)
     if mesh is not None and mesh["tensor"].size() > 1:
         why = "tensor parallelism adds up results in the middle of a block"
     fused = None if why else FusedBlocks(model)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ebbtide.memory.gauge import transient
-from ebbtide.model.linear import linear
+from ebbtide.model.linear import add_matmul, linear
+from ebbtide.model.quantize import Quantized, dequantize, linear_in_slices, product_in_slices
 from ebbtide.policy import logprob_reference
 from ebbtide.policy.head_costs import LOGITS, backward_bytes, forward_bytes
 
@@ -23,10 +24,15 @@ from ebbtide.policy.head_costs import LOGITS, backward_bytes, forward_bytes
 class Head:
     """The output head of a model: its logits are scale * softcap * tanh((hidden @ weight.T + bias) / softcap)."""
 
-    weight: Tensor  # [V, H]
+    matrix: Tensor | Quantized  # [V, H]
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix in numbers. Those of a quantized one are made each time."""
+        return self.matrix if isinstance(self.matrix, Tensor) else dequantize(self.matrix, self.matrix.scale.dtype)
 
     def raw(self, hidden: Tensor, rows: int) -> Tensor:
         """The product [c, rows] of hidden states [c, H] with the weight, for the first so many tokens of the
@@ -49,7 +55,7 @@ class Head:
 
 def token_logprobs(
     hidden: Tensor,  # [P, H]: the hidden state before each predicted token
-    weight: Tensor,  # [V, H]
+    weight: Tensor | Quantized,  # [V, H]
     bias: Tensor | None,  # [V]
     targets: Tensor,  # [P]: the tokens predicted
     *,
@@ -59,7 +65,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """fp32 log-prob of each target [P] and entropy of each row [P] under softmax(scale * softcap(hidden @ weight.T +
     bias))."""
-    arguments = hidden, weight, bias, targets, scale, softcap, chunk
+    dense, codes = (weight, None) if isinstance(weight, Tensor) else (None, weight)
+    arguments = hidden, dense, codes, bias, targets, scale, softcap, chunk
     logprobs, entropies = _ChunkedHead.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
@@ -71,7 +78,8 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
+        codes: Quantized | None,
         bias: Tensor | None,
         targets: Tensor,
         scale: float,
@@ -81,34 +89,36 @@ class _ChunkedHead(torch.autograd.Function):
         reduce, _ = _row_functions(hidden)
         lses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logprobs, entropies = torch.empty_like(lses), torch.empty_like(lses)
-        with transient(LOGITS.name, int(forward_bytes(hidden.shape[0], weight.shape[0], chunk, weight.itemsize))):
+        vocabulary = len(codes.codes) if codes is not None else len(weight)  # type: ignore[arg-type]
+        with transient(LOGITS.name, int(forward_bytes(hidden.shape[0], vocabulary, chunk, hidden.itemsize))):
             for part in chunks(hidden.shape[0], chunk):
-                logits = linear(hidden[part], weight, bias)  # [c, V]
+                logits = _product(hidden[part], weight, codes, bias)  # [c, V]
                 lses[part], logprobs[part], entropies[part] = reduce(logits, targets[part], scale, softcap)
         ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies)
-        ctx.options = scale, softcap, chunk
+        ctx.options = codes, scale, softcap, chunk, vocabulary
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors
+        *_, chunk, vocabulary = ctx.options
         size = weight.numel() if ctx.needs_input_grad[1] else 0
-        needed = backward_bytes(hidden.shape[0], weight.shape[0], size, ctx.options[-1], weight.itemsize)
+        needed = backward_bytes(hidden.shape[0], vocabulary, size, chunk, hidden.itemsize)
         with transient(LOGITS.name, int(needed)):
             return _ChunkedHead._gradients(ctx, *grads)
 
     @staticmethod
     def _gradients(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lses, entropies = ctx.saved_tensors
-        scale, softcap, chunk = ctx.options
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        codes, scale, softcap, chunk, _ = ctx.options
+        need_hidden, need_weight, _, need_bias = ctx.needs_input_grad[:4]
         _, gradient = _row_functions(hidden)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         # Accumulated over chunks in fp32 and rounded once: the same precision as one matmul over all tokens.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
         for part in chunks(hidden.shape[0], chunk):
-            logits = linear(hidden[part], weight, bias)  # [c, V], overwritten by its gradient
+            logits = _product(hidden[part], weight, codes, bias)  # [c, V], overwritten by its gradient
             grad = gradient(
                 logits,
                 targets[part],
@@ -119,18 +129,28 @@ class _ChunkedHead(torch.autograd.Function):
                 scale,
                 softcap,
             )
-            if grad_hidden is not None:
+            if grad_hidden is not None and codes is None:
                 torch.mm(grad, weight, out=grad_hidden[part])
+            elif grad_hidden is not None:
+                grad_hidden[part] = product_in_slices(grad, codes)
             if grad_weight is not None:
-                add_matmul(grad_weight, grad, hidden[part])
+                add_matmul(grad_weight, grad.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 4,
         )
+
+
+def _product(x: Tensor, weight: Tensor | None, codes: Quantized | None, bias: Tensor | None) -> Tensor:
+    if codes is not None:
+        return linear_in_slices(x, codes, bias)
+    assert weight is not None
+    return linear(x, weight, bias)
 
 
 def chunks(tokens: int, chunk: int) -> list[slice]:
@@ -146,13 +166,3 @@ def _row_functions(hidden: Tensor) -> tuple[Any, Any]:
 
         return logprob_kernels.reduce, logprob_kernels.gradient
     return logprob_reference.reduce, logprob_reference.gradient
-
-
-def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [V, H] in fp32 += left.T @ right, without rounding the result of the matmul to 16 bits."""
-    if left.dtype == torch.float32:
-        total.addmm_(left.T, right)
-    elif left.is_cuda:
-        torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(left.float().T, right.float())

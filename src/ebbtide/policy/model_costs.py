@@ -11,7 +11,7 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
-from ebbtide.model.quantized_sizes import base_bytes
+from ebbtide.model.quantized_sizes import base_bytes, root_bytes
 from ebbtide.model.shape import Shape
 from ebbtide.parallel.costs import MeshShape
 from ebbtide.parallel.rank_model import RankModel
@@ -122,7 +122,7 @@ class WeightsCosts:
         rank = self._rank
         base = {BASE: base_bytes(rank.shape, rank.itemsize, rank.parameters)} if config.model.lora is not None else {}
         if config.memory.stream_base:  # Its blocks are a row of their own.
-            base = {BASE: rank.itemsize * rank.shape.root_shard()}
+            base = {BASE: root_bytes(rank.shape, rank.itemsize)}
         return HoldingBytes({"weights": rank.itemsize * rank.trained, **base})
 
     def add_costs(self, run: PlannedRun, phases: PhaseCosts) -> None:

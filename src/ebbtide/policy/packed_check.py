@@ -26,7 +26,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebbtide.errors import UserError
-from ebbtide.model.load import head_weight, logit_scaling
+from ebbtide.model.load import logit_scaling
+from ebbtide.model.output_head import head_matrix
 from ebbtide.policy.attention import PACKED, use_attention
 from ebbtide.policy.fuse import own_forwards
 from ebbtide.policy.head import token_logprobs
@@ -152,8 +153,9 @@ def widened_logprobs(model: PreTrainedModel, pack: Pack) -> list[Tensor]:
     """The log-probs of each completion of a pack, of a model `in_float32`, with transformers' own blocks."""
     with use_attention(model, PACKED), own_forwards(model):
         hidden = packed_hidden(model, [one.tokens for one in pack])
-    weight, bias = (None if one is None else one.float() for one in head_weight(model))
-    assert weight is not None
+    matrix, bias = head_matrix(model)
+    assert isinstance(matrix, Tensor)  # Numbers can be widened.
+    weight, bias = matrix.float(), None if bias is None else bias.float()
     scale, softcap = logit_scaling(model.config)
     found, end = [], 0
     for one in pack:

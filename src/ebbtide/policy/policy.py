@@ -19,7 +19,8 @@ from ebbtide.memory.arena import check_host_budget
 from ebbtide.memory.gauge import transient
 from ebbtide.memory.residency import Residency
 from ebbtide.model.experts import use_fast_experts
-from ebbtide.model.load import LoadedModel, blocks_of, decoder, head_weight, logit_scaling
+from ebbtide.model.load import LoadedModel, blocks_of, decoder, logit_scaling
+from ebbtide.model.output_head import head_matrix
 from ebbtide.model.state_layers import missing_kernels
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.costs import GATHERED
@@ -62,7 +63,7 @@ HeadFunction = Callable[[Tensor, Head, Tensor], Outputs]
 
 def _token_logprobs(hidden: Tensor, head: Head, targets: Tensor, *, chunk: int) -> Outputs:
     logprobs, entropies = token_logprobs(
-        hidden, head.weight, head.bias, targets, scale=head.scale, softcap=head.softcap, chunk=chunk
+        hidden, head.matrix, head.bias, targets, scale=head.scale, softcap=head.softcap, chunk=chunk
     )
     return {"logprobs": logprobs, "entropies": entropies}
 
@@ -92,8 +93,8 @@ class _PackedModel(nn.Module):
 def output_head(model: PreTrainedModel, temperature: float = 1.0) -> Head:
     """The model's output head, whose logits are divided by `temperature`."""
     scale, softcap = logit_scaling(model.config)
-    weight, bias = head_weight(model)
-    return Head(weight, bias, scale / temperature, softcap)
+    matrix, bias = head_matrix(model)
+    return Head(matrix, bias, scale / temperature, softcap)
 
 
 class Policy:

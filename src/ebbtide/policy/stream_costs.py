@@ -9,7 +9,7 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCosts, PlannedRun
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase, Place
-from ebbtide.model.quantized_sizes import base_bytes
+from ebbtide.model.quantized_sizes import base_bytes, root_bytes
 from ebbtide.parallel.rank_model import RankModel
 
 BLOCKS: HoldingName = "base_blocks"
@@ -22,7 +22,7 @@ FORWARD_SHARE = 0.35  # of the seconds of a forward with its backward
 
 def block_bytes(rank: RankModel) -> int:
     """The bytes of all blocks."""
-    return base_bytes(rank.shape, rank.itemsize, rank.parameters) - rank.itemsize * rank.shape.root_shard()
+    return base_bytes(rank.shape, rank.itemsize, rank.parameters) - root_bytes(rank.shape, rank.itemsize)
 
 
 class StreamCosts:

@@ -11,7 +11,7 @@ from ebbtide.config.root import Config
 from ebbtide.config.train import Rehearsal
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingName, HoldingSpec, Phase
-from ebbtide.model.quantized_sizes import scratch_bytes
+from ebbtide.model.quantized_sizes import head_scratch_bytes, scratch_bytes
 from ebbtide.model.shape import Shape
 from ebbtide.model.workload import MicroBatchSize, Workload
 from ebbtide.optim.costs import CPU_CHUNK, grad_bytes
@@ -223,6 +223,7 @@ class TrainCosts:
             if diverges
             else head_costs.backward_bytes(*sizes, itemsize)
         )
+        head += head_scratch_bytes(shape, itemsize, min(chunk, part.completion_tokens), whole=diverges)
         # A micro-batch has its part of the frozen models' hidden states once more, in one tensor.
         copied = part.completion_tokens * sum(one._itemsize * one._shape.hidden for one in self._frozen.values())
         # Gradients that leave are sent in chunks: one is being filled while another is copied.
@@ -291,6 +292,7 @@ class TrainCosts:
             logits = head_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, itemsize)
         elif kind == "divergence":
             logits = divergence_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, self._itemsizes)
+        logits += head_scratch_bytes(shape, itemsize, 0, whole=kind == "divergence")
         head = itemsize * shape.hidden * (part.tokens + part.completion_tokens)
         root, inside = (
             (self._gathers.root_bytes + self._gathers.prefetched_bytes, self._gathers.block_bytes)

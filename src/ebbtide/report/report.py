@@ -130,11 +130,13 @@ class Report:
         parameters = count_parameters(model)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         some = f" ({trained:,} of them trained)" if trained < parameters else ""
-        first, kind = next(model.parameters()), self._config.model.base
-        base = f", its frozen blocks in {kind}," if kind is not None else ""
+        first, settings = next(model.parameters()), self._config.model
+        kind = next(one.dtype for one in model.parameters() if one.is_floating_point())
+        ends = ", embedding and head in float8" if settings.base_embeddings else ""
+        base = f", its frozen blocks in {settings.base}{ends}," if settings.base is not None else ""
         self.terminal.say(
             f"{self._source}: {type(model).__name__}, {parameters:,} parameters{some} in"
-            f" {str(first.dtype).removeprefix('torch.')}{base} on {first.device}",
+            f" {str(kind).removeprefix('torch.')}{base} on {first.device}",
             "bold",
         )
         self.terminal.say(f"{about} for {self._config.train.steps} steps; writing to {self.folder.path}")

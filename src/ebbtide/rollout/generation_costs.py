@@ -219,6 +219,8 @@ class GenerationCosts:
         if shape.base is not None:
             longer = (DECODE_QUANTIZED[shape.base] - 1) * self._itemsize * shape.layers * block_numbers(shape)
             read += longer if rows <= MOST_ROWS else dequantized_traffic(shape)
+        if shape.base_embeddings:
+            read += (DECODE_QUANTIZED["float8"] - 1) * self._itemsize * shape.embedding
         matmuls = 2 * used * rows / rates.matmul
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
         starts += shape.layers * len(shape.adapters) * (DECODE_ADAPTER_APART if shape.base else DECODE_ADAPTER)

@@ -98,8 +98,9 @@ class DistillConfig(Config):
 
     @model_validator(mode="after")
     def _teacher_is_not_quantized(self) -> DistillConfig:
-        if self.teacher.base is not None:
-            raise ValueError("`teacher.base` is not supported yet: remove it")
+        for key in ("base", "base_embeddings"):
+            if getattr(self.teacher, key):
+                raise ValueError(f"`teacher.{key}` is not supported yet: remove it")
         return self
 
     @property

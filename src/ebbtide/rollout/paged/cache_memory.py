@@ -81,12 +81,12 @@ class CacheMemory:
     def find_size(self, needs: CacheNeeds, *, reusable: int = 0) -> CacheSize:
         """Returns the size of a KV cache: all that is useful, or as much as fits into free memory. It raises if
         that does not hold the longest sample. `reusable` bytes are in use and will be freed for the cache."""
-        count, weight = self._blocks, next(self._model.parameters())
-        free = _free_bytes(weight.device) + reusable - row_adapter_bytes(self._model, self._most)
+        count = self._blocks
+        free = _free_bytes(self._model.device) + reusable - row_adapter_bytes(self._model, self._most)
         states = self._states.count(needs.sequences, free)
         if count is None:
             free -= sum(self._states.tensor_bytes(states))
-            sizes = weight.dtype.itemsize, self._block, self._most, self._batch
+            sizes = self._model.dtype.itemsize, self._block, self._most, self._batch
             count, self.chunk = self._costs.fit(*sizes, free, useful=needs.useful, least=needs.longest_sample)
         if count < needs.longest_sample:
             raise UserError(
@@ -100,7 +100,7 @@ class CacheMemory:
 
     def tensor_bytes(self, size: CacheSize) -> dict[HoldingName, list[int]]:
         """Returns the bytes of each tensor of a KV cache, and of the states beside it."""
-        itemsize = next(self._model.parameters()).dtype.itemsize
+        itemsize = self._model.dtype.itemsize
         keys = [prod(shape) * itemsize for shape in self._layout.shapes(size.blocks * self._block)]
         states = {SEQUENCE_STATES.name: self._states.tensor_bytes(size.states)} if self._states.exist else {}
         return {KV_CACHE.name: keys, **states}
@@ -126,9 +126,8 @@ class CacheMemory:
     def allocate(self, size: CacheSize) -> list[Tensor]:
         """Allocates a KV cache: the keys, then the values of each layer, then the states."""
         self._make_room(self.total_bytes(size))
-        weight = next(self._model.parameters())
         shapes = self._layout.shapes(size.blocks * self._block)
-        keys = [torch.empty(shape, dtype=weight.dtype, device=weight.device) for shape in shapes]
+        keys = [torch.empty(shape, dtype=self._model.dtype, device=self._model.device) for shape in shapes]
         return keys + self._states.allocate(size.states)
 
     def resize(self, tensors: list[Tensor], used: UsedCache, size: CacheSize) -> list[Tensor]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ebbtide.model.attention_kind import AttentionKind, attend
-from ebbtide.model.load import decoder, head_weight, logit_scaling
+from ebbtide.model.load import decoder, logit_scaling
+from ebbtide.model.output_head import head_product
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_layers import StatePass, TensorSlots
 from ebbtide.policy.attention import use_attention
@@ -91,9 +91,8 @@ class CpuRunner:
         return StatePass(rows, order, TensorSlots(self._cache.states))
 
     def _sample(self, hidden: Tensor, ops: Sequence[SampleOp]) -> PendingTokens:
-        weight, bias = head_weight(self._model)
         scale, softcap = logit_scaling(self._model.config)
-        logits = linear(hidden, weight, bias).float()
+        logits = head_product(self._model, hidden).float()
         if softcap is not None:
             logits = (logits / softcap).tanh() * softcap
         logits = logits * scale

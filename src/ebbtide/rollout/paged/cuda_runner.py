@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ebbtide.model.attention_kernels import TILE
-from ebbtide.model.linear import linear
-from ebbtide.model.load import decoder, head_weight, logit_scaling
+from ebbtide.model.load import decoder, logit_scaling
+from ebbtide.model.output_head import head_product
 from ebbtide.model.row_adapters import row_adapters
 from ebbtide.model.state_layers import StatePass, state_layers
 from ebbtide.policy.attention import use_attention
@@ -320,8 +320,7 @@ class CudaRunner:
         return self._scale / (sampling.temperature or 1.0)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight, bias = head_weight(self._model)
-        return linear(hidden, weight, bias)
+        return head_product(self._model, hidden)
 
     def _sample(
         self,
@@ -381,9 +380,8 @@ class CudaRunner:
         for length, adapter in ((37, self._adapters.count), (5, 0)):
             scheduler.add([7 * index % vocabulary for index in range(length)], [1], adapter)
         chunks = [chunk for chunk in scheduler.schedule() if isinstance(chunk, PrefillChunk)]
-        weight = next(self._model.parameters())
         shapes = self._layout.shapes(scheduler.allocator.num_blocks * self._block)
-        tensors = [torch.empty(shape, dtype=weight.dtype, device=self._device) for shape in shapes]
+        tensors = [torch.empty(shape, dtype=self._model.dtype, device=self._device) for shape in shapes]
         cache = KVCache(tensors, self._layout)
         self._addresses.copy_(torch.tensor(cache.addresses()))
         by_fused = self._prefill(chunks).float()
@@ -392,7 +390,7 @@ class CudaRunner:
             by_model = self._prefill(chunks).float()
             self._fused = fused
         # Rounding adds up over many layers; a block that computes something else is further off.
-        tolerance = 0.1 if weight.dtype != torch.float32 else 1e-3
+        tolerance = 0.1 if self._model.dtype != torch.float32 else 1e-3
         return bool((by_fused - by_model).norm() <= tolerance * by_model.norm())
 
 
