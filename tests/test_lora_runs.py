@@ -249,7 +249,7 @@ def test_merging_needs_adapters(tmp_path) -> None:
         export(tmp_path / "run", tmp_path / "out", say=print, merge=True)
 
 
-@pytest.mark.parametrize("place", ["device", "streamed", "cpu"])
+@pytest.mark.parametrize("place", ["device", pytest.param("streamed", marks=pytest.mark.slow), "cpu"])
 def test_every_optimizer_trains_adapters_alike(whole, tmp_path, place: str) -> None:
     """The CPU's kernels round as the others do within float32."""
     model = run(tmp_path / "run", {"optimizer.place": place})

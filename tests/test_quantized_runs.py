@@ -110,7 +110,8 @@ def test_it_is_served(quantized) -> None:
     assert torch.equal(loaded.model(TOKENS).logits, quantized[1](TOKENS).logits)
 
 
-@pytest.mark.parametrize("kind", ["float8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float8", "int4"])
 def test_a_new_models_codes_are_saved_and_resumed(kind, tmp_path) -> None:
     folder = tmp_path / "run"
     model = run(folder, {"model.base": kind})

@@ -138,7 +138,9 @@ def test_the_least_is_the_least() -> None:
     assert not chosen_for(0.98 * below.min_gib).fits
 
 
-@pytest.mark.parametrize("host", [8.0, 16.0, 24.0])
+@pytest.mark.parametrize(
+    "host", [pytest.param(8.0, marks=pytest.mark.slow), 16.0, pytest.param(24.0, marks=pytest.mark.slow)]
+)
 def test_the_least_counts_only_what_the_host_has_room_for(host: float) -> None:
     """With the optimizer on the host it would be less."""
     below = chosen_for(7, host=host)
