@@ -90,10 +90,10 @@ class Group:
     @torch.no_grad()
     def ours(self, x: torch.Tensor) -> None:
         for weight, first, seconds_of in zip(self._weights, self._firsts, self._seconds, strict=True):
-            low, join = begin_beside(partial(adapter_kernels.lower, x, first), x.device)
+            low, join = begin_beside(partial(adapter_kernels.shrink, x, first), x.device)
             found = linear(x, weight)
             join()
-            adapter_kernels.add(found, low, seconds_of, self._starts, 1.0)
+            adapter_kernels.expand(found, low, seconds_of, self._starts, 1.0)
 
     @torch.no_grad()
     def in_torch(self, x: torch.Tensor) -> None:

@@ -47,8 +47,8 @@ class Group:
         from ebbtide.model import adapter_kernels
 
         products = self.products[rows].clone()
-        low = adapter_kernels.lower(self.x[rows], self.first)
-        adapter_kernels.add(products, low, self.seconds, self.columns, 0.7)
+        low = adapter_kernels.shrink(self.x[rows], self.first)
+        adapter_kernels.expand(products, low, self.seconds, self.columns, 0.7)
         return products
 
     def wanted(self, rounded: torch.dtype) -> torch.Tensor:
@@ -93,21 +93,21 @@ def test_few_rows_that_are_loaded_by_descriptors_have_the_same_bits(depth, chann
 
     needs_hopper()
     ways = []
-    by_descriptors = adapter_kernels._lower_by_descriptors
+    by_descriptors = adapter_kernels._shrink_by_descriptors
 
     def counted(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         ways.append(len(x))
         return by_descriptors(x, first)
 
-    monkeypatch.setattr(adapter_kernels, "_lower_by_descriptors", counted)
+    monkeypatch.setattr(adapter_kernels, "_shrink_by_descriptors", counted)
     counts = [3, 128] if INTERPRETED else [1, 3, 16, 63, 64, 65, 127, 128]
     for rows in counts:
         group = Group(depth, channels, [(16, True)], rows)
         monkeypatch.setattr(adapter_kernels, "_is_hopper", lambda x: False)
-        wanted = adapter_kernels.lower(group.x, group.first)
+        wanted = adapter_kernels.shrink(group.x, group.first)
         monkeypatch.setattr(adapter_kernels, "_is_hopper", lambda x: True)
         for _ in range(2):  # The first leaves the counts as they were.
-            assert _same(adapter_kernels.lower(group.x, group.first), wanted), rows
+            assert _same(adapter_kernels.shrink(group.x, group.first), wanted), rows
     assert ways == [rows for rows in counts for _ in range(2)]
     assert not adapter_kernels._ended(group.x.device).any()
 
@@ -147,8 +147,8 @@ def test_matmuls_that_add_them_have_the_same_bits(depth, widths, rank, rows, bia
         assert adapted_linear_kernels.takes(group.x, weight, adapters)
         found = adapted_linear_kernels.linear(group.x, weight, bias, adapters)
         wanted = linear_kernels.linear(group.x, weight, bias)
-    low = adapter_kernels.lower(group.x, group.first)
-    adapter_kernels.add(wanted, low, group.seconds, group.columns, LARGE)
+    low = adapter_kernels.shrink(group.x, group.first)
+    adapter_kernels.expand(wanted, low, group.seconds, group.columns, LARGE)
     assert _same(found, wanted)
 
 
@@ -170,7 +170,7 @@ def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, rows
         assert adapted_linear_kernels.takes_gated(group.x, weight, adapters)
         found = adapted_linear_kernels.gated_linear(group.x, weight, "silu", adapters)
         halves = linear_kernels.linear(group.x, weight, None)
-    adapter_kernels.add(halves, adapter_kernels.lower(group.x, group.first), group.seconds, group.columns, LARGE)
+    adapter_kernels.expand(halves, adapter_kernels.shrink(group.x, group.first), group.seconds, group.columns, LARGE)
     assert _same(found, block_kernels.activate(halves, "silu"))
 
 
@@ -191,12 +191,12 @@ def test_in_a_graph_what_is_added_waits_for_its_branch(depth, gated) -> None:
     before = group.products.clone()
 
     def work() -> torch.Tensor:
-        low, join = begin_beside(lambda: adapter_kernels.lower(group.x, group.first), group.x.device)
+        low, join = begin_beside(lambda: adapter_kernels.shrink(group.x, group.first), group.x.device)
         products = before + 1
         join()
         if gated:
-            return adapter_kernels.add_gated(products, low, group.seconds, 0.7, "silu")
-        adapter_kernels.add(products, low, group.seconds, group.columns, 0.7)
+            return adapter_kernels.expand_gated(products, low, group.seconds, 0.7, "silu")
+        adapter_kernels.expand(products, low, group.seconds, group.columns, 0.7)
         return products
 
     work()
@@ -215,6 +215,6 @@ def test_the_activation_of_products_with_adapters_is_that_after_both(rows) -> No
     from ebbtide.model import adapter_kernels, block_kernels
 
     group = Group(640, 20, [(96, True)] * 2, rows)
-    low = adapter_kernels.lower(group.x, group.first)
-    found = adapter_kernels.add_gated(group.products.clone(), low, group.seconds, 0.7, "silu")
+    low = adapter_kernels.shrink(group.x, group.first)
+    found = adapter_kernels.expand_gated(group.products.clone(), low, group.seconds, 0.7, "silu")
     assert torch.equal(found, block_kernels.activate(group.added(), "silu"))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ebbtide.model.adapter_kernels import LAYERS, Adapters, chunk_size, lower_chunk, power_of_2
+from ebbtide.model.adapter_kernels import LAYERS, Adapters, chunk_size, power_of_2, shrink_chunk
 from ebbtide.model.block_kernels import UNFUSED, activated
 from ebbtide.model.block_reference import Activation
 from ebbtide.model.dependent_launch import wait_for_results
@@ -32,7 +32,7 @@ MOST_RANK = 64
 SHARED = 220 * 1024  # bytes of a multiprocessor's shared memory
 
 
-class _Lower(NamedTuple):
+class _ShrinkTile(NamedTuple):
     """How x A.T is divided among programs, each of which has some rows, some channels and one chunk or both."""
 
     rows: int
@@ -46,7 +46,7 @@ class _Lower(NamedTuple):
 
 
 @triton.jit
-def _lower(
+def _shrink(
     x, first, matrix, sums, ended, program, rows, depth, channels, blocks, of_tile,
     parts: tl.constexpr, chunk: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
     stages: tl.constexpr, early: tl.constexpr,
@@ -54,8 +54,8 @@ def _lower(
     """Multiplies some rows of x with a chunk of some rows of A, or with both chunks, and counts itself."""
     part, block = program % parts, program // parts
     first_row, first_channel = block // blocks * tile, block % blocks * columns
-    lower_chunk(x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
-                parts, chunk, tile, columns, at_once, stages, early)  # fmt: skip
+    shrink_chunk(x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
+                 parts, chunk, tile, columns, at_once, stages, early)  # fmt: skip
     tl.debug_barrier()  # All threads have stored before one says so.
     tl.atomic_add(ended + first_row // of_tile, 1, sem="release")
 
@@ -93,7 +93,7 @@ def _factor(second, column, width, rank: tl.constexpr, padded: tl.constexpr):
     return tl.load(second + column[:, None] * rank + place[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "depth", "lowering", "low_blocks"])
+@triton.jit(do_not_specialize=["rows", "depth", "shrinking", "low_blocks"])
 def _linear(
     x,  # descriptor of [rows, depth]
     weight,  # descriptor of [width, depth]
@@ -111,7 +111,7 @@ def _linear(
     scale,
     rows,
     depth,
-    lowering,  # programs that multiply with A
+    shrinking,  # programs that multiply with A
     low_blocks,
     width: tl.constexpr,
     end_0: tl.constexpr,  # the column after each layer's last
@@ -133,11 +133,11 @@ def _linear(
     early: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < lowering:
-        _lower(low_x, first, all_first, sums, ended, program, rows, depth, channels, low_blocks, tile,
-               parts, chunk, low_tile, low_columns, low_at_once, low_stages, early)  # fmt: skip
+    if program < shrinking:
+        _shrink(low_x, first, all_first, sums, ended, program, rows, depth, channels, low_blocks, tile,
+                parts, chunk, low_tile, low_columns, low_at_once, low_stages, early)  # fmt: skip
     else:
-        program -= lowering
+        program -= shrinking
         blocks: tl.constexpr = (width + columns - 1) // columns
         first_column, first_row = program % blocks * columns, program // blocks * tile
         if fetches:
@@ -161,7 +161,7 @@ def _linear(
         tl.store(target, found, mask=(row < rows)[:, None] & (column < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "depth", "lowering", "low_blocks"])
+@triton.jit(do_not_specialize=["rows", "depth", "shrinking", "low_blocks"])
 def _gated_linear(
     x,  # descriptor of [rows, depth]
     weight,  # descriptor of [2 * width, depth]: of the gate, then of the other half
@@ -177,7 +177,7 @@ def _gated_linear(
     scale,
     rows,
     depth,
-    lowering,  # programs that multiply with A
+    shrinking,  # programs that multiply with A
     low_blocks,
     width: tl.constexpr,
     channels: tl.constexpr,
@@ -197,11 +197,11 @@ def _gated_linear(
     early: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < lowering:
-        _lower(low_x, first, all_first, sums, ended, program, rows, depth, channels, low_blocks, tile,
-               parts, chunk, low_tile, low_columns, low_at_once, low_stages, early)  # fmt: skip
+    if program < shrinking:
+        _shrink(low_x, first, all_first, sums, ended, program, rows, depth, channels, low_blocks, tile,
+                parts, chunk, low_tile, low_columns, low_at_once, low_stages, early)  # fmt: skip
     else:
-        program -= lowering
+        program -= shrinking
         blocks: tl.constexpr = (width + columns - 1) // columns
         first_column, first_row = program % blocks * columns, program // blocks * tile
         if fetches:
@@ -258,17 +258,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -
     tile = tile_of(x, weight)
     assert tile is not None
     (rows, depth), width = x.shape, len(weight)
-    lower, programs = _lower_for(tile, 1, rows, width, depth, len(adapters.first), processors(x.device))
+    shrink, programs = _shrink_tile(tile, 1, rows, width, depth, len(adapters.first), processors(x.device))
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    sums = _sums(x, lower, len(adapters.first))
+    sums = _sums(x, shrink, len(adapters.first))
     seconds = [*adapters.seconds, *[adapters.seconds[0]] * (LAYERS - len(adapters.seconds))]
     ends = [*adapters.columns[1:], *[width] * (LAYERS - len(adapters.seconds))]
     early = starts_early(x)
-    _linear[(lower.programs + programs,)](
-        *_descriptors(x, weight, adapters.first, tile, lower),
+    _linear[(shrink.programs + programs,)](
+        *_descriptors(x, weight, adapters.first, tile, shrink),
         weight, adapters.first, out if bias is None else bias, *seconds, sums, _ended(x.device), out,
-        adapters.scale, rows, depth, lower.programs, lower.blocks, width, *ends,
-        *_sizes(adapters, lower), tile.rows, tile.columns, tile.depth, bias is not None, depth >= FETCHED, early,
+        adapters.scale, rows, depth, shrink.programs, shrink.blocks, width, *ends,
+        *_sizes(adapters, shrink), tile.rows, tile.columns, tile.depth, bias is not None, depth >= FETCHED, early,
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(early),
     )  # fmt: skip
     return out
@@ -279,47 +279,47 @@ def gated_linear(x: Tensor, weight: Tensor, kind: Activation, adapters: Adapters
     tile = gated_tile(x, weight)
     assert tile is not None
     (rows, depth), width = x.shape, len(weight) // 2
-    lower, programs = _lower_for(tile, 2, rows, width, depth, len(adapters.first), processors(x.device))
+    shrink, programs = _shrink_tile(tile, 2, rows, width, depth, len(adapters.first), processors(x.device))
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    sums = _sums(x, lower, len(adapters.first))
+    sums = _sums(x, shrink, len(adapters.first))
     early = starts_early(x)
-    _gated_linear[(lower.programs + programs,)](
-        *_descriptors(x, weight, adapters.first, tile, lower),
+    _gated_linear[(shrink.programs + programs,)](
+        *_descriptors(x, weight, adapters.first, tile, shrink),
         weight, adapters.first, *adapters.seconds, sums, _ended(x.device), out,
-        adapters.scale, rows, depth, lower.programs, lower.blocks, width,
-        *_sizes(adapters, lower), tile.rows, tile.columns, tile.depth, kind == "gelu_tanh", depth >= FETCHED,
+        adapters.scale, rows, depth, shrink.programs, shrink.blocks, width,
+        *_sizes(adapters, shrink), tile.rows, tile.columns, tile.depth, kind == "gelu_tanh", depth >= FETCHED,
         early, num_warps=tile.warps, num_stages=tile.stages, **launch_options(early), **UNFUSED,
     )  # fmt: skip
     return out
 
 
-def _sums(x: Tensor, lower: _Lower, channels: int) -> Tensor:
+def _sums(x: Tensor, shrink: _ShrinkTile, channels: int) -> Tensor:
     """Where x A.T is written, or its chunks."""
-    dtype = x.dtype if lower.parts == 1 else torch.float32
-    return torch.empty((lower.parts, len(x), channels), dtype=dtype, device=x.device)
+    dtype = x.dtype if shrink.parts == 1 else torch.float32
+    return torch.empty((shrink.parts, len(x), channels), dtype=dtype, device=x.device)
 
 
 def _descriptors(
-    x: Tensor, weight: Tensor, first: Tensor, tile: Tile, lower: _Lower
+    x: Tensor, weight: Tensor, first: Tensor, tile: Tile, shrink: _ShrinkTile
 ) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor, TensorDescriptor]:
     """Of x and the weight, and of x and A."""
     of_product = [TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])]
     of_product.append(TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]))
-    of_low = TensorDescriptor.from_tensor(x, [lower.rows, lower.depth])
-    return *of_product, of_low, TensorDescriptor.from_tensor(first, [lower.columns, lower.depth])
+    of_low = TensorDescriptor.from_tensor(x, [shrink.rows, shrink.depth])
+    return *of_product, of_low, TensorDescriptor.from_tensor(first, [shrink.columns, shrink.depth])
 
 
-def _sizes(adapters: Adapters, lower: _Lower) -> tuple[int, ...]:
+def _sizes(adapters: Adapters, shrink: _ShrinkTile) -> tuple[int, ...]:
     """What both kernels have in common of their constants."""
     padded = power_of_2(adapters.rank)
-    sizes = len(adapters.first), adapters.rank, padded, lower.parts, lower.chunk
-    return *sizes, lower.rows, lower.columns, lower.depth, lower.stages
+    sizes = len(adapters.first), adapters.rank, padded, shrink.parts, shrink.chunk
+    return *sizes, shrink.rows, shrink.columns, shrink.depth, shrink.stages
 
 
 @cache
-def _lower_for(
+def _shrink_tile(
     tile: Tile, halves: int, rows: int, width: int, depth: int, channels: int, processors: int
-) -> tuple[_Lower, int]:
+) -> tuple[_ShrinkTile, int]:
     """(what multiplies with A beside programs with so many tiles each, how many of those there are)."""
     tiles = ceil_div(rows, tile.rows)
     programs = tiles * ceil_div(width, tile.columns)
@@ -335,7 +335,7 @@ def _lower_for(
     at_once = next((one for one in (256, 128) if 4 * one * stage <= shared), 64)
     stages = max(2, min(6, shared // (at_once * stage)))
     blocks = ceil_div(channels, columns)
-    return _Lower(height, columns, at_once, stages, chunk, parts, blocks, high * blocks), programs
+    return _ShrinkTile(height, columns, at_once, stages, chunk, parts, blocks, high * blocks), programs
 
 
 @cache

@@ -1,5 +1,5 @@
-"""Adapters (LoRA) beside a matmul as two Triton kernels: x A.T for all layers with the same input, and what follows
-from it added to their products, in place. Decode, prefill and training run the same programs.
+"""Adapters (LoRA) beside a matmul as two Triton kernels: `shrink` is x A.T for all layers with the same input, and
+`expand` adds what follows from it to their products, in place. Decode, prefill and training run the same programs.
 
 A row has the same bits among few rows as among many: a program always has 64 rows, whatever number of them there are,
 and the inner dimension is summed in two chunks whose size follows from that dimension alone. With few rows each chunk
@@ -54,7 +54,7 @@ class Adapters(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
-def _lower(
+def _shrink(
     x,  # [rows, depth]
     first,  # [channels, depth]: A of all layers
     sums,  # [parts, rows, channels] float32: of each program's chunks, where there are several parts
@@ -103,7 +103,7 @@ def _lower(
 
 
 @triton.jit
-def lower_chunk(
+def shrink_chunk(
     x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
     parts: tl.constexpr, chunk: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
     stages: tl.constexpr, early: tl.constexpr,
@@ -129,7 +129,7 @@ def lower_chunk(
 
 
 @triton.jit(do_not_specialize=["rows", "depth"])
-def _lower_few(
+def _shrink_few(
     x,  # descriptor of [rows, depth]
     first,  # descriptor of [channels, depth]: A of all layers
     matrix,  # A
@@ -150,8 +150,8 @@ def _lower_few(
     program = tl.program_id(0)
     part, block = program % parts, program // parts
     first_row, first_channel = block // blocks * tile, block % blocks * columns
-    lower_chunk(x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
-                parts, chunk, tile, columns, at_once, stages, False)  # fmt: skip
+    shrink_chunk(x, first, matrix, sums, part, first_row, first_channel, rows, depth, channels,
+                 parts, chunk, tile, columns, at_once, stages, False)  # fmt: skip
     tl.debug_barrier()  # All threads have stored before one says so.
     if tl.atomic_add(ended + block, 1, sem="acq_rel") == parts - 1:
         row, channel = first_row + tl.arange(0, tile), first_channel + tl.arange(0, columns)
@@ -164,7 +164,7 @@ def _lower_few(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add(
+def _expand(
     products,  # [rows, stride]: of all layers, side by side
     low,  # [rows, channels]
     second_0,  # [width_0, rank]: B of each layer that has an adapter
@@ -213,7 +213,7 @@ def _add(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add_gated(
+def _expand_gated(
     products,  # [rows, 2 * width]: of the gate, then of the other half
     low,  # [rows, 2 * rank]
     second_0,  # [width, rank]: B of the gate
@@ -252,8 +252,8 @@ def _add_gated(
     tl.store(out + row[:, None] * width + column[None, :], found, mask=mask)
 
 
-_launch_lower, _launch_add = Launcher(_lower, num_stages=STAGES), Launcher(_add, dependent=True, joins=True)
-_launch_add_gated = Launcher(_add_gated, dependent=True, joins=True, **UNFUSED)
+_launch_shrink, _launch_expand = Launcher(_shrink, num_stages=STAGES), Launcher(_expand, dependent=True, joins=True)
+_launch_expand_gated = Launcher(_expand_gated, dependent=True, joins=True, **UNFUSED)
 
 
 @cache
@@ -262,11 +262,11 @@ def _ended(device: torch.device) -> Tensor:
     return torch.zeros(ceil_div(FEW, ROWS) * MOST_BLOCKS, dtype=torch.int32, device=device)
 
 
-def lower(x: Tensor, first: Tensor) -> Tensor:
-    """x [T, K] @ first.T [K, channels] for `add`, of all adapters."""
+def shrink(x: Tensor, first: Tensor) -> Tensor:
+    """x [T, K] @ first.T [K, channels] for `expand`, of all adapters."""
     x, first = x.contiguous(), first.contiguous()
     if _are_few(x, first):
-        return _lower_by_descriptors(x, first)
+        return _shrink_by_descriptors(x, first)
     (rows, depth), channels = x.shape, len(first)
     chunk = chunk_size(depth)
     chunks, wide = ceil_div(depth, chunk), min(COLUMNS, power_of_2(channels))
@@ -275,7 +275,7 @@ def lower(x: Tensor, first: Tensor) -> Tensor:
     low = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
     sums = low if parts == 1 else torch.empty((parts, rows, channels), dtype=torch.float32, device=x.device)
     if rows:
-        _launch_lower(
+        _launch_shrink(
             ceil_div(rows, ROWS) * blocks * parts,
             (x, first, sums, _ended(x.device), low),
             (rows, chunks // parts),
@@ -295,14 +295,14 @@ def _is_hopper(x: Tensor) -> bool:
     return x.is_cuda and generation(x.device) == HOPPER
 
 
-def _lower_by_descriptors(x: Tensor, first: Tensor) -> Tensor:
-    """`lower` of few rows."""
+def _shrink_by_descriptors(x: Tensor, first: Tensor) -> Tensor:
+    """`shrink` of few rows."""
     (rows, depth), channels = x.shape, len(first)
     wide = min(MOST_COLUMNS, power_of_2(channels))
     at_once = 256 if LOADS * 256 * 2 * (ROWS + wide) <= SHARED else 128
     low = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
     sums = torch.empty((CHUNKS, rows, channels), dtype=torch.float32, device=x.device)
-    _lower_few[(ceil_div(rows, ROWS) * ceil_div(channels, wide) * CHUNKS,)](
+    _shrink_few[(ceil_div(rows, ROWS) * ceil_div(channels, wide) * CHUNKS,)](
         TensorDescriptor.from_tensor(x, [ROWS, at_once]), TensorDescriptor.from_tensor(first, [wide, at_once]),
         first, sums, _ended(x.device), low, rows, depth, CHUNKS, channels, chunk_size(depth), ROWS, wide, at_once,
         LOADS, num_warps=4, num_stages=LOADS,
@@ -310,9 +310,9 @@ def _lower_by_descriptors(x: Tensor, first: Tensor) -> Tensor:
     return low
 
 
-def add(
+def expand(
     products: Tensor,  # [T, N]: of all layers, side by side
-    low: Tensor,  # [T, adapters x rank]: of `lower`
+    low: Tensor,  # [T, adapters x rank]: of `shrink`
     seconds: Sequence[Tensor],  # [width, rank] each: B of all adapters, three at most
     columns: Sequence[int],  # where the product of each adapter's layer begins
     scale: float,
@@ -323,7 +323,7 @@ def add(
         return
     seconds = [second.contiguous() for second in seconds]
     widths, missing = [len(second) for second in seconds], LAYERS - len(seconds)
-    _launch_add(
+    _launch_expand(
         ceil_div(rows, ROWS) * sum(ceil_div(width, COLUMNS) for width in widths),
         (products, low, *seconds, *[seconds[0]] * missing),
         (rows, scale),
@@ -333,13 +333,13 @@ def add(
     )
 
 
-def add_gated(products: Tensor, low: Tensor, seconds: Sequence[Tensor], scale: float, kind: Activation) -> Tensor:
-    """What `activate` makes of the products [T, 2 N] of a gated MLP, both halves of which have adapters, after `add`:
+def expand_gated(products: Tensor, low: Tensor, seconds: Sequence[Tensor], scale: float, kind: Activation) -> Tensor:
+    """What `activate` makes of a gated MLP's products [T, 2 N], both halves of which have adapters, after `expand`:
     [T, N]."""
     (rows, width), rank = (len(products), products.shape[1] // 2), seconds[0].shape[1]
     out = torch.empty((rows, width), dtype=products.dtype, device=products.device)
     if rows:
-        _launch_add_gated(
+        _launch_expand_gated(
             ceil_div(rows, ROWS) * ceil_div(width, COLUMNS),
             (products, low, *(second.contiguous() for second in seconds), out),
             (rows, scale),

@@ -85,11 +85,11 @@ class FusedAdapters:
         if adapters is not None:
             from ebbtide.model import adapter_kernels
 
-            low, join = begin_beside(lambda: adapter_kernels.lower(x, adapters.first), x.device)
+            low, join = begin_beside(lambda: adapter_kernels.shrink(x, adapters.first), x.device)
 
             def add(products: Tensor) -> Tensor:
                 join()
-                adapter_kernels.add(products, low, adapters.seconds, adapters.columns, adapters.scale)
+                adapter_kernels.expand(products, low, adapters.seconds, adapters.columns, adapters.scale)
                 return products
 
             return add
@@ -114,11 +114,11 @@ class FusedAdapters:
             return lambda products: activate(add(products), kind)
         from ebbtide.model import adapter_kernels
 
-        low, join = begin_beside(lambda: adapter_kernels.lower(x, adapters.first), x.device)
+        low, join = begin_beside(lambda: adapter_kernels.shrink(x, adapters.first), x.device)
 
         def add_and_activate(products: Tensor) -> Tensor:
             join()
-            return adapter_kernels.add_gated(products, low, adapters.seconds, adapters.scale, kind)
+            return adapter_kernels.expand_gated(products, low, adapters.seconds, adapters.scale, kind)
 
         return add_and_activate
 
