@@ -111,13 +111,13 @@ def test_it_is_served(quantized) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float8", "int4"])
-def test_a_new_models_codes_are_saved_and_resumed(kind, tmp_path) -> None:
-    folder = tmp_path / "run"
-    model = run(folder, {"model.base": kind})
+@pytest.mark.parametrize(("kind", "embeddings"), [("float8", False), ("int4", True)])
+def test_a_new_models_codes_are_saved_and_resumed(kind, embeddings, tmp_path) -> None:
+    folder, given = tmp_path / "run", {"model.base": kind, "model.base_embeddings": embeddings}
+    model = run(folder, given)
     saved = list_checkpoints(folder / "checkpoints")
     shutil.rmtree(saved[-1].path)
-    resumed = run(folder, {"model.base": kind, "resume": str(folder)}).state_dict()
+    resumed = run(folder, {**given, "resume": str(folder)}).state_dict()
     assert all(
         torch.equal(one.view(torch.uint8), resumed[name].view(torch.uint8)) for name, one in model.state_dict().items()
     )
@@ -134,8 +134,13 @@ def test_a_model_is_served_with_a_quantized_base(kind, model_folder) -> None:
     assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
 
 
+def test_what_is_asked_of_embeddings_needs_a_base() -> None:
+    with pytest.raises(ValueError, match=r"`base_embeddings` quantizes what `base` leaves"):
+        ServeConfig(base_embeddings=True)
+
+
 def test_a_run_with_adapters_has_a_base_of_its_own(quantized) -> None:
-    with pytest.raises(UserError, match=r"is a run with adapters, whose `model.base` counts"):
+    with pytest.raises(UserError, match=r"is a run with adapters, whose own `model.base` counts: remove `base`$"):
         load_served(str(quantized[0]), ServeConfig(device="cpu", base="int4"), lambda text: None)
 
 

@@ -442,6 +442,20 @@ def test_buffers_are_exported_and_served_as_they_were_trained_with(tiny, tmp_pat
         export(tmp_path / "run", tmp_path / "again")
 
 
+def test_a_run_of_a_family_without_a_known_list_of_blocks_is_served(tiny, tmp_path) -> None:
+    tokenizer = scratch_tokenizer("0123456789=+ ")
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": len(tokenizer)}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape, **ends)).save_pretrained(tmp_path / "made")
+    tokenizer.save_pretrained(tmp_path / "made")
+    model = {"path": str(tmp_path / "made"), "dtype": "float32"}
+    config = tiny({"model": model, "train.steps": 1, "run.folder": str(tmp_path / "run")})
+    with Report(config, "test") as report:
+        trained = train(config, report).model
+    served, _ = serve_run.load_served(str(tmp_path / "run"), ServeConfig(device="cpu"), print)
+    assert all(torch.equal(one, trained.get_parameter(name)) for name, one in served.model.named_parameters())
+
+
 class Clock:
     now = 0.0
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_paged_kernels import DEVICE, INTERPRETED
 
+from ebbtide.model.linear import linear
 from ebbtide.model.quantize import Quantized, dequantize, linear_in_slices, quantize, quantized_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU")]
@@ -39,6 +40,24 @@ def test_codes_and_numbers_are_those_of_the_cpu(kind, width, depth) -> None:
         assert torch.allclose(numbers.float(), wanted_numbers.float(), rtol=2**-7)
     else:
         assert torch.equal(numbers.cpu(), wanted_numbers)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_all_codes_of_8_bits_are_numbers_on_every_gpu(native, monkeypatch) -> None:
+    """Those before Ada have no instruction for it."""
+    from ebbtide.model import quantized_kernels
+
+    if native and not INTERPRETED and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU that converts from float8")
+    monkeypatch.setattr(quantized_kernels, "_has_float8", lambda device: native)
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    codes = torch.where((codes & 127) == 127, 0, codes)  # Those are no numbers.
+    matrix = Quantized(codes.view(torch.float8_e4m3fn), torch.tensor([[0.5], [4.0]], dtype=torch.bfloat16))
+    there = Quantized(matrix.codes.to(DEVICE), matrix.scale.to(DEVICE))
+    wanted = dequantize(matrix, torch.bfloat16)
+    assert torch.equal(quantized_kernels.dequantize(*there).cpu(), wanted)
+    x = torch.eye(16, 128, device=DEVICE, dtype=torch.float32 if INTERPRETED else torch.bfloat16)
+    assert torch.equal(quantized_kernels.linear(x, *there, bias=None).cpu().to(wanted.dtype), wanted.t()[:16])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,18 +96,21 @@ def test_a_row_has_the_same_bits_among_few_as_among_many(kind, width, depth) -> 
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies matrices of other sizes in another order")
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_head_in_slices_has_the_same_bits_among_few_rows(biased) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "hidden", "biased"),
+    [(151_936, 2048, False), (151_936, 2048, True), (151_936, 5120, False), (32_003, 2560, False)],
+)
+def test_a_head_in_slices_has_the_same_bits_among_few_rows(vocabulary, hidden, biased) -> None:
     """As a training's head, and a sampler's, whose vocabulary ends in the middle of a slice."""
     from ebbtide.system.torch_internals import without_split_k
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("matmuls of few and many rows have the same bits only on GPUs of the Hopper generation")
-    matrix = quantize(random_matrix(151_936, 2048), "float8")
-    x = torch.randn((1100, 2048), device=DEVICE).bfloat16()
-    bias = torch.randn(151_936, device=DEVICE).bfloat16() if biased else None
-    with without_split_k():
+    matrix = quantize(random_matrix(vocabulary, hidden), "float8")
+    x = torch.randn((1100, hidden), device=DEVICE).bfloat16()
+    bias = torch.randn(vocabulary, device=DEVICE).bfloat16() if biased else None
+    with without_split_k(), torch.no_grad():
         many = linear_in_slices(x, matrix, bias)
-        assert torch.equal(many, torch.nn.functional.linear(x, dequantize(matrix, torch.bfloat16), bias))
+        assert torch.equal(many, linear(x, dequantize(matrix, torch.bfloat16), bias))
         for rows in (1, 16, 100, 256, 300):
             assert torch.equal(linear_in_slices(x[:rows], matrix, bias), many[:rows]), rows

@@ -10,9 +10,9 @@ import torch
 from conftest import TINY, merged
 from ebbtide.algorithms.loop import train
 from ebbtide.config.algorithms.grpo import GrpoConfig
+from ebbtide.model.load import load_model
 from ebbtide.model.lora import adapted_layers
 from ebbtide.report.report import Report
-from ebbtide.rollout.paged.decode_graph import DecodeGraph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WIDE = {
@@ -50,7 +50,9 @@ def test_a_run_has_the_same_bits(tmp_path, base, embeddings) -> None:
 
 
 def test_decode_graphs_are_captured_once(tmp_path, monkeypatch) -> None:
-    """Blocks come back to the addresses that the graphs of the step before read."""
+    """Blocks come back to the addresses that the graphs of the step before read, after a save too."""
+    from ebbtide.rollout.paged.decode_graph import DecodeGraph  # It needs triton.
+
     captured, capture = [], DecodeGraph.capture
 
     def noted(graph, pool) -> None:
@@ -60,8 +62,13 @@ def test_decode_graphs_are_captured_once(tmp_path, monkeypatch) -> None:
         capture(graph, pool)
 
     monkeypatch.setattr(DecodeGraph, "capture", noted)
-    large = {"model.scratch.hidden": 1024, "model.scratch.mlp": 4096, "train.steps": 6}
-    changes = {**WIDE, **large, "memory.stream_base": True, "run.folder": str(tmp_path)}
+    large = {**WIDE, "model.scratch.hidden": 1024, "model.scratch.mlp": 4096, "model.lora": None}
+    loaded = load_model(GrpoConfig.model_validate(merged(TINY, large)), torch.device("cpu"))
+    loaded.model.save_pretrained(tmp_path / "base")
+    loaded.tokenizer.save_pretrained(tmp_path / "base")
+    changes = {name: value for name, value in WIDE.items() if not name.startswith("model.")}
+    changes |= {"model": {"path": str(tmp_path / "base"), "lora": {"rank": 8}}, "train.steps": 8}
+    changes |= {"checkpoint": {"every": 4}, "memory.stream_base": True, "run.folder": str(tmp_path)}
     config = GrpoConfig.model_validate(merged(TINY, changes))
     with Report(config, "test") as report:
         train(config, report)

@@ -19,6 +19,7 @@ from ebbtide.model.quantize import (
     dequantize,
     layer_matrix,
     quantize,
+    quantize_embeddings,
     quantize_layer,
     quantize_model,
     quantized_linear,
@@ -182,6 +183,26 @@ def test_embedding_and_head_are_quantized_where_it_is_asked(tied) -> None:
     assert quantized_of(embedding) is quantized_of(head) is None
     assert (embedding.weight is head.weight) == tied
     assert torch.equal(model(TOKENS).logits, found)
+
+
+@torch.no_grad()
+def test_a_head_that_is_another_matrix_stays_another_whatever_the_config_says() -> None:
+    """A file may have both matrices where the config says that they are one."""
+    model = load_initial(model_config("int4", **WIDE_HEAD, **{"model.scratch.tied": True}), CPU).model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(embedding.weight.flip(0), requires_grad=False)
+    found = model(TOKENS).logits
+    merge_adapters(model)
+    assert head.weight is not embedding.weight
+    assert torch.equal(model(TOKENS).logits, found)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_mamba"])
+def test_a_family_that_reads_the_type_of_its_heads_weight_keeps_it(family) -> None:
+    model = load_initial(model_config(None), CPU).model
+    model.config.model_type = family
+    with pytest.raises(UserError, match=r"`model.base_embeddings`: .* casts hidden states"):
+        quantize_embeddings(model, CPU)
 
 
 def test_an_embedding_of_its_own_kind_scales_what_it_scaled() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.model import quantize
 from ebbtide.policy.divergence import token_divergences
 from ebbtide.policy.head import Head
 from ebbtide.policy.losses import LossInputs
@@ -128,15 +129,34 @@ def test_bfloat16_sums_the_weights_gradient_in_fp32(beta) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("rows", [97, 90], ids=["all rows", "fewer"])
+def test_a_quantized_head_computes_with_its_numbers_a_slice_at_a_time(monkeypatch, rows) -> None:
+    hidden, weight, extra, targets, (theirs, matrix, offset), mix = inputs(97, rows, bias=True)
+    monkeypatch.setattr(quantize, "slice_rows", lambda columns: 10)
+    codes, extra = [quantize.quantize(one.detach(), "float8") for one in (weight, matrix)], extra.detach()
+    found = []
+    for ours, teachers in (codes, [quantize.dequantize(one, torch.float32) for one in codes]):
+        leaf = hidden.detach().clone().requires_grad_()
+        with Largest() as watch:
+            divergences = token_divergences(
+                leaf, Head(ours, extra), targets, theirs, Head(teachers, offset), beta=0.3, chunk=4
+            ).divergences
+            (divergences * mix).sum().backward()
+        found.append((watch.elements, divergences, leaf.grad))
+    assert found[0][0] < VOCABULARY * HIDDEN
+    for mine, reference in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
+
+
 class Largest(TorchDispatchMode):
-    """Watches every tensor that any operation makes."""
+    """Watches every tensor of numbers, not of codes, that any operation makes."""
 
     elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.itemsize > 1:
                 self.elements = max(self.elements, tensor.numel())
         return made
 

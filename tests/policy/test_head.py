@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.model import quantize
-from ebbtide.policy.head import token_logprobs
+from ebbtide.policy.head import Head, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 50, 16, 97
 
@@ -97,7 +97,7 @@ def test_bfloat16_weights_sum_their_gradient_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantized_head_computes_with_its_numbers_a_slice_at_a_time(monkeypatch, dtype) -> None:
     hidden, weight, extra, targets, mix = inputs(bias=True)
-    monkeypatch.setattr(quantize, "HEAD_SLICE", 10 * HIDDEN)
+    monkeypatch.setattr(quantize, "slice_rows", lambda columns: 10)
     codes = quantize.quantize(weight.detach(), "float8")
     numbers, extra = quantize.dequantize(codes, dtype), extra.detach().to(dtype)
     found = []
@@ -111,3 +111,24 @@ def test_a_quantized_head_computes_with_its_numbers_a_slice_at_a_time(monkeypatc
     close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for ours, wanted in zip(found[0][1:], found[1][1:], strict=True):
         torch.testing.assert_close(ours, wanted, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_loss_of_its_own_has_the_logits_of_a_quantized_head_a_slice_at_a_time(monkeypatch, bias) -> None:
+    hidden, weight, extra, *_ = inputs(bias)
+    monkeypatch.setattr(quantize, "slice_rows", lambda columns: 10)
+    codes = quantize.quantize(weight.detach(), "float8")
+    numbers, extra = quantize.dequantize(codes, torch.float32), None if extra is None else extra.detach()
+    mix = torch.randn(TOKENS, 45)
+    found = []
+    for matrix in (codes, numbers):
+        leaf = hidden.detach().clone().requires_grad_()
+        head = Head(matrix, extra)
+        assert head.vocabulary == VOCABULARY
+        with Largest() as watch:
+            raw = head.raw(leaf[:12], 45)
+            (raw * mix[:12]).sum().backward()
+        found.append((watch.elements, raw, leaf.grad))
+    assert found[0][0] == TOKENS * HIDDEN < VOCABULARY * HIDDEN
+    for ours, wanted in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)

@@ -70,7 +70,8 @@ def read_model(saved: Checkpoint) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     files = CheckpointFiles(saved.path)
     config, tensors = read_config(files), TensorReader(files)
     if config.model.lora is not None:  # The checkpoint has the adapters, and their base is where the run found it.
-        dtype = next(iter(tensors.weights.values()))
+        # A base that was saved beside them may have codes.
+        dtype = next(dtype for name, dtype in tensors.weights.items() if name.endswith(".lora_A"))
         there = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
         settings = config.model_copy(update={"model": there, "device": "cpu"})
         loaded = load_initial(settings, torch.device("cpu"), adapter=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ebbtide.config.base import Count, Port, Section
 from ebbtide.config.model import BaseKind, find_template_problem
@@ -80,6 +80,14 @@ class ServeConfig(Section):
     @classmethod
     def _format_is_known(cls, given: Any) -> Any:
         return check_format(given)
+
+    @model_validator(mode="after")
+    def _embeddings_come_with_a_base(self) -> Self:
+        if self.base_embeddings and self.base is None:
+            raise ValueError(
+                "`base_embeddings` quantizes what `base` leaves: set `base=int4` or `float8`, or remove it"
+            )
+        return self
 
     @field_validator("lora", mode="before")
     @classmethod

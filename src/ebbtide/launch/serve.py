@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ebbtide.checkpoint.export import read_newest
@@ -21,7 +22,7 @@ from ebbtide.config.train import TrainConfig
 from ebbtide.errors import UserError
 from ebbtide.model.chat_template import unused_arguments_warning
 from ebbtide.model.joined_weights import join
-from ebbtide.model.load import LoadedModel, blocks_of, load_pretrained, pick_device, pick_dtype, prepare_model
+from ebbtide.model.load import LoadedModel, layers_of, load_pretrained, pick_device, pick_dtype, prepare_model
 from ebbtide.model.lora import adapted_layers
 from ebbtide.model.quantize import SCALE, quantize_model, quantized_of
 from ebbtide.policy.fuse import build_blocks, why_not_computed
@@ -103,12 +104,12 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
         return loaded, settings
     saved, model, tokenizer, trained = read_newest(run, None, say)
     if config.base is not None and trained.model.lora is not None:
-        raise UserError(f"`base: {config.base}`: {source} is a run with adapters, whose `model.base` counts: remove it")
+        given = "`base` and `base_embeddings`" if config.base_embeddings else "`base`"
+        raise UserError(f"{source} is a run with adapters, whose own `model.base` counts: remove {given}")
     say(f"the weights are those of step {saved.step}")
     # Buffers are not cast: rotary frequencies and router biases are float32 whatever the weights are.
-    fixed = {
-        id(scale) for layer in blocks_of(model) for name, scale in layer.named_parameters() if name.endswith(SCALE)
-    }
+    blocks = layers_of(model) or nn.ModuleList()
+    fixed = {id(scale) for name, scale in blocks.named_parameters() if name.endswith(SCALE)}
     for parameter in model.parameters():
         is_number = parameter.dtype in (torch.float32, torch.bfloat16) and id(parameter) not in fixed
         if is_number:  # and no part of a block's quantized matrix

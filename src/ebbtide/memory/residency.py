@@ -198,6 +198,7 @@ class Residency:
         # Needed as a whole: then nobody asks for a part of it.
         whole = [one.holding for one in self._streams if one.holding.name in self.plan.needs(phase)]
         if self.device.type == "cuda" and any(holding.away for holding in whole):
+            self._wait_for_leaving()  # here, where the wait counts as exposed: the next line would wait as well
             torch.cuda.empty_cache()  # so that it gets the addresses of last time, which CUDA graphs read
         for name in self.plan.to_fetch(phase):
             if name in self._holdings:
@@ -218,9 +219,12 @@ class Residency:
         """Called before `size` bytes are allocated at once: where these would have to wait for holdings that are being
         offloaded, the wait happens here and counts as exposed."""
         if self.device.type == "cuda" and size > unused_bytes(self.device):
-            for holding in self._holdings.values():
-                if holding.away:
-                    self.mover.host_waits(holding.last)
+            self._wait_for_leaving()
+
+    def _wait_for_leaving(self) -> None:
+        for holding in self._holdings.values():
+            if holding.away:
+                self.mover.host_waits(holding.last)
 
     def stream(self, name: HoldingName, parts: Sequence[Sequence[Tensor]]) -> BlockStream:
         """Parts of a holding that are used one after the other in phases in which it is streamed."""

@@ -140,6 +140,8 @@ def merge_adapters(model: PreTrainedModel) -> float:
     numbers from then on. Returns the rounding: the norm of what it changed, as a fraction of the norm of what the
     adapters add."""
     lost, added, dtype = 0.0, 0.0, model.dtype
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
     for layer in adapted_layers(model).values():
         update = _added(layer)
         exact = layer_matrix(layer).float() + update
@@ -152,7 +154,8 @@ def merge_adapters(model: PreTrainedModel) -> float:
     for module in model.modules():  # those without adapters
         if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
             make_dense(module, dtype)
-    model.tie_weights()
+    if is_tied:
+        head.weight = embedding.weight
     return math.sqrt(lost / added) if added else 0.0
 
 

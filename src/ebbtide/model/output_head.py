@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from ebbtide.errors import UserError
 from ebbtide.model.linear import linear
-from ebbtide.model.quantize import Quantized, quantized_linear, quantized_of
-from ebbtide.model.quantized_sizes import MOST_ROWS
+from ebbtide.model.quantize import Quantized, linear_in_slices, quantized_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,13 +26,9 @@ def head_size(model: PreTrainedModel) -> int:
 
 
 def head_product(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The output head's product [T, V] with hidden states [T, H]. Of a quantized head no more than its codes are read,
-    where there is a kernel for it."""
+    """The output head's product [T, V] with hidden states [T, H]."""
     matrix, bias = head_matrix(model)
-    if isinstance(matrix, Tensor):
-        return linear(hidden, matrix, bias)
-    parts = [quantized_linear(part, matrix, bias) for part in hidden.split(MOST_ROWS)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return linear(hidden, matrix, bias) if isinstance(matrix, Tensor) else linear_in_slices(hidden, matrix, bias)
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:

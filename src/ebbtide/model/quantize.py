@@ -29,9 +29,10 @@ from ebbtide.errors import UserError
 from ebbtide.model.families import family_of
 from ebbtide.model.files import NO_CODE
 from ebbtide.model.linear import add_matmul, linear
+from ebbtide.model.linear_sizes import ALIGNED
 from ebbtide.model.load import layers_of, model_config
 from ebbtide.model.lora_targets import no_quantized_experts
-from ebbtide.model.quantized_sizes import HEAD_SLICE, MOST_ROWS, group_size
+from ebbtide.model.quantized_sizes import group_size, slice_rows
 from ebbtide.system.transformers_internals import initialize
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ LARGEST_FLOAT8 = 448.0
 LARGEST_CODE = 15
 KEPT = (1.0, 0.96, 0.92, 0.88, 0.84)
 """Fractions of a group's range that are tried: what is outside is rounded to its ends, and all else more finely."""
+CASTS_TO_HEAD = ("mamba", "mamba2", "falcon_mamba")
+"""Families of transformers whose forward reads the type of `lm_head.weight`."""
 SCALE = "weight_scale"
 """The name of a quantized layer's parameter beside `weight`, which are the codes."""
 
@@ -55,6 +58,9 @@ class Quantized(NamedTuple):
     @property
     def columns(self) -> int:
         return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
+
+    def rows(self, which: slice) -> Quantized:
+        return Quantized(self.codes[which], self.scale[which])
 
     @property
     def group(self) -> int:
@@ -85,9 +91,12 @@ class QuantizedEmbedding(nn.Embedding):
 def layer_product(layer: nn.Linear, x: Tensor) -> Tensor:
     """x W.T + bias, of a layer whose matrix may be quantized. Autograd keeps its codes, not its numbers."""
     matrix = quantized_of(layer)
-    if matrix is None:
-        return functional.linear(x, layer.weight, layer.bias)
-    found: Tensor = _Product.apply(x, layer.bias, *matrix)  # type: ignore[no-untyped-call]
+    return functional.linear(x, layer.weight, layer.bias) if matrix is None else product(x, matrix, layer.bias)
+
+
+def product(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] @ matrix.T [K, N] + bias [N]. Autograd keeps the codes, not the numbers."""
+    found: Tensor = _Product.apply(x, bias, *matrix)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -136,26 +145,49 @@ class _Product(torch.autograd.Function):
 def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ matrix.T [K, N] + bias [N]. On a GPU codes of few rows' products become numbers inside the matmul;
     its bits are those of many rows."""
-    if x.is_cuda:
-        from ebbtide.model import quantized_kernels  # It needs triton, which comes with torch on a GPU.
-
-        if quantized_kernels.takes(x, matrix.codes, matrix.group):
-            return quantized_kernels.linear(x, *matrix, bias=bias)
-    return linear(x, dequantize(matrix, x.dtype), bias)
+    found = _product_of_codes(x, matrix, bias)
+    return linear(x, dequantize(matrix, x.dtype), bias) if found is None else found
 
 
-@torch.no_grad()
+def _product_of_codes(x: Tensor, matrix: Quantized, bias: Tensor | None) -> Tensor | None:
+    """The product, where there is a kernel that makes numbers inside the matmul."""
+    if not x.is_cuda:
+        return None
+    from ebbtide.model import quantized_kernels  # It needs triton, which comes with torch on a GPU.
+
+    if not quantized_kernels.takes(x, matrix.codes, matrix.group):
+        return None
+    return quantized_kernels.linear(x, *matrix, bias=bias)
+
+
 def linear_in_slices(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
-    """`quantized_linear` of a matrix of so many rows that no more than a slice of them is to be there in numbers."""
-    if x.is_cuda and len(x) <= MOST_ROWS:
-        return quantized_linear(x, matrix, bias)
-    out = x.new_empty(len(x), len(matrix.codes))
-    for rows, numbers in _slices(matrix, x.dtype):
-        if bias is None:
-            torch.mm(x, numbers.t(), out=out[:, rows])
-        else:
-            torch.addmm(bias[rows], x, numbers.t(), out=out[:, rows])
-    return out
+    """`quantized_linear` of a matrix of so many rows that no more than a slice of them is to be there in numbers, in
+    the backward neither."""
+    found: Tensor = _ProductInSlices.apply(x, bias, *matrix)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ProductInSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.matrix = matrix = Quantized(codes, scale)
+        if (found := _product_of_codes(x, matrix, bias)) is not None:
+            return found
+        out = x.new_empty(len(x), len(codes))
+        is_direct = bias is None and len(x) > 1 and len(codes) % ALIGNED == 0
+        for rows in _slices(matrix):
+            numbers = dequantize(matrix.rows(rows), x.dtype)
+            if is_direct:
+                torch.mm(x, numbers.t(), out=out[:, rows])
+            else:  # A matmul that writes to unaligned rows would be another one.
+                out[:, rows] = linear(x, numbers, None if bias is None else bias[rows])
+            del numbers  # so that the next slice's are not made beside them
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return product_in_slices(grads[0], ctx.matrix), None, None, None
 
 
 @torch.no_grad()
@@ -163,17 +195,17 @@ def product_in_slices(grad: Tensor, matrix: Quantized) -> Tensor:
     """grad [T, N] @ matrix [N, K], with no more than a slice of the matrix in numbers; the slices' products are added
     in float32."""
     total = torch.zeros((len(grad), matrix.columns), dtype=torch.float32, device=grad.device)
-    for rows, numbers in _slices(matrix, grad.dtype):
+    for rows in _slices(matrix):
+        numbers = dequantize(matrix.rows(rows), grad.dtype)
         add_matmul(total, grad[:, rows], numbers)
+        del numbers
     return total.to(grad.dtype)
 
 
-def _slices(matrix: Quantized, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The numbers of a matrix, some rows at a time."""
-    each = max(1, HEAD_SLICE // matrix.columns)
-    for start in range(0, len(matrix.codes), each):
-        rows = slice(start, start + each)
-        yield rows, dequantize(Quantized(matrix.codes[rows], matrix.scale[rows]), dtype)
+def _slices(matrix: Quantized) -> list[slice]:
+    """The rows of a matrix in slices, each of which begins where matmuls read and write whole cache lines."""
+    each = slice_rows(matrix.columns)
+    return [slice(start, start + each) for start in range(0, len(matrix.codes), each)]
 
 
 @torch.no_grad()
@@ -262,6 +294,11 @@ def new_quantized_model(config: Config, dtype: torch.dtype, device: torch.device
 
 def quantize_embeddings(model: PreTrainedModel, device: torch.device) -> None:
     """Replaces the matrices of a model's embedding and output head by their codes in float8, on a device."""
+    if model.config.model_type in CASTS_TO_HEAD:
+        raise UserError(
+            f"`model.base_embeddings`: {type(model).__name__} casts hidden states to the type of its head's weight,"
+            " which would be that of codes: remove it"
+        )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_known = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
     if not isinstance(embedding, nn.Embedding) or not is_known or not isinstance(head, nn.Linear):

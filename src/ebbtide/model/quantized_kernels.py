@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ebbtide.model.quantized_sizes import MOST_ROWS
-from ebbtide.system.gpu import processors
+from ebbtide.system.gpu import capability, processors
 
 COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
 AT_ONCE = 4096  # Numbers that a program makes of codes.
+EXPONENTS_APART = tl.constexpr(2.0**120)  # Exponents count from 127 in float32, and from 7 in e4m3.
 
 
 @triton.jit
@@ -28,12 +29,23 @@ def _numbers(codes, word):
 
 
 @triton.jit
-def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr):
+def _float8_numbers(codes, native: tl.constexpr):
+    """The numbers of e4m3 codes, which are bytes. `native`: the GPU has an instruction for it."""
+    if native:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    # The bits of sign, exponent and mantissa at their places in float32.
+    bits = codes.to(tl.int32)
+    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * EXPONENTS_APART
+
+
+@triton.jit
+def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr, native: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * at_once + tl.arange(0, at_once)
     inside = column < columns
-    found = tl.load(codes + row * columns + column, mask=inside).to(tl.float32) * tl.load(scale + row).to(tl.float32)
-    tl.store(out + row * columns + column, found.to(tl.bfloat16), mask=inside)
+    numbers = _float8_numbers(tl.load(codes + row * columns + column, mask=inside, other=0), native)
+    numbers *= tl.load(scale + row).to(tl.float32)
+    tl.store(out + row * columns + column, numbers.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -55,7 +67,7 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     if codes.dtype != torch.uint8:
         out = torch.empty((rows, width), dtype=torch.bfloat16, device=codes.device)
         grid = rows, triton.cdiv(width, AT_ONCE)
-        _dequantize_float8[grid](codes, scale, out, width, AT_ONCE)
+        _dequantize_float8[grid](codes.view(torch.uint8), scale, out, width, AT_ONCE, _has_float8(codes.device))
         return out
     out = torch.empty((rows, 2 * width), dtype=torch.bfloat16, device=codes.device)
     groups = scale.shape[1]
@@ -63,6 +75,11 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     at_once = AT_ONCE // (2 * half)
     _dequantize_int4[rows, triton.cdiv(groups, at_once)](codes, _words(scale), out, groups, half, at_once)
     return out
+
+
+def _has_float8(device: torch.device) -> bool:
+    """Whether kernels may convert from e4m3 by an instruction: GPUs before Ada and Hopper have none."""
+    return device.type != "cuda" or capability(device) >= (8, 9)
 
 
 def _words(scale: Tensor) -> Tensor:
@@ -84,6 +101,7 @@ def _linear_float8(
     columns: tl.constexpr,
     at_once: tl.constexpr,
     biased: tl.constexpr,
+    native: tl.constexpr,
 ):
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -99,7 +117,7 @@ def _linear_float8(
             inside = at + place < depth
             found = tl.load(code_at + at, mask=inside[None, :], other=0)
             numbers_of_x = tl.load(x_at + at, mask=inside[:, None], other=0.0)
-        numbers = found.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(x.dtype.element_ty)
+        numbers = _float8_numbers(found, native).to(x.dtype.element_ty)
         total = tl.dot(numbers, numbers_of_x, total)
     there, near = (column < width)[:, None], (row < rows)[None, :]
     # A power of 2 changes no bit of a sum but its exponent.
@@ -167,7 +185,7 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None) -> T
     if codes.dtype != torch.uint8:
         _linear_float8[grid](
             x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, COLUMNS, DEPTH,
-            bias is not None, num_warps=WARPS, num_stages=stages,
+            bias is not None, _has_float8(x.device), num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
     else:
         groups = scale.shape[1]

@@ -11,7 +11,9 @@ from ebbtide.model.shape import Shape
 MOST_ROWS = 256
 """Products of more rows make numbers of the codes first."""
 HEAD_SLICE = 2**25
-"""Numbers of a quantized output head that training makes of its codes at once."""
+"""Numbers of a quantized output head that are made of its codes at once, where there are more."""
+SLICE_STEP = 64
+"""Rows of a slice of a matrix are a multiple of it."""
 LARGEST_GROUP, SMALLEST_GROUP = 128, 16
 """Numbers of a row that share a scale, in 4 bits."""
 
@@ -56,12 +58,19 @@ def root_bytes(shape: Shape, itemsize: int) -> int:
     return whole + (1 if shape.tied else 2) * (quantized - itemsize * shape.embedding)
 
 
-def head_scratch_bytes(shape: Shape, itemsize: int, rows: float, *, whole: bool) -> float:
-    """The bytes of the numbers of a quantized output head, some or the `whole` at once, and of its product with the
-    gradients of so many rows."""
+def slice_rows(columns: int) -> int:
+    """The rows of a slice of a matrix of which no more is to be there in numbers at once."""
+    return max(1, HEAD_SLICE // columns // SLICE_STEP) * SLICE_STEP
+
+
+def head_scratch_bytes(shape: Shape, itemsize: int, *, gradients: float = 0.0, whole: bool = False) -> int:
+    """The bytes of the numbers of a quantized output head, some or the `whole` at once, and of its product with
+    `gradients` of so many rows, in float32 and then rounded."""
     if not shape.base_embeddings:
-        return 0.0
-    return itemsize * (shape.embedding if whole else min(shape.embedding, HEAD_SLICE)) + 4 * rows * shape.hidden
+        return 0
+    numbers = shape.embedding if whole else min(shape.embedding, slice_rows(shape.hidden) * shape.hidden)
+    of_gradients = 4 + (itemsize if itemsize < 4 else 0)
+    return itemsize * numbers + round(of_gradients * gradients * shape.hidden)
 
 
 def scratch_bytes(shape: Shape, itemsize: int) -> int:

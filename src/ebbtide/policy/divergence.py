@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ebbtide.memory.gauge import transient
 from ebbtide.model.linear import add_matmul
+from ebbtide.model.quantize import product_in_slices
 from ebbtide.policy import divergence_reference
 from ebbtide.policy.divergence_costs import backward_bytes, forward_bytes
 from ebbtide.policy.divergence_reference import RowFigures
@@ -46,9 +47,9 @@ def token_divergences(
     chunk: int,
 ) -> TokenDivergences:
     """Both heads may have more rows than the vocabulary that they share, which is that of the smaller one."""
-    head = replace(head, matrix=head.weight)
-    rows = min(head.weight.shape[0], teacher_head.weight.shape[0])
-    arguments = hidden, head.weight, head.bias, targets, teacher_hidden, head, teacher_head, rows, beta, chunk
+    rows = min(head.vocabulary, teacher_head.vocabulary)
+    weight = head.matrix if isinstance(head.matrix, Tensor) else None
+    arguments = hidden, weight, head.bias, targets, teacher_hidden, head, teacher_head, rows, beta, chunk
     return TokenDivergences(*_ChunkedDivergence.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -57,7 +58,7 @@ class _ChunkedDivergence(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         targets: Tensor,
         teacher_hidden: Tensor,
@@ -88,16 +89,15 @@ class _ChunkedDivergence(torch.autograd.Function):
         head, teacher_head, rows, _, chunk = ctx.options
         size = weight.numel() if ctx.needs_input_grad[1] else 0
         itemsizes = _itemsizes(head, teacher_head)
-        with transient(
-            LOGITS.name, int(backward_bytes(hidden.shape[0], rows, size, chunk, itemsizes, weight.itemsize))
-        ):
+        with transient(LOGITS.name, int(backward_bytes(hidden.shape[0], rows, size, chunk, itemsizes, head.itemsize))):
             return _ChunkedDivergence._gradients(ctx, *grads)
 
     @staticmethod
     def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, teacher_hidden, lse, teacher_lse, centre = ctx.saved_tensors
         head, teacher_head, rows, beta, chunk = ctx.options
-        head = replace(head, matrix=weight, bias=bias)
+        if weight is not None:
+            head = replace(head, matrix=weight, bias=bias)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         _, gradient = _row_functions(hidden)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -108,8 +108,10 @@ class _ChunkedDivergence(torch.autograd.Function):
             figures = lse[part], teacher_lse[part], centre[part], grads[0][part]
             grad = gradient(raw, teacher_raw, *figures, beta, head, teacher_head)
             del raw, teacher_raw
-            if grad_hidden is not None:
+            if grad_hidden is not None and weight is not None:
                 torch.mm(grad, weight[:rows], out=grad_hidden[part])
+            elif grad_hidden is not None:
+                grad_hidden[part] = product_in_slices(grad, head.matrix.rows(slice(rows)))
             if grad_weight is not None:
                 add_matmul(grad_weight[:rows], grad.T, hidden[part])
             if grad_bias is not None:
@@ -124,7 +126,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
 
 def _itemsizes(*heads: Head) -> int:
-    return sum(head.weight.itemsize for head in heads)
+    return sum(head.itemsize for head in heads)
 
 
 def _row_functions(hidden: Tensor) -> tuple[Any, Any]:

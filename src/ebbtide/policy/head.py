@@ -34,10 +34,23 @@ class Head:
         """The matrix in numbers. Those of a quantized one are made each time."""
         return self.matrix if isinstance(self.matrix, Tensor) else dequantize(self.matrix, self.matrix.scale.dtype)
 
+    @property
+    def vocabulary(self) -> int:
+        """The rows of the matrix."""
+        return len(self.matrix if isinstance(self.matrix, Tensor) else self.matrix.codes)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a logit as the matmul writes it."""
+        return (self.matrix if isinstance(self.matrix, Tensor) else self.matrix.scale).itemsize
+
     def raw(self, hidden: Tensor, rows: int) -> Tensor:
         """The product [c, rows] of hidden states [c, H] with the weight, for the first so many tokens of the
         vocabulary."""
-        return linear(hidden, self.weight[:rows], None if self.bias is None else self.bias[:rows])
+        bias = None if self.bias is None else self.bias[:rows]
+        if isinstance(self.matrix, Tensor):
+            return linear(hidden, self.matrix[:rows], bias)
+        return linear_in_slices(hidden, self.matrix.rows(slice(rows)), bias)
 
     def shaped(self, raw: Tensor, *, keep: bool = False) -> Tensor:
         """The logits in fp32 from the product with the weight, which is overwritten unless it is to be kept."""
@@ -89,7 +102,7 @@ class _ChunkedHead(torch.autograd.Function):
         reduce, _ = _row_functions(hidden)
         lses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logprobs, entropies = torch.empty_like(lses), torch.empty_like(lses)
-        vocabulary = len(codes.codes) if codes is not None else len(weight)  # type: ignore[arg-type]
+        vocabulary = len(weight if codes is None else codes.codes)  # type: ignore[arg-type]
         with transient(LOGITS.name, int(forward_bytes(hidden.shape[0], vocabulary, chunk, hidden.itemsize))):
             for part in chunks(hidden.shape[0], chunk):
                 logits = _product(hidden[part], weight, codes, bias)  # [c, V]

@@ -37,7 +37,7 @@ class StreamCosts:
             return []
         needed = frozenset({"generate", "evaluate", *STREAMED_IN})
         # It is not fetched ahead beside gradients: it comes back when all else is as it was the last time.
-        cells: dict[Phase, Place] = {**dict.fromkeys(STREAMED_IN, "streamed"), "step": "away"}
+        cells: dict[Phase, Place] = {**dict.fromkeys(STREAMED_IN, "streamed"), "step": "away", "save": "away"}
         return [HoldingSpec(BLOCKS, needed, movable=False, frozen=True, cells=cells)]
 
     def sizes(self, config: Config, rehearsal: Rehearsal | None) -> HoldingBytes:

@@ -223,7 +223,7 @@ class TrainCosts:
             if diverges
             else head_costs.backward_bytes(*sizes, itemsize)
         )
-        head += head_scratch_bytes(shape, itemsize, min(chunk, part.completion_tokens), whole=diverges)
+        head += head_scratch_bytes(shape, itemsize, gradients=min(chunk, part.completion_tokens))
         # A micro-batch has its part of the frozen models' hidden states once more, in one tensor.
         copied = part.completion_tokens * sum(one._itemsize * one._shape.hidden for one in self._frozen.values())
         # Gradients that leave are sent in chunks: one is being filled while another is copied.
@@ -292,7 +292,7 @@ class TrainCosts:
             logits = head_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, itemsize)
         elif kind == "divergence":
             logits = divergence_costs.forward_bytes(part.completion_tokens, shape.vocabulary, chunk, self._itemsizes)
-        logits += head_scratch_bytes(shape, itemsize, 0, whole=kind == "divergence")
+        logits += head_scratch_bytes(shape, itemsize)
         head = itemsize * shape.hidden * (part.tokens + part.completion_tokens)
         root, inside = (
             (self._gathers.root_bytes + self._gathers.prefetched_bytes, self._gathers.block_bytes)

@@ -13,7 +13,13 @@ from ebbtide.config.root import Config
 from ebbtide.memory.costs import HoldingBytes, PhaseCost, PhaseCosts, PlannedRun, Seconds
 from ebbtide.memory.plan import HoldingSpec
 from ebbtide.model.attention_sizes import MOST_SPLITS, SPLIT
-from ebbtide.model.quantized_sizes import MOST_ROWS, block_numbers, dequantized_traffic, scratch_bytes
+from ebbtide.model.quantized_sizes import (
+    MOST_ROWS,
+    block_numbers,
+    dequantized_traffic,
+    head_scratch_bytes,
+    scratch_bytes,
+)
 from ebbtide.model.workload import Workload
 from ebbtide.parallel.costs import GATHERED, WEIGHT_SYNC_BUCKET, CommTime
 from ebbtide.parallel.rank_model import RankModel
@@ -192,6 +198,8 @@ class GenerationCosts:
             numbers = 2 * shape.vocabulary + 4 * shape.hidden + 3 * wide
             decode = itemsize * size * numbers + 4 * splits * size * shape.queries
             decode += scratch_bytes(shape, itemsize) if size > MOST_ROWS else 0
+            if config.rollout.engine == "huggingface" or size > MOST_ROWS or itemsize > 2:
+                decode += head_scratch_bytes(shape, itemsize, whole=config.rollout.engine == "huggingface")
             phase.device |= {"activations": max(prefill, decode), "workspace": decode}
         mode, communication = config.rollout_weights(self._sharing.shards), CommTime(0.0, 0.0)
         seconds = self.seconds(work, mean, captured=mode != "layerwise")

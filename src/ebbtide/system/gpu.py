@@ -10,9 +10,14 @@ HOPPER = 9
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Its compute capability; (0, 0) for an AMD GPU, whose numbers are others."""
+    return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+
+
 def generation(device: torch.device) -> int:
-    """The first number of its compute capability, such as `HOPPER`; 0 for an AMD GPU, whose numbers are others."""
-    return 0 if torch.version.hip is not None else torch.cuda.get_device_capability(device)[0]
+    """The first number of its compute capability, such as `HOPPER`; 0 for an AMD GPU."""
+    return capability(device)[0]
 
 
 @cache
