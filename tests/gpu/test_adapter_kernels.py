@@ -155,9 +155,9 @@ def test_matmuls_that_add_them_have_the_same_bits(depth, widths, rank, rows, bia
 @pytest.mark.parametrize(
     ("depth", "width"), [(64, 64), (1280, 96)] if INTERPRETED else [(2048, 6144), (1024, 3072), (640, 1216)]
 )
-@pytest.mark.parametrize("rank", [1, 8, 32])
+@pytest.mark.parametrize(("rank", "kind"), [(1, "silu"), (8, "silu"), (8, "gelu_tanh"), (32, "silu")])
 @pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 3, 16, 32, 64, 128])
-def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, rows, monkeypatch) -> None:
+def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, kind, rows, monkeypatch) -> None:
     from ebbtide.model import adapted_linear_kernels, adapter_kernels, block_kernels, linear_kernels
 
     needs_hopper()
@@ -168,10 +168,10 @@ def test_gated_matmuls_that_add_them_have_the_same_bits(depth, width, rank, rows
     adapters = adapter_kernels.Adapters(group.first, group.seconds, group.columns, LARGE)
     with torch.no_grad():
         assert adapted_linear_kernels.takes_gated(group.x, weight, adapters)
-        found = adapted_linear_kernels.gated_linear(group.x, weight, "silu", adapters)
+        found = adapted_linear_kernels.gated_linear(group.x, weight, kind, adapters)
         halves = linear_kernels.linear(group.x, weight, None)
     adapter_kernels.expand(halves, adapter_kernels.shrink(group.x, group.first), group.seconds, group.columns, LARGE)
-    assert _same(found, block_kernels.activate(halves, "silu"))
+    assert _same(found, block_kernels.activate(halves, kind))
 
 
 def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -208,6 +208,53 @@ def test_in_a_graph_what_is_added_waits_for_its_branch(depth, gated) -> None:
         graph.replay()
         wanted = work()
         assert torch.equal(result, wanted)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="there are no graphs")
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_matmuls_that_add_them_follow_each_other_in_a_graph(rows) -> None:
+    """Each starts early, and waits for what the one before it computes, in replays with other numbers."""
+    from ebbtide.model import adapted_linear_kernels, adapter_kernels, block_kernels, linear_kernels
+
+    needs_hopper()
+    hidden, width, rank, scale = 1024, 3072, 32, 0.5
+    inner = Group(hidden, rank, [(hidden, True)], rows)
+    gated = Group(hidden, rank, [(width, True)] * 2, rows)
+    outer = Group(width, rank, [(hidden, True)], rows)
+    weights = [
+        torch.randn(outside, inside, device=DEVICE).to(DTYPE) / inside**0.5
+        for outside, inside in ((hidden, hidden), (2 * width, hidden), (hidden, width))
+    ]
+    given = [adapter_kernels.Adapters(one.first, one.seconds, one.columns, scale) for one in (inner, gated, outer)]
+    start = inner.x.clone()
+
+    def together() -> torch.Tensor:
+        x = start
+        for _ in range(6):
+            x = adapted_linear_kernels.linear(x, weights[0], None, given[0])
+            x = adapted_linear_kernels.gated_linear(x, weights[1], "silu", given[1])
+            x = adapted_linear_kernels.linear(x, weights[2], None, given[2])
+        return x
+
+    def apart() -> torch.Tensor:
+        x = start
+        for _ in range(6):
+            for number, (weight, adapters) in enumerate(zip(weights, given, strict=True)):
+                products = linear_kernels.linear(x, weight, None)
+                low = adapter_kernels.shrink(x, adapters.first)
+                adapter_kernels.expand(products, low, adapters.seconds, adapters.columns, scale)
+                x = block_kernels.activate(products, "silu") if number == 1 else products
+        return x
+
+    with torch.no_grad():
+        assert torch.equal(together(), apart())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = together()
+        for _ in range(20):
+            start.normal_()
+            graph.replay()
+            assert torch.equal(result, apart())
 
 
 @pytest.mark.parametrize("rows", [3, 65])

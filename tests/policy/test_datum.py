@@ -264,7 +264,7 @@ class WithHead:
 
     def head(self, hidden, head, targets, values):
         assert "advantages" in values
-        logprobs = head.shaped(head.raw(hidden, len(head.weight))).log_softmax(-1)
+        logprobs = head.shaped(head.raw(hidden, head.vocabulary)).log_softmax(-1)
         chosen = logprobs.gather(-1, targets[:, None])[:, 0]
         entropies = -(logprobs.exp() * logprobs).sum(-1)
         return {"logprobs": chosen, "entropies": entropies, "twice": 2 * chosen}

@@ -114,19 +114,20 @@ def test_a_quantized_head_computes_with_its_numbers_a_slice_at_a_time(monkeypatc
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_loss_of_its_own_has_the_logits_of_a_quantized_head_a_slice_at_a_time(monkeypatch, bias) -> None:
+@pytest.mark.parametrize("rows", [45, 48], ids=["at any place", "at whole cache lines"])
+def test_a_loss_of_its_own_has_the_logits_of_a_quantized_head_a_slice_at_a_time(monkeypatch, rows, bias) -> None:
     hidden, weight, extra, *_ = inputs(bias)
     monkeypatch.setattr(quantize, "slice_rows", lambda columns: 10)
     codes = quantize.quantize(weight.detach(), "float8")
     numbers, extra = quantize.dequantize(codes, torch.float32), None if extra is None else extra.detach()
-    mix = torch.randn(TOKENS, 45)
+    mix = torch.randn(TOKENS, rows)
     found = []
     for matrix in (codes, numbers):
         leaf = hidden.detach().clone().requires_grad_()
         head = Head(matrix, extra)
         assert head.vocabulary == VOCABULARY
         with Largest() as watch:
-            raw = head.raw(leaf[:12], 45)
+            raw = head.raw(leaf[:12], rows)
             (raw * mix[:12]).sum().backward()
         found.append((watch.elements, raw, leaf.grad))
     assert found[0][0] == TOKENS * HIDDEN < VOCABULARY * HIDDEN

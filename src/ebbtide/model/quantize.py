@@ -43,8 +43,9 @@ LARGEST_FLOAT8 = 448.0
 LARGEST_CODE = 15
 KEPT = (1.0, 0.96, 0.92, 0.88, 0.84)
 """Fractions of a group's range that are tried: what is outside is rounded to its ends, and all else more finely."""
-CASTS_TO_HEAD = ("mamba", "mamba2", "falcon_mamba")
+CASTS_TO_HEAD = ("mamba", "mamba2", "falcon_mamba", "hy_v4", "xlstm")
 """Families of transformers whose forward reads the type of `lm_head.weight`."""
+EMBEDDINGS_KEY = "`model.base_embeddings` (`base_embeddings` of `ebbtide serve`)"
 SCALE = "weight_scale"
 """The name of a quantized layer's parameter beside `weight`, which are the codes."""
 
@@ -267,10 +268,10 @@ def _to_int4(rows: Tensor) -> Quantized:
 def quantize_model(model: PreTrainedModel, kind: BaseKind, device: torch.device, *, embeddings: bool = False) -> None:
     """Quantizes the linear layers of a model's blocks one by one, with `embeddings` also the embedding and the output
     head, and moves it to a device: no more than the codes, and one layer in numbers, are there at once."""
-    for layer in _linear_layers(model):
-        quantize_layer(layer, kind, device)
     if embeddings:
         quantize_embeddings(model, device)
+    for layer in _linear_layers(model):
+        quantize_layer(layer, kind, device)
     model.to(device)
 
 
@@ -296,14 +297,14 @@ def quantize_embeddings(model: PreTrainedModel, device: torch.device) -> None:
     """Replaces the matrices of a model's embedding and output head by their codes in float8, on a device."""
     if model.config.model_type in CASTS_TO_HEAD:
         raise UserError(
-            f"`model.base_embeddings`: {type(model).__name__} casts hidden states to the type of its head's weight,"
-            " which would be that of codes: remove it"
+            f"{EMBEDDINGS_KEY}: {type(model).__name__} casts hidden states to the type of its head's weight, which"
+            " would be that of codes: remove it"
         )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_known = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
     if not isinstance(embedding, nn.Embedding) or not is_known or not isinstance(head, nn.Linear):
         raise UserError(
-            f"`model.base_embeddings` needs an embedding and a linear output head, and {type(model).__name__} has"
+            f"{EMBEDDINGS_KEY} needs an embedding and a linear output head, and {type(model).__name__} has"
             f" {type(embedding).__name__} and {type(head).__name__}: remove it"
         )
     dtype, made = model.dtype, dict[int, tuple[nn.Parameter, nn.Parameter]]()

@@ -63,14 +63,27 @@ def slice_rows(columns: int) -> int:
     return max(1, HEAD_SLICE // columns // SLICE_STEP) * SLICE_STEP
 
 
-def head_scratch_bytes(shape: Shape, itemsize: int, *, gradients: float = 0.0, whole: bool = False) -> int:
-    """The bytes of the numbers of a quantized output head, some or the `whole` at once, and of its product with
-    `gradients` of so many rows, in float32 and then rounded."""
+def slice_numbers(vocabulary: int, hidden: int) -> int:
+    """The numbers of a quantized output head that are there at once."""
+    return hidden * min(vocabulary, slice_rows(hidden))
+
+
+def head_scratch_bytes(shape: Shape, itemsize: int, *, gradients: float = 0.0) -> int:
+    """The bytes of the numbers of a slice of a quantized output head, and of its product with `gradients` of so many
+    rows, in float32 and then rounded."""
     if not shape.base_embeddings:
         return 0
-    numbers = shape.embedding if whole else min(shape.embedding, slice_rows(shape.hidden) * shape.hidden)
     of_gradients = 4 + (itemsize if itemsize < 4 else 0)
-    return itemsize * numbers + round(of_gradients * gradients * shape.hidden)
+    return itemsize * slice_numbers(shape.vocabulary, shape.hidden) + round(of_gradients * gradients * shape.hidden)
+
+
+def sampling_scratch(shape: Shape, *, whole_head: bool = False) -> int:
+    """The most numbers that a sampler makes of codes at once: of a block's largest product, or of a slice of the output
+    head or the whole of it."""
+    if not shape.base_embeddings:
+        return scratch_bytes(shape, 1)
+    head = shape.embedding if whole_head else slice_numbers(shape.vocabulary, shape.hidden)
+    return max(scratch_bytes(shape, 1), head)
 
 
 def scratch_bytes(shape: Shape, itemsize: int) -> int:
@@ -79,7 +92,7 @@ def scratch_bytes(shape: Shape, itemsize: int) -> int:
 
 
 def dequantized_traffic(shape: Shape) -> float:
-    """The bytes that are read and written to make numbers of all codes of a model, once."""
+    """The bytes that are read and written to make numbers of all codes of a model's blocks, once."""
     if shape.base is None:
         return 0.0
     return shape.layers * block_numbers(shape) * (2.0 + (1.0 if shape.base == "float8" else 0.5))

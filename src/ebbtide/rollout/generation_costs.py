@@ -17,8 +17,7 @@ from ebbtide.model.quantized_sizes import (
     MOST_ROWS,
     block_numbers,
     dequantized_traffic,
-    head_scratch_bytes,
-    scratch_bytes,
+    sampling_scratch,
 )
 from ebbtide.model.workload import Workload
 from ebbtide.parallel.costs import GATHERED, WEIGHT_SYNC_BUCKET, CommTime
@@ -192,14 +191,15 @@ class GenerationCosts:
         if config.rollout.engine != "vllm":  # vLLM's share of memory includes its workspace.
             wide = shape.widest_layer
             prefill = itemsize * min(chunk, work.prompts * prompt) * (3 * shape.hidden + 3 * wide)
-            prefill += scratch_bytes(shape, itemsize)
+            on_transformers = config.rollout.engine == "huggingface"
+            scratch = itemsize * sampling_scratch(shape, whole_head=on_transformers)
+            prefill += scratch
             size = graph_batch_size(max(1, concurrent))
             splits = min(MOST_SPLITS, blocks_for(prompt + work.max_new_tokens, SPLIT))
             numbers = 2 * shape.vocabulary + 4 * shape.hidden + 3 * wide
             decode = itemsize * size * numbers + 4 * splits * size * shape.queries
-            decode += scratch_bytes(shape, itemsize) if size > MOST_ROWS else 0
-            if config.rollout.engine == "huggingface" or size > MOST_ROWS or itemsize > 2:
-                decode += head_scratch_bytes(shape, itemsize, whole=config.rollout.engine == "huggingface")
+            if on_transformers or size > MOST_ROWS or itemsize > 2:  # Else codes become numbers inside the matmul.
+                decode += scratch
             phase.device |= {"activations": max(prefill, decode), "workspace": decode}
         mode, communication = config.rollout_weights(self._sharing.shards), CommTime(0.0, 0.0)
         seconds = self.seconds(work, mean, captured=mode != "layerwise")
@@ -227,8 +227,9 @@ class GenerationCosts:
         if shape.base is not None:
             longer = (DECODE_QUANTIZED[shape.base] - 1) * self._itemsize * shape.layers * block_numbers(shape)
             read += longer if rows <= MOST_ROWS else dequantized_traffic(shape)
-        if shape.base_embeddings:
-            read += (DECODE_QUANTIZED["float8"] - 1) * self._itemsize * shape.embedding
+        if shape.base_embeddings:  # Numbers are written and read, or made inside the matmul.
+            longer = (DECODE_QUANTIZED["float8"] - 1) * self._itemsize
+            read += shape.embedding * (longer if rows <= MOST_ROWS else 3.0)
         matmuls = 2 * used * rows / rates.matmul
         starts = shape.layers * (DECODE_LAYER + (DECODE_EXPERTS if shape.experts else 0.0))
         starts += shape.layers * len(shape.adapters) * (DECODE_ADAPTER_APART if shape.base else DECODE_ADAPTER)

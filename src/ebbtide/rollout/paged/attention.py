@@ -11,7 +11,9 @@ from transformers import PretrainedConfig
 
 from ebbtide.errors import UserError
 from ebbtide.model.attention_kind import AttentionKind
+from ebbtide.model.output_head import head_matrix
 from ebbtide.model.quantize import quantized_of
+from ebbtide.model.quantized_sizes import slice_numbers
 from ebbtide.model.state_layers import StatePass, States
 from ebbtide.policy.attention import FUNCTIONS, requested_kind, scaled_by_position, unsupported_layer
 from ebbtide.policy.attention_calls import AttentionCall, record_calls
@@ -92,7 +94,10 @@ def cache_costs(model: PreTrainedModel, layout: CacheLayout) -> CacheCosts:
     """Returns the sizes of a loaded model, whose base may be quantized."""
     found = replace(model_cache_costs(model.config), layers=tuple(layout.own.values()))
     is_quantized = any(quantized_of(module) is not None for module in model.modules())
-    return replace(found, scratch=2 * found.mlp * found.hidden) if is_quantized else found
+    blocks = 2 * found.mlp * found.hidden if is_quantized else 0
+    matrix, _ = head_matrix(model)
+    head = 0 if isinstance(matrix, Tensor) else slice_numbers(len(matrix.codes), matrix.columns)
+    return replace(found, scratch=max(blocks, head))
 
 
 def model_cache_costs(config: PretrainedConfig) -> CacheCosts:

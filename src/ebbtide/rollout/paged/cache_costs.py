@@ -9,7 +9,7 @@ from functools import cache
 from ebbtide.config.rollout import RolloutConfig
 from ebbtide.memory.plan import HoldingName, HoldingSpec
 from ebbtide.model.attention_sizes import MOST_SPLITS
-from ebbtide.model.quantized_sizes import scratch_bytes
+from ebbtide.model.quantized_sizes import sampling_scratch
 from ebbtide.model.shape import Shape
 from ebbtide.model.traced_shape import TracedShape
 from ebbtide.system.units import ceil_div
@@ -218,5 +218,5 @@ def cache_costs_of(shape: Shape) -> CacheCosts:
         shape.queries,
         shape.widest_layer,
         shape.vocabulary,
-        scratch_bytes(shape, 1),
+        sampling_scratch(shape),
     )
