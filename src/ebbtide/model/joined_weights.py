@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ebbtide.model.linear import linear
 from ebbtide.system.torch_internals import storage_id
+from ebbtide.system.units import ceil_div
+
+ALIGNED = 16  # bytes: kernels load from multiples of it
 
 
 @torch.no_grad()
@@ -24,6 +27,28 @@ def join(parameters: Sequence[Tensor]) -> None:
     whole = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, whole.split([len(one) for one in parameters]), strict=True):
         parameter.data = part
+
+
+@torch.no_grad()
+def pack(parameters: Sequence[Tensor]) -> None:
+    """Moves parameters of any kinds into one new storage, which moves as a whole. Those that follow each other in
+    memory still do. The largest come first, so that the addresses of all are as round as their sizes."""
+    runs: list[list[Tensor]] = []
+    for one in sorted(parameters, key=lambda one: (storage_id(one), one.data_ptr())):
+        last = runs[-1][-1] if runs else None
+        if last is not None and storage_id(last) == storage_id(one) and last.data_ptr() + last.nbytes == one.data_ptr():
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    runs.sort(key=lambda run: -sum(one.nbytes for one in run))
+    sizes = [ALIGNED * ceil_div(sum(one.nbytes for one in run), ALIGNED) for run in runs]
+    whole = torch.empty(sum(sizes), dtype=torch.uint8, device=parameters[0].device)
+    for run, part in zip(runs, whole.split(sizes), strict=True):
+        start = 0
+        for one in run:
+            place = part[start : start + one.nbytes].view(one.dtype).view(one.shape)
+            start += one.nbytes
+            one.data = place.copy_(one)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:

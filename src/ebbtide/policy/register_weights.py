@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
 from ebbtide.memory.residency import Residency
+from ebbtide.model.joined_weights import pack
 from ebbtide.parallel.dtensor import local
 from ebbtide.policy.model_costs import BASE
 from ebbtide.policy.policy import Policy
@@ -24,9 +27,10 @@ def register_weights(policy: Policy, config: Config, residency: Residency) -> No
         if policy.fused is None:
             raise UserError("`memory.stream_base` needs fused blocks, and the model's are not fused: remove it")
         parts = [[one for one in block.module.parameters() if not one.requires_grad] for block in policy.fused.blocks]
-        for one in (one for part in parts for one in part):
-            if not one.untyped_storage().resizable():  # On a CPU it may be a part of the model's file.
-                one.data = one.detach().clone()
+        for part in parts:
+            pack(part)  # A move is one copy, and blocks that are alike come back to the same places.
+        if residency.device.type == "cuda":
+            torch.cuda.empty_cache()  # The parameters' memory of before has other sizes than what comes next.
         residency.register(BLOCKS, [local(one) for part in parts for one in part], frozen=True)
         inside = {id(one) for part in parts for one in part}
         frozen = [one for one in frozen if id(one) not in inside]
