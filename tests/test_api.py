@@ -36,6 +36,7 @@ def test_the_script_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "runs" / "mine" / "checkpoints")] == [20]
 
 
+@pytest.mark.slow
 def test_the_functions_of_the_page_are_losses_that_a_config_can_name(tmp_path: Path) -> None:
     """The second block is a module with a loss, and a run uses it by name."""
     module = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1]

@@ -54,6 +54,7 @@ def steps(tmp_path) -> list[int]:
     return [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_that_stop_together_with_a_checkpoint(tmp_path) -> None:
     """SIGTERM to the command: each rank ends its step, and all save it."""
     changes = {"parallel": {"gpus": 2}, "train.steps": 100000, "checkpoint": {"every": None}, "report.samples_every": 0}

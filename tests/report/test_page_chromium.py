@@ -435,6 +435,7 @@ def test_it_fits_the_screen_in_light_and_dark(look, tmp_path) -> None:
     assert looked.said == []
 
 
+@pytest.mark.slow
 def test_a_served_page_goes_on_with_its_run(chromium, tmp_path) -> None:
     run = made_run(tmp_path / "run", 3, "train.steps=10")
     with serving(run) as port:
