@@ -27,6 +27,13 @@ def enforce_budget(device: torch.device, budget_gib: float | None) -> Iterator[N
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
+def release_cache(device: torch.device) -> None:
+    """Gives memory that torch's allocator keeps for tensors of the sizes it had back to the GPU, which is for moments
+    after which the sizes are others; on a CPU, does nothing."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def unused_bytes(device: torch.device) -> int:
     """The bytes that can be allocated on a GPU at once, within the budget. Memory that was freed but is still being
     copied to the host does not count."""

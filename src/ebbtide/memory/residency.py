@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ebbtide.memory.arena import Arena, HostBlock
 from ebbtide.memory.block_stream import BlockStream
-from ebbtide.memory.device_budget import unused_bytes
+from ebbtide.memory.device_budget import release_cache, unused_bytes
 from ebbtide.memory.holding import Bytes, Holding, Lease, bytes_of
 from ebbtide.memory.host_copies import HostCopies
 from ebbtide.memory.meter import Meter
@@ -197,9 +197,9 @@ class Residency:
                 self._offload(self._holdings[name])
         # Needed as a whole: then nobody asks for a part of it.
         whole = [one.holding for one in self._streams if one.holding.name in self.plan.needs(phase)]
-        if self.device.type == "cuda" and any(holding.away for holding in whole):
+        if any(holding.away for holding in whole):
             self._wait_for_leaving()  # here, where the wait counts as exposed: the next line would wait as well
-            torch.cuda.empty_cache()  # so that it gets the addresses of last time, which CUDA graphs read
+            release_cache(self.device)  # so that it gets the addresses of last time, which CUDA graphs read
         for name in self.plan.to_fetch(phase):
             if name in self._holdings:
                 self._fetch(self._holdings[name])

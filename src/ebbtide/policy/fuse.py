@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ebbtide.config.memory import ActivationName
+from ebbtide.memory.device_budget import release_cache
 from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_functions import Activation
 from ebbtide.model.families import FAMILIES, Family, family_of, part_of
@@ -78,8 +78,7 @@ class FusedBlocks:
             for parameters in block.joinable:
                 if not any(is_sharded(parameter) for parameter in parameters):
                     join(parameters)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # The parameters' memory of before has other sizes than what comes next.
+        release_cache(next(self.blocks[0].module.parameters()).device)
 
     def runs(self, hidden: Tensor, named: dict[str, Any]) -> bool:
         """Whether a call of a block is one that the fused block computes."""

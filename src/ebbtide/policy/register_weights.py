@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
+from ebbtide.memory.device_budget import release_cache
 from ebbtide.memory.residency import Residency
 from ebbtide.model.joined_weights import pack
 from ebbtide.parallel.dtensor import local
@@ -29,8 +28,7 @@ def register_weights(policy: Policy, config: Config, residency: Residency) -> No
         parts = [[one for one in block.module.parameters() if not one.requires_grad] for block in policy.fused.blocks]
         for part in parts:
             pack(part)  # A move is one copy, and blocks that are alike come back to the same places.
-        if residency.device.type == "cuda":
-            torch.cuda.empty_cache()  # The parameters' memory of before has other sizes than what comes next.
+        release_cache(residency.device)
         residency.register(BLOCKS, [local(one) for part in parts for one in part], frozen=True)
         inside = {id(one) for part in parts for one in part}
         frozen = [one for one in frozen if id(one) not in inside]

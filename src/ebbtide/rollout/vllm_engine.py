@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from ebbtide.config.rollout import VllmConfig
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
+from ebbtide.memory.device_budget import release_cache
 from ebbtide.model.load import LoadedModel
 from ebbtide.model.lora import merged_tensors
 from ebbtide.progress import Progress
@@ -171,7 +172,7 @@ class VllmEngine:
         if self._model.device.type == "cuda":
             total = torch.cuda.get_device_properties(self._model.device).total_memory
             self._make_room(int(self._settings.memory_share * total))
-            torch.cuda.empty_cache()
+            release_cache(self._model.device)
 
     def _load_weights(self) -> None:
         """Has vLLM load the policy's weights (weight sync)."""
