@@ -38,7 +38,7 @@ from ebbtide.memory.plan import HoldingName, Phase
 from ebbtide.memory.residency import Residency
 from ebbtide.model.chat_template import unused_arguments_warning
 from ebbtide.model.load import LoadedModel, load_model, pick_device
-from ebbtide.model.lora import doubtful_learning_rate, without_adapters
+from ebbtide.model.lora import find_doubts, without_adapters
 from ebbtide.optim.adamw import AdamW
 from ebbtide.parallel.comm import Comm
 from ebbtide.parallel.group import Group
@@ -167,7 +167,7 @@ class Worker:
         for ranks in (comm if comm.size > 1 else None, self._channel):
             if ranks is not None:
                 report.note(ranks.describe())
-        if doubt := doubtful_learning_rate(config):
+        for doubt in find_doubts(config):
             report.warn(doubt)
         check_weights_fit(config, device)
         self.config, host_needs = fit_to_host(

@@ -15,12 +15,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import FAMILIES, TINY, family, merged
 from ebbtide.checkpoint.initial import with_runs_as_models
 from ebbtide.checkpoint.initial_model import load_initial
+from ebbtide.config import load
 from ebbtide.config.adapter import read_lora_config
 from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.config.model import LoraConfig, ModelConfig
 from ebbtide.errors import UserError
 from ebbtide.model.load import load_model
-from ebbtide.model.lora import LoraLinear, adapted_layers, add_adapters, base_digest, merge_adapters, without_adapters
+from ebbtide.model.lora import (
+    LoraLinear,
+    adapted_layers,
+    add_adapters,
+    base_digest,
+    find_doubts,
+    merge_adapters,
+    without_adapters,
+)
 from ebbtide.model.peft_format import load_adapter, write_adapter
 from ebbtide.model.shape import find_shape, from_config, with_lora
 from families import EXPERTS, SHAPE
@@ -314,3 +323,15 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"no readable adapter_model\.safetensors"):
         load_adapter(made(), tmp_path)
+
+
+def test_settings_that_suit_all_weights_and_not_adapters_are_warned_of() -> None:
+    def doubts(*options: str) -> list[str]:
+        return find_doubts(load("quickstart", [*options]))
+
+    trained = ["model.scratch=null", "model.path=MODEL"]
+    assert doubts("optimizer.lr=1e-6") == []
+    assert doubts(*trained, "model.lora.rank=4", "optimizer.lr=5e-6") == []
+    assert "`optimizer.lr: 1e-06` is little" in doubts(*trained, "model.lora.rank=4", "optimizer.lr=1e-6")[0]
+    assert "beside random weights (`model.scratch`)" in doubts("model.lora.rank=4")[0]
+    assert doubts("model.lora.rank=4", "model.weights=RUN") == []

@@ -68,14 +68,20 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, called: 
         module.scale, module.is_on = config.alpha / config.rank, True
 
 
-def doubtful_learning_rate(config: Config) -> str | None:
-    """What to say of a learning rate that suits the training of all weights, and not that of adapters."""
-    if config.model.lora is None or config.optimizer.lr >= LEAST_LEARNING_RATE:
-        return None
-    return (
-        f"`optimizer.lr: {config.optimizer.lr:g}` is little for adapters (`model.lora`), which need about ten times"
-        " what all weights need"
-    )
+def find_doubts(config: Config) -> list[str]:
+    """What to say of settings that suit the training of all weights, and not that of adapters."""
+    model, found = config.model, []
+    if model.lora is not None and config.optimizer.lr < LEAST_LEARNING_RATE:
+        found.append(
+            f"`optimizer.lr: {config.optimizer.lr:g}` is little for adapters (`model.lora`), which need about ten times"
+            " what all weights need"
+        )
+    if model.lora is not None and model.scratch is not None and model.weights is None:
+        found.append(
+            "adapters (`model.lora`) beside random weights (`model.scratch`), which are frozen, learn next to nothing:"
+            " set `model.path` to a trained model or run, and `model.scratch=null`"
+        )
+    return found
 
 
 def find_targets(model: PreTrainedModel, config: LoraConfig, called: str) -> dict[str, nn.Linear]:
