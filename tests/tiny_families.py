@@ -29,7 +29,8 @@ SIZES: list[tuple[str, int]] = [
     (r"first_k_dense|num_dense_layers", 1),
     (r"sliding_window_pattern|max_window_layers|window_layers", 10**9),
     (
-        r"window|chunk_size$|chunk_length|local_attention$|block_size|index_topk$|compress_rates|rel_extent|floor_scale",
+        r"window|chunk_size$|chunk_length|local_attention$|block_size|index_topk$|compress_rates|rel_extent"
+        r"|floor_scale",
         WINDOW,
     ),
     (r"index_topk_blocks|index_n_heads|indexer_n_heads|indexer_kv_heads", 2),
