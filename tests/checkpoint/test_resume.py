@@ -546,6 +546,35 @@ def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two) -> None:
     assert [saved.step for saved in list_checkpoints(two)] == [1, 2]
 
 
+def test_a_ctrl_c_that_comes_as_a_wait_begins_is_heard(tiny, two) -> None:
+    """Python has looked for signals by then, and looks again when the wait returns."""
+    given_up = threading.Event()
+
+    class Missed(threading.Event):
+        """As if it had come so: it is delivered when a wait has returned."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None or self.is_set(), "it waits for a save that waits for it"
+            found = super().wait(0.0)
+            if not found and not given_up.is_set():
+                given_up.set()
+                signal.raise_signal(signal.SIGINT)
+            return found
+
+    def before(name: str) -> None:
+        given_up.wait(PATIENCE)
+
+    config = tiny({"checkpoint": {"every": None, "keep": 9, "async_save": False}, "train.steps": 100})
+    saver = Saver(config.checkpoint, two, Numbers(before), print)
+    saver._idle = Missed()
+    saver._idle.set()
+    made = Checkpointer(config, saver, print)
+    with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        made.save(3, {})
+    assert [saved.step for saved in list_checkpoints(two)] == [1, 2]
+
+
 def test_after_a_second_ctrl_c_nothing_writes_any_more(tiny, two, monkeypatch) -> None:
     going, ended = threading.Event(), threading.Event()
 

@@ -30,6 +30,10 @@ from ebbtide.errors import UserError
 
 log = logging.getLogger(__name__)
 
+HEARD_AFTER = 0.5
+"""Seconds after which a wait begins anew. Python hears of a signal between two lines, or if it interrupts a wait: one
+that comes in between, as a wait begins, is heard when the wait ends."""
+
 
 class Saver:
     """Saves a run on this rank: `save` for each checkpoint, `close` at the end."""
@@ -69,7 +73,7 @@ class Saver:
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk; raises its error if it failed."""
-        self._idle.wait()
+        self._wait_until_idle()
         self.check()
 
     def check(self) -> None:
@@ -83,12 +87,16 @@ class Saver:
         self._abandoned = True
         if (writer := self._writer) is not None and not self._idle.is_set():
             writer.kill()  # the thread that uses it notices, and closes it
-        self._idle.wait()
+        self._wait_until_idle()
         if self._thread is not None:  # it still frees tensors, and Python aborts if it ends while a thread does that
             self._thread.join()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _wait_until_idle(self) -> None:
+        while not self._idle.wait(HEARD_AFTER):
+            pass
 
     def _write(
         self, snapshot: Snapshot, step: int, metrics: dict[str, float], start: float, asynchronous: bool
