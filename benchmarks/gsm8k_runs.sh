@@ -12,7 +12,7 @@ export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
 nvidia-cuda-mps-control -d 2> /dev/null
 for given in "$@"; do
   name=${given%%:*} stop=${given#"$name"}
-  lora="model.lora.rank=32 optimizer.lr=6e-5 memory.budget_gib=12"
+  lora="model.lora.rank=32 optimizer.lr=6e-5 memory.budget_gib=24"
   case $name in
     seed-*) own="seed=${name#seed-} memory.budget_gib=21" ;;
     pressure) own="seed=0 memory.budget_gib=4" ;;

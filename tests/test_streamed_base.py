@@ -20,6 +20,7 @@ from ebbtide.planner.host_memory import host_bytes
 from ebbtide.policy.model_costs import BASE
 from ebbtide.policy.stream_costs import BLOCKS, block_bytes
 from ebbtide.system.machine import this_machine
+from ebbtide.system.torch_internals import storage_id
 from ebbtide.worker import Worker
 from test_lora_runs import CPU, lines, run, save_base, settings
 from test_quantized_runs import same_bits
@@ -59,6 +60,19 @@ def test_a_run_has_the_same_bits(model_folder, tmp_path, base, more) -> None:
     assert all(more > less for less, more in zip(*moved, strict=True))
     assert all("device_gib/train/base_blocks" in line for line in lines(tmp_path / "streamed")[1:])
     assert not any(line.get("device_gib/step/base_blocks") for line in lines(tmp_path / "streamed"))
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+@pytest.mark.parametrize("base", [None, "float8"])
+def test_nothing_holds_the_memory_that_blocks_had_before(model_folder, tmp_path, base) -> None:
+    with Worker(settings(tmp_path / "run", {**based_on(model_folder, base), **STREAMED})) as worker:
+        fused = worker.policy.fused
+        assert fused is not None
+        storages = [{storage_id(one) for one in block.module.parameters()} for block in fused.blocks]
+        matrices = [[one._weight._whole for one in block._projections] for block in fused.blocks]
+        held = [{storage_id(one) for one in some if one is not None} for some in matrices]
+    assert any(held)  # Blocks have computed: they are checked when a run starts.
+    assert all(some <= own for some, own in zip(held, storages, strict=True))
 
 
 @pytest.mark.usefixtures("fused_on_cpu")

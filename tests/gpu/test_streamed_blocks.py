@@ -56,7 +56,7 @@ def test_decode_graphs_are_captured_once(tmp_path, monkeypatch) -> None:
     captured, capture = [], DecodeGraph.capture
 
     def noted(graph, pool) -> None:
-        steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+        steps = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
         if steps:  # The model was loaded to other addresses than those it came back to first.
             captured.append((graph.inputs.rows, graph._metadata.samples, graph._sample is None))
         capture(graph, pool)
@@ -68,7 +68,7 @@ def test_decode_graphs_are_captured_once(tmp_path, monkeypatch) -> None:
     loaded.tokenizer.save_pretrained(tmp_path / "base")
     changes = {name: value for name, value in WIDE.items() if not name.startswith("model.")}
     changes |= {"model": {"path": str(tmp_path / "base"), "lora": {"rank": 8}}, "train.steps": 8}
-    changes |= {"checkpoint": {"every": 4}, "memory.stream_base": True, "run.folder": str(tmp_path)}
+    changes |= {"checkpoint": {"every": 4}, "memory.stream_base": True, "run.folder": str(tmp_path / "run")}
     config = GrpoConfig.model_validate(merged(TINY, changes))
     with Report(config, "test") as report:
         train(config, report)

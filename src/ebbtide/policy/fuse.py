@@ -18,7 +18,7 @@ from ebbtide.memory.device_budget import release_cache
 from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.block_functions import Activation
 from ebbtide.model.families import FAMILIES, Family, family_of, part_of
-from ebbtide.model.joined_weights import join
+from ebbtide.model.joined_weights import join, pack
 from ebbtide.model.load import decoder, layers_of
 from ebbtide.model.lora import adapted_layers
 from ebbtide.model.quantize import SCALE
@@ -72,12 +72,16 @@ class FusedBlocks:
         self._norm, self._own_norm = FusedNorm(norm, norm_of(decoder(model), family.last_norm, family)), norm.forward
         norm.forward = self._last_norm
 
-    def join_weights(self) -> None:
-        """Lets parameters that are multiplied with the same input follow each other in memory."""
+    def join_weights(self, *, packs: bool) -> None:
+        """Lets parameters that are multiplied with the same input follow each other in memory. `packs`: the frozen ones
+        of each block in one storage, so that they move as one. Nothing has computed with them yet: what did would keep
+        the memory that they leave."""
         for block in self.blocks:
             for parameters in block.joinable:
                 if not any(is_sharded(parameter) for parameter in parameters):
                     join(parameters)
+            if packs:
+                pack([one for one in block.module.parameters() if not one.requires_grad])
         release_cache(next(self.blocks[0].module.parameters()).device)
 
     def runs(self, hidden: Tensor, named: dict[str, Any]) -> bool:

@@ -35,9 +35,11 @@ def fuse_blocks(
     note: Callable[[str], None],
     *,
     joins: bool,
+    packs: bool = False,
 ) -> FusedBlocks | None:
     """Fuses the blocks of a model on a GPU; None if it cannot, which is noted. `mesh`: the ranks among which it is
-    sharded; `joins`: whether its weights may move to lie side by side."""
+    sharded; `joins`: whether its weights may move to lie side by side; `packs`: then those of a block that are frozen
+    have one storage."""
     if device.type not in fuse.DEVICES:
         return None
     if (before := fuse.fused_blocks_of(model)) is not None:
@@ -50,7 +52,7 @@ def fuse_blocks(
     fused = None if why else FusedBlocks(model)
     if fused is not None:
         if joins:
-            fused.join_weights()
+            fused.join_weights(packs=packs)
         _begin_backwards(device)
         # A sharded block has its weights only inside the whole model's forward, so that it is not checked.
         sharded = any(is_sharded(parameter) for parameter in model.parameters())

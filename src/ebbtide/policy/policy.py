@@ -133,7 +133,9 @@ class Policy:
     def fuse_blocks(self, note: Callable[[str], None] = lambda text: None, *, joins: bool = True) -> None:
         """Replaces the forwards of the model's blocks by fused ones, on a GPU, where they compute the same, or else
         those of norms. `joins`: whether the weights may move to lie side by side."""
-        self._fused = fuse_blocks(self.model, self.device, self._ranks.mesh, note, joins=joins)
+        self._fused = fuse_blocks(
+            self.model, self.device, self._ranks.mesh, note, joins=joins, packs=self.config.memory.stream_base
+        )
         if self._fused is None and self.device.type == "cuda":
             fuse_norms(self.model)
         if slow := missing_kernels(self.model):

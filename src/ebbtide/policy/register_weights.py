@@ -6,9 +6,7 @@ from functools import partial
 
 from ebbtide.config.root import Config
 from ebbtide.errors import UserError
-from ebbtide.memory.device_budget import release_cache
 from ebbtide.memory.residency import Residency
-from ebbtide.model.joined_weights import pack
 from ebbtide.parallel.dtensor import local
 from ebbtide.policy.model_costs import BASE
 from ebbtide.policy.policy import Policy
@@ -26,9 +24,6 @@ def register_weights(policy: Policy, config: Config, residency: Residency) -> No
         if policy.fused is None:
             raise UserError("`memory.stream_base` needs fused blocks, and the model's are not fused: remove it")
         parts = [[one for one in block.module.parameters() if not one.requires_grad] for block in policy.fused.blocks]
-        for part in parts:
-            pack(part)  # A move is one copy, and blocks that are alike come back to the same places.
-        release_cache(residency.device)
         residency.register(BLOCKS, [local(one) for part in parts for one in part], frozen=True)
         inside = {id(one) for part in parts for one in part}
         frozen = [one for one in frozen if id(one) not in inside]
