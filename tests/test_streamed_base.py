@@ -76,6 +76,20 @@ def test_nothing_holds_the_memory_that_blocks_had_before(model_folder, tmp_path,
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
+def test_all_adapters_are_one_storage_and_each_block_another(model_folder, tmp_path) -> None:
+    with Worker(settings(tmp_path / "run", {**based_on(model_folder, "int4"), **STREAMED})) as worker:
+        fused = worker.policy.fused
+        assert fused is not None
+        trained = {storage_id(one) for one in worker.policy.model.parameters() if one.requires_grad}
+        frozen = [
+            {storage_id(one) for one in block.module.parameters() if not one.requires_grad} for block in fused.blocks
+        ]
+    assert len(trained) == 1
+    assert [len(one) for one in frozen] == [1] * len(frozen)
+    assert len(trained.union(*frozen)) == 1 + len(frozen)
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
 @pytest.mark.parametrize(("base", "embeddings"), [(None, False), ("float8", False), ("int4", True)])
 def test_its_bytes_are_those_that_are_counted_before_it_is_loaded(model_folder, tmp_path, base, embeddings) -> None:
     changes = {**based_on(model_folder, base), **STREAMED, "train.steps": 1}

@@ -74,15 +74,20 @@ class FusedBlocks:
 
     def join_weights(self, *, packs: bool) -> None:
         """Lets parameters that are multiplied with the same input follow each other in memory. `packs`: the frozen ones
-        of each block in one storage, so that they move as one. Nothing has computed with them yet: what did would keep
-        the memory that they leave."""
+        of each block are in one storage, so that they move as one, and the adapters of all blocks in another: where
+        they stay among blocks that leave, what is left between them is too small for activations. Nothing has computed
+        with them yet: what did would keep the memory that they leave."""
         for block in self.blocks:
             for parameters in block.joinable:
                 if not any(is_sharded(parameter) for parameter in parameters):
                     join(parameters)
             if packs:
-                pack([one for one in block.module.parameters() if not one.requires_grad])
-        release_cache(next(self.blocks[0].module.parameters()).device)
+                _pack([one for one in block.module.parameters() if not one.requires_grad])
+        device = next(self.blocks[0].module.parameters()).device
+        if packs:
+            release_cache(device)  # so that adapters begin no hole that a block left
+            _pack([block.module.get_parameter(name) for block in self.blocks for name in block.adapter_names])
+        release_cache(device)
 
     def runs(self, hidden: Tensor, named: dict[str, Any]) -> bool:
         """Whether a call of a block is one that the fused block computes."""
@@ -119,6 +124,12 @@ class FusedBlocks:
             yield
         finally:
             self._off = before
+
+
+def _pack(parameters: Sequence[Tensor]) -> None:
+    """Moves parameters into one storage; FSDP's stay in its own."""
+    if parameters and not any(is_sharded(one) for one in parameters):
+        pack(parameters)
 
 
 class _Forward:
