@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -136,6 +137,8 @@ def test_when_memory_runs_out_the_plan_is_asked() -> None:
     assert "predicted" not in plan.oom_advice(None)
     assert said in str(oom_error(plan_of(), "train", {"weights": 1}, 1, "table", "no room. at all", [said]))
     assert "before the first phase" in str(oom_error(plan_of(), None, {"weights": 1}, 1, "table", "no room. at all"))
+    in_pieces = str(oom_error(plan_of(), None, {"weights": 1}, 1, "table", "no room. at all", unused=2**30))
+    assert re.search(r"unused +1\.000", in_pieces)
 
 
 def test_mfu_is_of_what_was_trained_on_and_of_all_gpus() -> None:

@@ -48,3 +48,10 @@ def free_bytes(device: torch.device) -> int:
     allocated = torch.cuda.memory_allocated(device)
     here = free + torch.cuda.memory_reserved(device) - allocated
     return int(min(here, torch.cuda.get_per_process_memory_fraction(device) * total - allocated))
+
+
+def held_unused_bytes(device: torch.device) -> int:
+    """The bytes that torch's allocator holds on a GPU and that no tensor has; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

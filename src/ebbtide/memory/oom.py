@@ -41,10 +41,11 @@ def oom_error(
     problem: str,
     more: Sequence[str] = (),
     away: Sequence[HoldingName] = (),
+    unused: int = 0,
 ) -> UserError:
     """Builds the error. `device`: the bytes of each holding on the device; `away`: the holdings that the phase offloads
     already; `other`: the bytes of no row at the peak; `table`: where everything was; `problem`: the allocator's own
-    message; `more`: further sentences."""
+    message; `more`: further sentences; `unused`: the bytes that the allocator holds and nothing uses."""
     movable = plan.could_offload(phase) if phase is not None else []
     could_offload = {name: device[name] for name in movable if device.get(name)}
     advice = []
@@ -60,6 +61,7 @@ def oom_error(
         "",
         table,
         f"{'other':<10} {gib(other):>10.3f}   (workspace)",
+        f"{'unused':<10} {gib(unused):>10.3f}   (the allocator has it, in pieces too small or for CUDA graphs)",
         "",
         "To make room: " + "; ".join(advice or ["choose a smaller model"]),
     ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ebbtide.memory.arena import Arena, HostBlock
 from ebbtide.memory.block_stream import BlockStream
-from ebbtide.memory.device_budget import release_cache, unused_bytes
+from ebbtide.memory.device_budget import held_unused_bytes, release_cache, unused_bytes
 from ebbtide.memory.holding import Bytes, Holding, Lease, bytes_of
 from ebbtide.memory.host_copies import HostCopies
 from ebbtide.memory.meter import Meter
@@ -187,6 +187,7 @@ class Residency:
                 str(problem),
                 more,
                 away,
+                held_unused_bytes(self.device),
             ) from problem
 
     def enter(self, phase: Phase) -> None:
