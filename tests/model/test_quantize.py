@@ -61,8 +61,8 @@ def test_int4_has_no_larger_error_than_a_grid_from_the_least_to_the_largest() ->
     weight = random_matrix(64, 256)
     found = quantize(weight, "int4")
     assert found.codes.shape == (64, 128)
-    assert found.scale.shape == (64, 2, 2)
-    groups = weight.float().view(64, 2, 128)
+    assert found.scale.shape == (64, 4, 2)
+    groups = weight.float().view(64, 4, 64)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, offset = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
     plain = ((groups - offset) / scale).round().clamp(0, 15) * scale + offset

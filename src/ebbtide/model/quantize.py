@@ -2,8 +2,8 @@
 loaded, and turned back into numbers where they are multiplied.
 
     float8   e4m3, one scale for a row, which is a power of 2: codes become numbers without rounding
-    int4     codes from 0 to 15, a scale and an offset for each group of up to 128 numbers of a row; two codes in a
-             byte, the first half of a group in the low bits, the second in the high bits
+    int4     codes from 0 to 15, a scale and an offset for each group of up to 64 numbers of a row; two groups share
+             their bytes, the first in the low bits, the second in the high bits
 
 A number of the base is code x scale + offset, rounded to bfloat16, on every device. It is the same whatever device the
 codes were made on: sums are in float64.
@@ -219,8 +219,8 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
         return quantized_kernels.dequantize(codes, scale).to(dtype)
     if codes.dtype != torch.uint8:
         return (codes.bfloat16() * scale).to(dtype)
-    halves = codes.view(len(codes), -1, matrix.group // 2)
-    groups = torch.cat([halves & LARGEST_CODE, halves >> 4], -1)
+    pairs = codes.view(len(codes), -1, 1, matrix.group)
+    groups = torch.cat([pairs & LARGEST_CODE, pairs >> 4], 2).flatten(1, 2)
     factor, offset = scale.float()[..., None].unbind(-2)
     numbers = torch.addcmul(offset, groups.float(), factor)
     return numbers.flatten(1).bfloat16().to(dtype)
@@ -261,7 +261,7 @@ def _to_int4(rows: Tensor) -> Quantized:
             best = tuple(torch.where(is_better, new, old) for new, old in found)  # type: ignore[assignment]
     assert best is not None
     _, codes, scale, offset = best
-    first, second = codes.to(torch.uint8).chunk(2, -1)
+    first, second = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
     return Quantized((first | second << 4).flatten(1), torch.cat([scale, offset], -1).bfloat16())
 
 

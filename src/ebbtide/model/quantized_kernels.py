@@ -15,17 +15,24 @@ from torch import Tensor
 from ebbtide.model.quantized_sizes import MOST_ROWS
 from ebbtide.system.gpu import capability, processors
 
-COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is a group
+COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is two groups
 AT_ONCE = 4096  # Numbers that a program makes of codes.
 EXPONENTS_APART = tl.constexpr(2.0**120)  # Exponents count from 127 in float32, and from 7 in e4m3.
 
 
 @triton.jit
 def _numbers(codes, word):
-    """The numbers of 4-bit codes. A word has the bits of a scale and an offset in bfloat16."""
+    """The numbers of 4-bit codes. A word has the bits of a scale, then those of an offset, in bfloat16."""
     # With these bits in front, a code is 2**23 + code in float32: quicker than a conversion.
     numbers = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     return numbers * (word << 16).to(tl.float32, bitcast=True) + (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _both_numbers(both, words):
+    """The numbers of two groups, which share their bytes and their word, in bfloat16."""
+    first = _numbers(both & 15, words.to(tl.int32)).to(tl.bfloat16)
+    return first, _numbers(both >> 4, (words >> 32).to(tl.int32)).to(tl.bfloat16)
 
 
 @triton.jit
@@ -49,16 +56,16 @@ def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr, native
 
 
 @triton.jit
-def _dequantize_int4(codes, words, out, groups, half: tl.constexpr, at_once: tl.constexpr):
+def _dequantize_int4(codes, words, out, pairs, group: tl.constexpr, at_once: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * at_once + tl.arange(0, at_once)
-    place = tl.arange(0, half)
-    inside = (group < groups)[:, None]
-    pairs = tl.load(codes + (row * groups + group[:, None]) * half + place[None, :], mask=inside)
-    word = tl.load(words + row * groups + group, mask=group < groups)[:, None]
-    target = out + (row * groups + group[:, None]) * 2 * half + place[None, :]
-    tl.store(target, _numbers(pairs & 15, word).to(tl.bfloat16), mask=inside)
-    tl.store(target + half, _numbers(pairs >> 4, word).to(tl.bfloat16), mask=inside)
+    pair = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    place = tl.arange(0, group)
+    there = pair < pairs
+    both = tl.load(codes + (row * pairs + pair[:, None]) * group + place[None, :], mask=there[:, None])
+    first, second = _both_numbers(both, tl.load(words + row * pairs + pair, mask=there)[:, None])
+    target = out + (row * pairs + pair[:, None]) * 2 * group + place[None, :]
+    tl.store(target, first, mask=there[:, None])
+    tl.store(target + group, second, mask=there[:, None])
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
@@ -70,10 +77,10 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
         _dequantize_float8[grid](codes.view(torch.uint8), scale, out, width, AT_ONCE, _has_float8(codes.device))
         return out
     out = torch.empty((rows, 2 * width), dtype=torch.bfloat16, device=codes.device)
-    groups = scale.shape[1]
-    half = width // groups
-    at_once = AT_ONCE // (2 * half)
-    _dequantize_int4[rows, triton.cdiv(groups, at_once)](codes, _words(scale), out, groups, half, at_once)
+    pairs = scale.shape[1] // 2
+    group = width // pairs
+    at_once = AT_ONCE // (2 * group)
+    _dequantize_int4[rows, triton.cdiv(pairs, at_once)](codes, _words(scale), out, pairs, group, at_once)
     return out
 
 
@@ -83,8 +90,8 @@ def _has_float8(device: torch.device) -> bool:
 
 
 def _words(scale: Tensor) -> Tensor:
-    """[N, groups]: scale and offset as one number, which is loaded at once."""
-    return scale.view(torch.int32)[..., 0]
+    """[N, pairs]: scales and offsets of two groups as one number, which is loaded at once."""
+    return scale.flatten(1).view(torch.int64)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -131,31 +138,29 @@ def _linear_float8(
 def _linear_int4(
     x,  # [rows, depth]
     codes,  # [width, depth / 2]
-    words,  # [width, groups]
+    words,  # [width, pairs]
     bias,  # [width]
     out,  # [rows, width]
     rows,
     width,
-    groups: tl.constexpr,
+    pairs: tl.constexpr,  # of groups
     tile: tl.constexpr,
     columns: tl.constexpr,
-    half: tl.constexpr,
+    group: tl.constexpr,
     biased: tl.constexpr,
 ):
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * tile + tl.arange(0, tile)
-    place = tl.arange(0, half)
+    place = tl.arange(0, group)
     # Beyond the last row or column others are read, and nothing is written.
-    code_at = codes + (column % width).to(tl.int64)[:, None] * (groups * half) + place[None, :]
-    word_at = words + (column % width)[:, None] * groups
-    x_at = x + (row % rows)[None, :] * (2 * groups * half) + place[:, None]
+    code_at = codes + (column % width).to(tl.int64)[:, None] * (pairs * group) + place[None, :]
+    word_at = words + (column % width)[:, None] * pairs
+    x_at = x + (row % rows)[None, :] * (2 * pairs * group) + place[:, None]
     total = tl.zeros([columns, tile], tl.float32)
-    for group in range(0, groups):
-        pairs, word = tl.load(code_at + group * half), tl.load(word_at + group)
-        first = _numbers(pairs & 15, word).to(tl.bfloat16).to(x.dtype.element_ty)
-        total = tl.dot(first, tl.load(x_at + 2 * group * half), total)
-        second = _numbers(pairs >> 4, word).to(tl.bfloat16).to(x.dtype.element_ty)
-        total = tl.dot(second, tl.load(x_at + (2 * group + 1) * half), total)
+    for pair in range(0, pairs):
+        first, second = _both_numbers(tl.load(code_at + pair * group), tl.load(word_at + pair))
+        total = tl.dot(first.to(x.dtype.element_ty), tl.load(x_at + 2 * pair * group), total)
+        total = tl.dot(second.to(x.dtype.element_ty), tl.load(x_at + (2 * pair + 1) * group), total)
     there, near = (column < width)[:, None], (row < rows)[None, :]
     if biased:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
@@ -163,13 +168,13 @@ def _linear_int4(
 
 
 def takes(x: Tensor, codes: Tensor, group: int) -> bool:
-    """Whether the product of x with these codes is one for this kernel. In 4 bits a half of a group is to be at least
-    the depth of a matmul instruction."""
+    """Whether the product of x with these codes is one for this kernel. In 4 bits a group is to be at least the depth of
+    a matmul instruction."""
     return (
         0 < len(x) <= MOST_ROWS
         and x.dtype == torch.bfloat16
         and x.is_contiguous()
-        and (codes.dtype != torch.uint8 or group >= 32)
+        and (codes.dtype != torch.uint8 or group >= 16)
     )
 
 
@@ -188,9 +193,9 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None) -> T
             bias is not None, _has_float8(x.device), num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
     else:
-        groups = scale.shape[1]
+        pairs = scale.shape[1] // 2
         _linear_int4[grid](
-            x, codes, _words(scale), given, out, rows, width, groups, tile, COLUMNS, codes.shape[1] // groups,
+            x, codes, _words(scale), given, out, rows, width, pairs, tile, COLUMNS, codes.shape[1] // pairs,
             bias is not None, num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ HEAD_SLICE = 2**25
 """Numbers of a quantized output head that are made of its codes at once, where there are more."""
 SLICE_STEP = 64
 """Rows of a slice of a matrix are a multiple of it."""
-LARGEST_GROUP, SMALLEST_GROUP = 128, 16
+LARGEST_GROUP, SMALLEST_GROUP = 64, 8
 """Numbers of a row that share a scale, in 4 bits."""
 
 
@@ -26,12 +26,13 @@ def quantized_bytes(rows: int, columns: int, kind: BaseKind) -> int:
 
 
 def group_size(columns: int) -> int:
-    """Numbers of a row that share a scale, in 4 bits: the largest power of 2 up to 128 that divides a row."""
-    found = math.gcd(columns, LARGEST_GROUP)
+    """Numbers of a row that share a scale, in 4 bits: the largest power of 2 up to 64 of which a row has an even number
+    of groups."""
+    found = math.gcd(columns, 2 * LARGEST_GROUP) // 2
     if found < SMALLEST_GROUP:
         raise UserError(
-            f"`model.base: int4` needs layers whose inputs are a multiple of {SMALLEST_GROUP}, and one has {columns}:"
-            " choose float8"
+            f"`model.base: int4` needs layers whose inputs are a multiple of {2 * SMALLEST_GROUP}, and one has"
+            f" {columns}: choose float8"
         )
     return found
 
