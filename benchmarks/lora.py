@@ -135,7 +135,7 @@ def base() -> Iterator[list[Row]]:
                 for count in (16, 64, 128, 256):
                     x = torch.randn(count, depth, device="cuda").bfloat16()
                     ways: dict[str, Callable[[], object]] = {"bfloat16": partial(linear, x, weight)}
-                    ways |= {kind: partial(quantized_linear, x, base) for kind, base in bases.items()}
+                    ways |= {kind: partial(quantized_linear, x, [base]) for kind, base in bases.items()}
                     rows += [Row(f"{label}, {count} rows", kind, _graphed(way), "us") for kind, way in ways.items()]
                     _check(x, bases)
                 for kind, base in bases.items():
@@ -152,8 +152,8 @@ def _check(x: torch.Tensor, bases: dict[str, Quantized]) -> None:
     """Compares products with those of the numbers, before they are timed."""
     for kind, base in bases.items():
         wanted = linear(x, dequantize(base, torch.bfloat16))
-        if not torch.equal(quantized_linear(x, base), wanted):
-            off = (quantized_linear(x, base).float() - wanted.float()).abs().max() / wanted.float().abs().max()
+        if not torch.equal(quantized_linear(x, [base]), wanted):
+            off = (quantized_linear(x, [base]).float() - wanted.float()).abs().max() / wanted.float().abs().max()
             print(f"{kind}: other bits with {len(x)} rows of {x.shape[1]}, by {float(off):.2g}", flush=True)
 
 

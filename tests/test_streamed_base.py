@@ -69,7 +69,7 @@ def test_nothing_holds_the_memory_that_blocks_had_before(model_folder, tmp_path,
         fused = worker.policy.fused
         assert fused is not None
         storages = [{storage_id(one) for one in block.module.parameters()} for block in fused.blocks]
-        matrices = [[one._weight._whole for one in block._projections] for block in fused.blocks]
+        matrices = [[some._whole for one in block._projections for some in one._own] for block in fused.blocks]
         held = [{storage_id(one) for one in some if one is not None} for some in matrices]
     assert any(held)  # Blocks have computed: they are checked when a run starts.
     assert all(some <= own for some, own in zip(held, storages, strict=True))

@@ -22,11 +22,29 @@ def random_matrix(width: int, depth: int) -> torch.Tensor:
     return (torch.randn(width, depth, device=DEVICE) * torch.rand(width, 1, device=DEVICE)).bfloat16()
 
 
+def numbers_of(matrix: Quantized) -> torch.Tensor:
+    """By the kernel."""
+    from ebbtide.model import quantized_kernels
+
+    found = torch.empty((len(matrix.codes), matrix.columns), dtype=torch.bfloat16, device=DEVICE)
+    quantized_kernels.dequantize(*matrix, found)
+    return found
+
+
+def product_of(x: torch.Tensor, matrix: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
+    """By the kernel, into some columns of a wider tensor."""
+    from ebbtide.model import quantized_kernels
+
+    wide = torch.full((len(x), len(matrix.codes) + 8), 7, dtype=x.dtype, device=DEVICE)
+    quantized_kernels.linear(x, *matrix, bias=bias, out=wide[:, 4:-4])
+    assert (wide[:, :4] == 7).all()
+    assert (wide[:, -4:] == 7).all()
+    return wide[:, 4:-4]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("width", "depth"), SHAPES)
 def test_codes_and_numbers_are_those_of_the_cpu(kind, width, depth) -> None:
-    from ebbtide.model import quantized_kernels
-
     weight = random_matrix(width, depth)
     weight[0, :2] = torch.tensor([1.328125, -0.045166])  # A quotient by 15 that a multiplication rounds otherwise.
     weight[0, 2:] = 0.5
@@ -34,7 +52,7 @@ def test_codes_and_numbers_are_those_of_the_cpu(kind, width, depth) -> None:
     wanted = quantize(weight.cpu(), kind)
     for ours, theirs in zip(matrix, wanted, strict=True):
         assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
-    numbers = quantized_kernels.dequantize(*matrix)
+    numbers = numbers_of(matrix)
     wanted_numbers = dequantize(on_cpu(matrix), torch.bfloat16)
     if INTERPRETED and kind == "int4":  # The interpreter rounds to bfloat16 towards 0.
         assert torch.allclose(numbers.float(), wanted_numbers.float(), rtol=2**-7)
@@ -55,9 +73,9 @@ def test_all_codes_of_8_bits_are_numbers_on_every_gpu(native, monkeypatch) -> No
     matrix = Quantized(codes.view(torch.float8_e4m3fn), torch.tensor([[0.5], [4.0]], dtype=torch.bfloat16))
     there = Quantized(matrix.codes.to(DEVICE), matrix.scale.to(DEVICE))
     wanted = dequantize(matrix, torch.bfloat16)
-    assert torch.equal(quantized_kernels.dequantize(*there).cpu(), wanted)
+    assert torch.equal(numbers_of(there).cpu(), wanted)
     x = torch.eye(128, device=DEVICE, dtype=torch.float32 if INTERPRETED else torch.bfloat16)
-    assert torch.equal(quantized_kernels.linear(x, *there, bias=None).cpu().to(wanted.dtype), wanted.t())
+    assert torch.equal(product_of(x, there, None).cpu().to(wanted.dtype), wanted.t())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,8 +90,8 @@ def test_products_of_few_rows_are_those_of_the_numbers(kind, biased, rows, width
     x = torch.randn(rows, depth, device=DEVICE).to(dtype)
     bias = torch.randn(width, device=DEVICE).to(dtype) if biased else None
     assert INTERPRETED or quantized_kernels.takes(x, matrix.codes, matrix.group)
-    ours = quantized_kernels.linear(x, *matrix, bias=bias)
-    wanted = x.double() @ quantized_kernels.dequantize(*matrix).double().t() + (0 if bias is None else bias.double())
+    ours = product_of(x, matrix, bias)
+    wanted = x.double() @ numbers_of(matrix).double().t() + (0 if bias is None else bias.double())
     # What is rounded to bfloat16 is off by a float32 sum's error at most.
     assert torch.allclose(ours.double(), wanted, rtol=2**-8, atol=1e-3)
 
@@ -90,9 +108,27 @@ def test_a_row_has_the_same_bits_among_few_as_among_many(kind, width, depth) -> 
     x, bias = (torch.randn(size, device=DEVICE).bfloat16() for size in ((1000, depth), (width,)))
     with torch.no_grad(), without_split_k():
         for given in (None, bias):
-            many = quantized_linear(x, matrix, given)
+            many = quantized_linear(x, [matrix], given)
             for rows in (1, 2, 16, 40, 64, 128, 256):
-                assert torch.equal(quantized_linear(x[:rows], matrix, given), many[:rows]), rows
+                assert torch.equal(quantized_linear(x[:rows], [matrix], given), many[:rows]), rows
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies matrices of other sizes in another order")
+@pytest.mark.parametrize(("queries", "keys", "depth"), [(4096, 1024, 4096), (896, 128, 896), (5120, 1024, 5120)])
+def test_queries_in_4_bits_beside_keys_and_values_in_8_have_the_same_bits(queries, keys, depth) -> None:
+    from ebbtide.system.torch_internals import without_split_k
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("matmuls of few and many rows have the same bits only on GPUs of the Hopper generation")
+    both = [quantize(random_matrix(queries, depth), "int4"), quantize(random_matrix(2 * keys, depth), "float8")]
+    x, bias = (torch.randn(size, device=DEVICE).bfloat16() for size in ((1000, depth), (queries + 2 * keys,)))
+    with torch.no_grad(), without_split_k():
+        for given in (None, bias):
+            many = quantized_linear(x, both, given)
+            numbers = torch.cat([dequantize(one, torch.bfloat16) for one in both])
+            assert torch.equal(many, linear(x, numbers, given))
+            for rows in (1, 2, 16, 40, 64, 128, 256):
+                assert torch.equal(quantized_linear(x[:rows], both, given), many[:rows]), rows
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies matrices of other sizes in another order")

@@ -56,7 +56,9 @@ def compare_with_own(setup: Setup) -> None:
         own = setup.grads()
     assert fused.keys() == own.keys()
     for name, grad in own.items():
-        torch.testing.assert_close(fused[name], grad, atol=2e-6, rtol=1e-3, msg=name)
+        # Noise of float32 grows from block to block, and is in all numbers of a gradient alike.
+        noise = max(2e-6, 2e-4 * float(grad.abs().max()))
+        torch.testing.assert_close(fused[name], grad, atol=noise, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("lora", [ALL, SOME], ids=["all layers", "some"])

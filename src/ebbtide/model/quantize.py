@@ -2,11 +2,14 @@
 loaded, and turned back into numbers where they are multiplied.
 
     float8   e4m3, one scale for a row, which is a power of 2: codes become numbers without rounding
-    int4     codes from 0 to 15, a scale and an offset for each group of up to 64 numbers of a row; two groups share
-             their bytes, the first in the low bits, the second in the high bits
+    int4     codes from 0 to 15, a word for each group of up to 64 numbers of a row: 12 bits of a scale, which are those
+             of its exponent and 4 of its mantissa, and 4 of the code that is zero. Two groups share their bytes, the
+             first in the low bits, the second in the high bits
 
-A number of the base is code x scale + offset, rounded to bfloat16, on every device. It is the same whatever device the
-codes were made on: sums are in float64.
+Layers that make keys or values are in 8 bits where others are in 4: many query heads read what they make.
+
+A number of the base is code x scale, or (code - zero) x scale, rounded to bfloat16, on every device. It is the same
+whatever device the codes were made on: sums are in float64.
 
 Embedding and output head stay as they are unless asked (`model.base_embeddings`): then they are in float8. Their codes
 are held as bytes, so that a model's type is that of its other parameters.
@@ -14,7 +17,8 @@ are held as bytes, so that a model's type is that of its other parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product as product_of
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +36,7 @@ from ebbtide.model.linear import add_matmul, linear
 from ebbtide.model.linear_sizes import ALIGNED
 from ebbtide.model.load import layers_of, model_config
 from ebbtide.model.lora_targets import no_quantized_experts
-from ebbtide.model.quantized_sizes import group_size, slice_rows
+from ebbtide.model.quantized_sizes import group_size, layer_kind, slice_rows
 from ebbtide.system.transformers_internals import initialize
 
 if TYPE_CHECKING:
@@ -41,8 +45,10 @@ if TYPE_CHECKING:
 AT_ONCE = 2**22  # Numbers that are quantized at once.
 LARGEST_FLOAT8 = 448.0
 LARGEST_CODE = 15
-KEPT = (1.0, 0.96, 0.92, 0.88, 0.84)
+KEPT = (1.0, 0.94, 0.88)
 """Fractions of a group's range that are tried: what is outside is rounded to its ends, and all else more finely."""
+SCALE_BITS, ZERO_BITS = 19, 4
+"""Of a float32, the bits that a scale in 4 bits lacks; of a word, those of the code that is zero."""
 CASTS_TO_HEAD = ("mamba", "mamba2", "falcon_mamba", "hy_v4", "xlstm")
 """Families of transformers whose forward reads the type of `lm_head.weight`."""
 EMBEDDINGS_KEY = "`model.base_embeddings` (`base_embeddings` of `ebbtide serve`)"
@@ -54,7 +60,7 @@ class Quantized(NamedTuple):
     """A matrix [N, K]."""
 
     codes: Tensor  # float8 [N, K], or uint8 [N, K / 2]
-    scale: Tensor  # bfloat16 [N, 1], or [N, groups, 2]: scales and offsets
+    scale: Tensor  # bfloat16 [N, 1], or int16 [N, groups]: words
 
     @property
     def columns(self) -> int:
@@ -127,7 +133,7 @@ def quantized_of(layer: nn.Module) -> Quantized | None:
     codes, scale = layer._parameters.get("weight"), layer._parameters.get(SCALE)
     if scale is None or codes is None:
         return None
-    is_held_as_bytes = codes.dtype == torch.uint8 and scale.ndim == 2
+    is_held_as_bytes = codes.dtype == torch.uint8 and scale.is_floating_point()
     return Quantized(codes.view(torch.float8_e4m3fn) if is_held_as_bytes else codes, scale)
 
 
@@ -143,22 +149,27 @@ class _Product(torch.autograd.Function):
         return grads[0] @ dequantize(ctx.matrix, grads[0].dtype), None, None, None
 
 
-def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] @ matrix.T [K, N] + bias [N]. On a GPU codes of few rows' products become numbers inside the matmul;
-    its bits are those of many rows."""
-    found = _product_of_codes(x, matrix, bias)
-    return linear(x, dequantize(matrix, x.dtype), bias) if found is None else found
+def quantized_linear(x: Tensor, matrices: Sequence[Quantized], bias: Tensor | None = None) -> Tensor:
+    """x [T, K] @ matrix.T [K, N] + bias [N], of matrices that are one below the other. On a GPU codes of few rows'
+    products become numbers inside the matmul; its bits are those of many rows."""
+    found = _product_of_codes(x, matrices, bias)
+    return linear(x, dequantize_all(matrices, x.dtype), bias) if found is None else found
 
 
-def _product_of_codes(x: Tensor, matrix: Quantized, bias: Tensor | None) -> Tensor | None:
+def _product_of_codes(x: Tensor, matrices: Sequence[Quantized], bias: Tensor | None) -> Tensor | None:
     """The product, where there is a kernel that makes numbers inside the matmul."""
     if not x.is_cuda:
         return None
     from ebbtide.model import quantized_kernels  # It needs triton, which comes with torch on a GPU.
 
-    if not quantized_kernels.takes(x, matrix.codes, matrix.group):
+    if not all(quantized_kernels.takes(x, matrix.codes, matrix.group) for matrix in matrices):
         return None
-    return quantized_kernels.linear(x, *matrix, bias=bias)
+    out = x.new_empty((len(x), sum(len(matrix.codes) for matrix in matrices)))
+    start = 0
+    for matrix in matrices:
+        columns = slice(start, start := start + len(matrix.codes))
+        quantized_kernels.linear(x, *matrix, bias=None if bias is None else bias[columns], out=out[:, columns])
+    return out
 
 
 def linear_in_slices(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
@@ -172,7 +183,7 @@ class _ProductInSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
         ctx.matrix = matrix = Quantized(codes, scale)
-        if (found := _product_of_codes(x, matrix, bias)) is not None:
+        if (found := _product_of_codes(x, [matrix], bias)) is not None:
             return found
         out = x.new_empty(len(x), len(codes))
         is_direct = bias is None and len(x) > 1 and len(codes) % ALIGNED == 0
@@ -209,21 +220,37 @@ def _slices(matrix: Quantized) -> list[slice]:
     return [slice(start, start + each) for start in range(0, len(matrix.codes), each)]
 
 
-@torch.no_grad()
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
     """The numbers of a matrix [N, K]."""
+    return dequantize_all([matrix], dtype)
+
+
+@torch.no_grad()
+def dequantize_all(matrices: Sequence[Quantized], dtype: torch.dtype) -> Tensor:
+    """The numbers of matrices that are one below the other [N, K]."""
+    rows = [len(matrix.codes) for matrix in matrices]
+    first = matrices[0]
+    found = torch.empty((sum(rows), first.columns), dtype=torch.bfloat16, device=first.codes.device)
+    for matrix, part in zip(matrices, found.split(rows), strict=True):
+        _write_numbers(matrix, part)
+    return found.to(dtype)
+
+
+def _write_numbers(matrix: Quantized, out: Tensor) -> None:
     codes, scale = matrix
     if codes.is_cuda:
         from ebbtide.model import quantized_kernels
 
-        return quantized_kernels.dequantize(codes, scale).to(dtype)
-    if codes.dtype != torch.uint8:
-        return (codes.bfloat16() * scale).to(dtype)
-    pairs = codes.view(len(codes), -1, 1, matrix.group)
-    groups = torch.cat([pairs & LARGEST_CODE, pairs >> 4], 2).flatten(1, 2)
-    factor, offset = scale.float()[..., None].unbind(-2)
-    numbers = torch.addcmul(offset, groups.float(), factor)
-    return numbers.flatten(1).bfloat16().to(dtype)
+        quantized_kernels.dequantize(codes, scale, out)
+    elif codes.dtype != torch.uint8:
+        torch.mul(codes.bfloat16(), scale, out=out)
+    else:
+        pairs = codes.view(len(codes), -1, 1, matrix.group)
+        groups = torch.cat([pairs & LARGEST_CODE, pairs >> 4], 2).flatten(1, 2)
+        words = scale.int()[..., None] & 0xFFFF
+        factor = (words >> ZERO_BITS << SCALE_BITS).view(torch.float32)
+        zero = words & LARGEST_CODE
+        out.copy_(((groups.int() - zero) * factor).flatten(1))
 
 
 @torch.no_grad()
@@ -244,25 +271,34 @@ def _to_float8(rows: Tensor) -> Quantized:
 
 def _to_int4(rows: Tensor) -> Quantized:
     groups = rows.unflatten(1, (-1, group_size(rows.shape[1])))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    middle, reach = (low + high) / 2, (high - low) / 2
-    steps = torch.full_like(reach, LARGEST_CODE)  # A GPU divides by a number as if it were multiplied with another.
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    steps = torch.full_like(low, LARGEST_CODE)  # A GPU divides by a number as if it were multiplied with another.
     best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-    for kept in KEPT:
-        scale = (2 * kept * reach / steps).bfloat16().float()
-        offset = (middle - kept * reach).bfloat16().float()
-        codes = ((groups - offset) / scale.where(scale > 0, 1)).round_().clamp_(0, LARGEST_CODE)
-        error = (torch.addcmul(offset, codes, scale) - groups).double().square_().sum(-1, keepdim=True)
-        if best is None:
-            best = error, codes, scale, offset
-        else:
-            is_better = error < 0.999999 * best[0]  # Not by what depends on the order of a sum.
-            found = zip((error, codes, scale, offset), best, strict=True)
-            best = tuple(torch.where(is_better, new, old) for new, old in found)  # type: ignore[assignment]
+    for kept, rounds_up in product_of(KEPT, (False, True)):
+        scale = _short_scale(kept * (high - low) / steps, up=rounds_up)
+        divisor = scale.where(scale > 0, 1)
+        middle = steps / 2 - (low + high) / 2 / divisor
+        scaled = groups / divisor
+        for zero in (middle.floor().clamp_(0, LARGEST_CODE), middle.ceil().clamp_(0, LARGEST_CODE)):
+            codes = (scaled + zero).round_().clamp_(0, LARGEST_CODE)
+            error = ((codes - zero) * scale - groups).double().square_().sum(-1, keepdim=True)
+            if best is None:
+                best = error, codes, scale, zero
+            else:
+                is_better = error < 0.999999 * best[0]  # Not by what depends on the order of a sum.
+                found = zip((error, codes, scale, zero), best, strict=True)
+                best = tuple(torch.where(is_better, new, old) for new, old in found)  # type: ignore[assignment]
     assert best is not None
-    _, codes, scale, offset = best
+    _, codes, scale, zero = best
     first, second = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
-    return Quantized((first | second << 4).flatten(1), torch.cat([scale, offset], -1).bfloat16())
+    words = scale.view(torch.int32) >> SCALE_BITS << ZERO_BITS | zero.int()
+    return Quantized((first | second << 4).flatten(1), words[..., 0].to(torch.int16))
+
+
+def _short_scale(scale: Tensor, *, up: bool) -> Tensor:
+    """The next number that is no larger, or no smaller, of those with 4 bits of a mantissa."""
+    bits = scale.view(torch.int32)
+    return ((bits + (2**SCALE_BITS - 1 if up else 0)) >> SCALE_BITS << SCALE_BITS).view(torch.float32)
 
 
 def quantize_model(model: PreTrainedModel, kind: BaseKind, device: torch.device, *, embeddings: bool = False) -> None:
@@ -270,8 +306,8 @@ def quantize_model(model: PreTrainedModel, kind: BaseKind, device: torch.device,
     head, and moves it to a device: no more than the codes, and one layer in numbers, are there at once."""
     if embeddings:
         quantize_embeddings(model, device)
-    for layer in _linear_layers(model):
-        quantize_layer(layer, kind, device)
+    for layer, own_kind in quantized_layers(model, kind):
+        quantize_layer(layer, own_kind, device)
     model.to(device)
 
 
@@ -279,14 +315,15 @@ def new_quantized_model(config: Config, dtype: torch.dtype, device: torch.device
     """The model of `model.scratch` with random weights, made and quantized layer by layer on a device."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(config), dtype=dtype, **NO_CODE)
-    inside, kind = {*_linear_layers(model)}, config.model.base
+    assert config.model.base is not None
+    kinds: dict[nn.Module, BaseKind] = dict(quantized_layers(model, config.model.base))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         for module in model.modules():
             module.to_empty(device=device, recurse=False)
             initialize(model, module)
-            if isinstance(module, nn.Linear) and module in inside and kind is not None:
-                quantize_layer(module, kind, device)
+            if isinstance(module, nn.Linear) and module in kinds:
+                quantize_layer(module, kinds[module], device)
     model.tie_weights()
     if config.model.base_embeddings:
         quantize_embeddings(model, device)
@@ -345,9 +382,11 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _linear_layers(model: PreTrainedModel) -> Iterator[nn.Linear]:
-    if family_of(model).sparse:
+def quantized_layers(model: PreTrainedModel, kind: BaseKind) -> Iterator[tuple[nn.Linear, BaseKind]]:
+    """The layers of a model that are quantized, and what each is quantized to."""
+    if (family := family_of(model)).sparse:
         raise no_quantized_experts()
-    for module in (layers_of(model) or nn.ModuleList()).modules():
-        if isinstance(module, nn.Linear):
-            yield module
+    for block in layers_of(model) or ():
+        for path, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                yield module, layer_kind(path, kind, family)

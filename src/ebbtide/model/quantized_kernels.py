@@ -22,17 +22,19 @@ EXPONENTS_APART = tl.constexpr(2.0**120)  # Exponents count from 127 in float32,
 
 @triton.jit
 def _numbers(codes, word):
-    """The numbers of 4-bit codes. A word has the bits of a scale, then those of an offset, in bfloat16."""
+    """The numbers of 4-bit codes. A word has the bits of a scale but for the last 19, and those of the code for 0."""
+    scale = (word >> 4 << 19).to(tl.float32, bitcast=True)
     # With these bits in front, a code is 2**23 + code in float32: quicker than a conversion.
-    numbers = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return numbers * (word << 16).to(tl.float32, bitcast=True) + (word & -65536).to(tl.float32, bitcast=True)
+    numbers = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    zero = (word & 15 | 0x4B000000).to(tl.float32, bitcast=True)
+    return (numbers - zero) * scale
 
 
 @triton.jit
 def _both_numbers(both, words):
-    """The numbers of two groups, which share their bytes and their word, in bfloat16."""
-    first = _numbers(both & 15, words.to(tl.int32)).to(tl.bfloat16)
-    return first, _numbers(both >> 4, (words >> 32).to(tl.int32)).to(tl.bfloat16)
+    """The numbers of two groups, which share their bytes, in bfloat16. Their words are one."""
+    first = _numbers(both & 15, words & 0xFFFF).to(tl.bfloat16)
+    return first, _numbers(both >> 4, (words >> 16) & 0xFFFF).to(tl.bfloat16)
 
 
 @triton.jit
@@ -68,20 +70,17 @@ def _dequantize_int4(codes, words, out, pairs, group: tl.constexpr, at_once: tl.
     tl.store(target + group, second, mask=there[:, None])
 
 
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """The numbers [N, K] of codes."""
+def dequantize(codes: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Writes the numbers of codes to `out` [N, K], which is in bfloat16."""
     rows, width = codes.shape
     if codes.dtype != torch.uint8:
-        out = torch.empty((rows, width), dtype=torch.bfloat16, device=codes.device)
         grid = rows, triton.cdiv(width, AT_ONCE)
         _dequantize_float8[grid](codes.view(torch.uint8), scale, out, width, AT_ONCE, _has_float8(codes.device))
-        return out
-    out = torch.empty((rows, 2 * width), dtype=torch.bfloat16, device=codes.device)
+        return
     pairs = scale.shape[1] // 2
     group = width // pairs
     at_once = AT_ONCE // (2 * group)
     _dequantize_int4[rows, triton.cdiv(pairs, at_once)](codes, _words(scale), out, pairs, group, at_once)
-    return out
 
 
 def _has_float8(device: torch.device) -> bool:
@@ -90,19 +89,20 @@ def _has_float8(device: torch.device) -> bool:
 
 
 def _words(scale: Tensor) -> Tensor:
-    """[N, pairs]: scales and offsets of two groups as one number, which is loaded at once."""
-    return scale.flatten(1).view(torch.int64)
+    """[N, pairs]: the words of two groups as one number, which is loaded at once."""
+    return scale.view(torch.int32)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows", "width", "stride"])
 def _linear_float8(
     x,  # [rows, depth]
     codes,  # [width, depth], as bytes
     scale,  # [width]
     bias,  # [width]
-    out,  # [rows, width]
+    out,  # [rows, width], with `stride` numbers between the beginnings of rows
     rows,
     width,
+    stride,
     depth: tl.constexpr,
     tile: tl.constexpr,
     columns: tl.constexpr,
@@ -131,18 +131,19 @@ def _linear_float8(
     total *= tl.load(scale + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
     if biased:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + row[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
+    tl.store(out + row[None, :] * stride + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows", "width", "stride"])
 def _linear_int4(
     x,  # [rows, depth]
     codes,  # [width, depth / 2]
     words,  # [width, pairs]
     bias,  # [width]
-    out,  # [rows, width]
+    out,  # [rows, width], with `stride` numbers between the beginnings of rows
     rows,
     width,
+    stride,
     pairs: tl.constexpr,  # of groups
     tile: tl.constexpr,
     columns: tl.constexpr,
@@ -164,12 +165,12 @@ def _linear_int4(
     there, near = (column < width)[:, None], (row < rows)[None, :]
     if biased:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + row[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
+    tl.store(out + row[None, :] * stride + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
 
 
 def takes(x: Tensor, codes: Tensor, group: int) -> bool:
-    """Whether the product of x with these codes is one for this kernel. In 4 bits a group is to be at least the depth of
-    a matmul instruction."""
+    """Whether the product of x with these codes is one for this kernel. In 4 bits a group is to be as deep as a
+    matmul instruction."""
     return (
         0 < len(x) <= MOST_ROWS
         and x.dtype == torch.bfloat16
@@ -178,24 +179,23 @@ def takes(x: Tensor, codes: Tensor, group: int) -> bool:
     )
 
 
-def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None) -> Tensor:
-    """x [T, K] @ numbers.T [K, N] + bias [N], for what this kernel `takes`."""
+def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None, out: Tensor) -> None:
+    """Writes x [T, K] @ numbers.T [K, N] + bias [N], of what this kernel `takes`, to `out` [T, N], which may be columns
+    of a wider tensor."""
     rows, width = len(x), len(codes)
     tile = min(128, max(16, triton.next_power_of_2(rows)))
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     grid = triton.cdiv(width, COLUMNS), triton.cdiv(rows, tile)
     given = out if bias is None else bias
     # Where a processor has several programs, these wait for memory in turns, and need less of its own.
     stages = 5 if x.is_cuda and grid[0] * grid[1] <= processors(x.device) else 3
     if codes.dtype != torch.uint8:
         _linear_float8[grid](
-            x, codes.view(torch.uint8), scale, given, out, rows, width, codes.shape[1], tile, COLUMNS, DEPTH,
-            bias is not None, _has_float8(x.device), num_warps=WARPS, num_stages=stages,
+            x, codes.view(torch.uint8), scale, given, out, rows, width, out.stride(0), codes.shape[1], tile, COLUMNS,
+            DEPTH, bias is not None, _has_float8(x.device), num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
     else:
         pairs = scale.shape[1] // 2
         _linear_int4[grid](
-            x, codes, _words(scale), given, out, rows, width, pairs, tile, COLUMNS, codes.shape[1] // pairs,
-            bias is not None, num_warps=WARPS, num_stages=stages,
+            x, codes, _words(scale), given, out, rows, width, out.stride(0), pairs, tile, COLUMNS,
+            codes.shape[1] // pairs, bias is not None, num_warps=WARPS, num_stages=stages,
         )  # fmt: skip
-    return out

@@ -6,6 +6,7 @@ import math
 
 from ebbtide.config.model import BaseKind
 from ebbtide.errors import UserError
+from ebbtide.model.families import Family, family_named
 from ebbtide.model.shape import Shape
 
 MOST_ROWS = 256
@@ -22,7 +23,12 @@ def quantized_bytes(rows: int, columns: int, kind: BaseKind) -> int:
     """The bytes of a matrix with its scales."""
     if kind == "float8":
         return rows * (columns + 2)
-    return rows * (columns // 2 + 4 * (columns // group_size(columns)))
+    return rows * (columns // 2 + 2 * (columns // group_size(columns)))
+
+
+def layer_kind(path: str, kind: BaseKind, family: Family) -> BaseKind:
+    """What a linear layer of a block is quantized to."""
+    return "float8" if kind == "int4" and path in (family.key, family.value) else kind
 
 
 def group_size(columns: int) -> int:
@@ -43,10 +49,14 @@ def base_bytes(shape: Shape, itemsize: int, parameters: int | None = None) -> in
     parameters = shape.parameters if parameters is None else parameters
     if shape.base is None:
         return itemsize * parameters
-    sizes = shape.linear_layers.values()
-    quantized = sum(quantized_bytes(rows, columns, shape.base) for rows, columns in sizes)
     others = parameters - shape.layers * block_numbers(shape) - shape.root_shard()
-    return itemsize * others + shape.layers * quantized + root_bytes(shape, itemsize)
+    return itemsize * others + shape.layers * _block_bytes(shape, shape.base) + root_bytes(shape, itemsize)
+
+
+def _block_bytes(shape: Shape, base: BaseKind) -> int:
+    """The bytes of the matrices of a block's linear layers, quantized."""
+    family, layers = family_named(shape.family), shape.linear_layers.items()
+    return sum(quantized_bytes(*size, layer_kind(path, base, family)) for path, size in layers)
 
 
 def root_bytes(shape: Shape, itemsize: int) -> int:
@@ -96,7 +106,7 @@ def dequantized_traffic(shape: Shape) -> float:
     """The bytes that are read and written to make numbers of all codes of a model's blocks, once."""
     if shape.base is None:
         return 0.0
-    return shape.layers * block_numbers(shape) * (2.0 + (1.0 if shape.base == "float8" else 0.5))
+    return float(shape.layers * (2 * block_numbers(shape) + _block_bytes(shape, shape.base)))
 
 
 def block_numbers(shape: Shape) -> int:

@@ -23,6 +23,7 @@ from ebbtide.model.known import known_config
 from ebbtide.model.load import layers_of, model_config, pick_device, pick_dtype
 from ebbtide.model.lora import add_adapters
 from ebbtide.model.output_head import head_size
+from ebbtide.model.quantize import quantized_layers
 from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape
 from ebbtide.optim.costs import state_bytes
@@ -136,9 +137,8 @@ def _block_bytes(model: PreTrainedModel, base: BaseKind | None) -> int:
     """The bytes of the frozen weights in blocks, whose linear layers may be quantized."""
     blocks = layers_of(model) or torch.nn.ModuleList()
     size = sum(one.nbytes for one in blocks.parameters() if not one.requires_grad)
-    for layer in blocks.modules():
-        if base is not None and isinstance(layer, torch.nn.Linear):
-            size += quantized_bytes(layer.out_features, layer.in_features, base) - layer.weight.nbytes
+    for layer, kind in quantized_layers(model, base) if base is not None else ():
+        size += quantized_bytes(layer.out_features, layer.in_features, kind) - layer.weight.nbytes
     return size
 
 

@@ -4,6 +4,8 @@ adapters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,18 @@ from torch import Tensor, nn
 from ebbtide.model.block_functions import Activation
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.linear import adapted_gated_linear, adapted_linear, gated_linear
-from ebbtide.model.quantize import SCALE, Quantized, dequantize, quantized_linear
+from ebbtide.model.quantize import SCALE, Quantized, dequantize_all, quantized_linear, quantized_of
 from ebbtide.policy.fused_adapters import FusedAdapters
+
+
+class _Codes(NamedTuple):
+    """Layers whose matrices are quantized to the same kind of codes, and follow each other in memory."""
+
+    weight: JoinedWeights
+    scale: JoinedWeights
+
+    def __call__(self, weights: dict[str, Tensor]) -> Quantized:
+        return Quantized(self.weight(weights), self.scale(weights))
 
 
 class Projection:
@@ -22,12 +34,19 @@ class Projection:
         """`paths`: of the layers in the block, in the order of their products."""
         present = {name for name, _ in block.named_parameters()}
 
-        def of_layers(kind: str) -> JoinedWeights:
+        def of_layers(kind: str, paths: Sequence[str] = paths) -> JoinedWeights:
             return JoinedWeights([name for path in paths if (name := f"{path}.{kind}") in present])
 
+        def kind_of(path: str) -> torch.dtype:
+            return block.get_parameter(f"{path}.weight").dtype
+
         self._weight, self._bias = of_layers("weight"), of_layers("bias")
-        self._scale = of_layers(SCALE)
-        self._own = self._weight, self._bias, self._scale
+        self._codes: list[_Codes] = []
+        if all(quantized_of(block.get_submodule(path)) is not None for path in paths):
+            same = [list(some) for _, some in groupby(paths, kind_of)]
+            self._codes = [_Codes(of_layers("weight", some), of_layers(SCALE, some)) for some in same]
+        matrices = [one for codes in self._codes for one in codes] or [self._weight]
+        self._own = *matrices, self._bias
         self._adapters = FusedAdapters(block, paths)
 
     @property
@@ -73,19 +92,19 @@ class Projection:
 
     def _is_matrix(self, weights: dict[str, Tensor]) -> bool:
         """Whether all matrices are one in memory, of numbers."""
-        return not self._scale.names and self._weight.is_whole(weights)
+        return not self._codes and self._weight.is_whole(weights)
 
     def _product(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        if not self._scale.names:
+        if not self._codes:
             return self._weight.product(x, weights, self._bias)
         return quantized_linear(x, self._quantized(weights), self._bias(weights) if self._bias.names else None)
 
-    def _quantized(self, weights: dict[str, Tensor]) -> Quantized:
-        return Quantized(self._weight(weights), self._scale(weights))
+    def _quantized(self, weights: dict[str, Tensor]) -> list[Quantized]:
+        return [codes(weights) for codes in self._codes]
 
     def _matrix(self, weights: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         """All matrices as one, in numbers [N, K]."""
-        return dequantize(self._quantized(weights), dtype) if self._scale.names else self._weight(weights)
+        return dequantize_all(self._quantized(weights), dtype) if self._codes else self._weight(weights)
 
     def backward(
         self, grad: Tensor, weights: dict[str, Tensor], grads: dict[str, Tensor | None], *, wants: bool
