@@ -59,6 +59,7 @@ BUDGETS = {
     "8B-int4": ("8B", "int4", 10),
     "8B-int4-8": ("8B", "int4, embeddings too", 8),
     "14B-int4": ("14B", "int4", 14),
+    "14B-int4-embeddings": ("14B", "int4, embeddings too", 14),
     "32B-int4": ("32B", "int4", 28),
 }
 RANK, CHANNELS = "model.lora.rank=32", 32
