@@ -166,5 +166,6 @@ def test_planned_passes_are_about_those_of_the_scheduler(new, share) -> None:
         passes += bool(decoded)
         for one in (*asked, *decoded):
             schedule.append_token(one, 0, done=len(one.tokens) + 1 == new)
-    found = decode_passes(blocks - prompts, prompts * samples, new, block)
+    found, recomputed = decode_passes(blocks - prompts, prompts * samples, new, block)
     assert abs(found - passes) <= 0.25 * passes
+    assert abs(recomputed - schedule.recomputed) <= 0.3 * schedule.recomputed

@@ -42,7 +42,7 @@ from ebbtide.rollout.paged.cache_costs import (
     useful_blocks,
     useful_states,
 )
-from ebbtide.system.units import GIB
+from ebbtide.system.units import GIB, ceil_div
 
 # Seconds per layer of a decode step, and multiples of what the rates alone would give for weights, KV cache and
 # matmuls.
@@ -157,7 +157,7 @@ class GenerationCosts:
         min_blocks = blocks_for(prompt, block) + blocks_for(work.max_new_tokens, block)
         block_bytes = block * costs.bytes_per_token(itemsize)
         blocks: int | None = None
-        is_full_size, min_peak = True, 0.0
+        is_full_size, min_peak, recomputed = True, 0.0, 0
         # Sequences that decode at a time on average: few have their full length at the same time.
         mean = float(concurrent)
         if config.rollout.engine == "paged":
@@ -181,7 +181,7 @@ class GenerationCosts:
                 mean = max(1.0, min(mean, blocks / ((blocks_own + 1) / 2 + blocks_shared)))
                 if work.longest == work.new_tokens:  # Then all need the most at the same time.
                     own = max(blocks_own + 1, blocks - round(mean * blocks_shared))
-                    passes = decode_passes(own, max_concurrent, round(work.new_tokens), block)
+                    passes, recomputed = decode_passes(own, max_concurrent, round(work.new_tokens), block)
                     mean = min(mean, max_concurrent * work.new_tokens / passes)
             phase.device["kv_cache"] = blocks * block_bytes
         elif config.rollout.engine == "huggingface":
@@ -203,6 +203,7 @@ class GenerationCosts:
             phase.device |= {"activations": max(prefill, decode), "workspace": decode}
         mode, communication = config.rollout_weights(self._sharing.shards), CommTime(0.0, 0.0)
         seconds = self.seconds(work, mean, captured=mode != "layerwise")
+        seconds += self._recompute_seconds(work, recomputed, chunk)
         if self._gathers is not None and mode is not None:
             communication = self._gathers.generate_time(
                 mode, work.decode_passes(mean) + 1, seconds, self._machine.rates
@@ -211,6 +212,11 @@ class GenerationCosts:
             1, Seconds(seconds + communication.exposed, 0.0, communication.seconds, communication.exposed)
         )
         return Generation(blocks, block, min_blocks, is_full_size, concurrent, min_peak, max_concurrent)
+
+    def _recompute_seconds(self, work: Workload, tokens: int, chunk: int) -> float:
+        """Seconds of prefilling tokens again whose keys and values were given up for others."""
+        passes = ceil_div(tokens, chunk)
+        return passes * self._speed.forward(tokens / max(1, passes), work.prompt_tokens + work.new_tokens)
 
     def seconds(self, work: Workload, rows: float, *, captured: bool = True) -> float:
         """Seconds of generating all samples of a step, with `rows` of them in the batch while there are enough. Each

@@ -74,10 +74,11 @@ def useful_blocks(prompts: list[tuple[int, int]], new: int, batch: int, block: i
 
 
 @cache
-def decode_passes(blocks: int, sequences: int, new: int, block: int) -> int:
+def decode_passes(blocks: int, sequences: int, new: int, block: int) -> tuple[int, int]:
     """Returns about how many passes it takes to decode so many sequences of `new` tokens each that begin together, with
-    so many blocks for their tokens. As in the scheduler, those that were admitted last give up their blocks where there
-    are none left, and go on with the tokens they have once others have ended."""
+    so many blocks for their tokens, and how many tokens are prefilled again. As in the scheduler, those that were
+    admitted last give up their blocks where there are none left, and go on with the tokens they have once others have
+    ended."""
     length = max(1, blocks_for(new, block))
     coarser = ceil_div(length, MOST_STEPS)
     length, blocks = ceil_div(length, coarser), blocks // coarser
@@ -85,7 +86,7 @@ def decode_passes(blocks: int, sequences: int, new: int, block: int) -> int:
         [(sequences, 0)] if sequences else [],
         list[tuple[int, int]](),
     )  # (how many, blocks of each), the next ones last
-    free, steps = blocks, 0
+    free, steps, given_up = blocks, 0, 0
     while waiting or running:
         busy = sum(count for count, _ in running)
         while waiting:
@@ -101,12 +102,12 @@ def decode_passes(blocks: int, sequences: int, new: int, block: int) -> int:
             left = min(count, ceil_div(busy - free, own + 1), busy - 1)
             waiting.append((left, own))
             running += [(count - left, own)] if left < count else []
-            free, busy = free + left * own, busy - left
+            free, busy, given_up = free + left * own, busy - left, given_up + left * own
         free, steps = free - busy, steps + 1
         running = [(count, own + 1) for count, own in running]
         free += sum(count * own for count, own in running if own == length)
         running = [(count, own) for count, own in running if own < length]
-    return ceil_div(steps * new, length)
+    return ceil_div(steps * new, length), ceil_div(given_up * new, length)
 
 
 def kept_sequences(rollout: RolloutConfig) -> int:
