@@ -139,6 +139,7 @@ def test_when_memory_runs_out_the_plan_is_asked() -> None:
     assert "before the first phase" in str(oom_error(plan_of(), None, {"weights": 1}, 1, "table", "no room. at all"))
     in_pieces = str(oom_error(plan_of(), None, {"weights": 1}, 1, "table", "no room. at all", unused=2**30))
     assert re.search(r"unused +1\.000", in_pieces)
+    assert "unused" not in str(oom_error(plan_of(), None, {"weights": 1}, 1, "table", "no room. at all"))
 
 
 def test_mfu_is_of_what_was_trained_on_and_of_all_gpus() -> None:

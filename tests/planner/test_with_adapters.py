@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from ebbtide.cli import app
 from ebbtide.planner.holdings import plan_holdings
+from ebbtide.rollout import generation_costs
 
 SMALL = ["--gpu", "4090", SHAPE, *MANY, "memory.budget_gib=3.5", "--host-gib", "4"]
 
@@ -67,6 +68,27 @@ def test_so_is_a_smaller_base_with_its_embeddings() -> None:
     (said,) = [line for line in planned(*tight, code=1)["words"] if "a smaller base" in line]
     peak = max(phase["peak_gib"] for phase in planned(*tight, "model.base_embeddings=true")["phases"].values())
     assert f"(`model.base_embeddings=true`): the peak is {peak:.3g} GiB" in said
+
+
+def test_what_is_prefilled_again_takes_seconds_in_each_wave_of_samples(monkeypatch) -> None:
+    passes = generation_costs.decode_passes
+    sizes = [
+        "model.scratch.hidden=1024",
+        "model.scratch.mlp=3072",
+        "model.scratch.layers=16",
+        "rollout.max_num_seqs=128",
+    ]
+    small = ["--gpu", "h200", SHAPE, *MANY, *sizes, "rollout.max_new_tokens=1024", "memory.budget_gib=4"]
+
+    def seconds(prompts: int) -> float:
+        return planned(*small, f"rollout.prompts_per_step={prompts}")["phases"]["generate"]["seconds"]
+
+    prompts = 16, 64
+    whole = [seconds(count) for count in prompts]
+    monkeypatch.setattr(generation_costs, "decode_passes", lambda *given: (passes(*given)[0], 0))
+    once, often = (one - seconds(count) for one, count in zip(whole, prompts, strict=True))
+    assert once > 0
+    assert often > 3 * once
 
 
 def test_several_ranks_are_offered_adapters_too() -> None:

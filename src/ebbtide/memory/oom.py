@@ -56,12 +56,13 @@ def oom_error(
     advice += [spec.advice[phase] for spec in plan.holdings if phase in spec.advice]
     when = f"in the {phase} phase" if phase is not None else "before the first phase"
     cause = ". ".join(problem.split(". ")[:2])
+    held = f"{'unused':<10} {gib(unused):>10.3f}   (the allocator has it, in pieces too small or for CUDA graphs)"
     lines = [
         f"the device's memory ran out {when} ({cause}). Where everything was:",
         "",
         table,
         f"{'other':<10} {gib(other):>10.3f}   (workspace)",
-        f"{'unused':<10} {gib(unused):>10.3f}   (the allocator has it, in pieces too small or for CUDA graphs)",
+        *([held] if unused else []),
         "",
         "To make room: " + "; ".join(advice or ["choose a smaller model"]),
     ]

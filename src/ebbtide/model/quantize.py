@@ -3,10 +3,11 @@ loaded, and turned back into numbers where they are multiplied.
 
     float8   e4m3, one scale for a row, which is a power of 2: codes become numbers without rounding
     int4     codes from 0 to 15, a word for each group of up to 64 numbers of a row: 12 bits of a scale, which are those
-             of its exponent and 4 of its mantissa, and 4 of the code that is zero. Two groups share their bytes, the
-             first in the low bits, the second in the high bits
+             of its exponent and 4 of its mantissa, and 4 of the code that is zero, which is within the range of every
+             group. Two groups share their bytes, the first in the low bits, the second in the high bits
 
-Layers that make keys or values are in 8 bits where others are in 4: many query heads read what they make.
+Layers that make keys or values are in 8 bits where others are in 4: many query heads read what they make. So is one
+that makes queries as well.
 
 A number of the base is code x scale, or (code - zero) x scale, rounded to bfloat16, on every device. It is the same
 whatever device the codes were made on: sums are in float64.

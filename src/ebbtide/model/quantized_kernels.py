@@ -79,7 +79,7 @@ def dequantize(codes: Tensor, scale: Tensor, out: Tensor) -> None:
         return
     pairs = scale.shape[1] // 2
     group = width // pairs
-    at_once = AT_ONCE // (2 * group)
+    at_once = min(AT_ONCE // (2 * group), triton.next_power_of_2(pairs))
     _dequantize_int4[rows, triton.cdiv(pairs, at_once)](codes, _words(scale), out, pairs, group, at_once)
 
 

@@ -181,8 +181,9 @@ class GenerationCosts:
                 mean = max(1.0, min(mean, blocks / ((blocks_own + 1) / 2 + blocks_shared)))
                 if work.longest == work.new_tokens:  # Then all need the most at the same time.
                     own = max(blocks_own + 1, blocks - round(mean * blocks_shared))
-                    passes, recomputed = decode_passes(own, max_concurrent, round(work.new_tokens), block)
+                    passes, again = decode_passes(own, max_concurrent, round(work.new_tokens), block)
                     mean = min(mean, max_concurrent * work.new_tokens / passes)
+                    recomputed = ceil_div(again * work.sequences, max_concurrent)
             phase.device["kv_cache"] = blocks * block_bytes
         elif config.rollout.engine == "huggingface":
             phase.device["kv_cache"] = concurrent * (prompt + work.max_new_tokens) * costs.bytes_per_token(itemsize)
@@ -216,7 +217,7 @@ class GenerationCosts:
     def _recompute_seconds(self, work: Workload, tokens: int, chunk: int) -> float:
         """Seconds of prefilling tokens again whose keys and values were given up for others."""
         passes = ceil_div(tokens, chunk)
-        return passes * self._speed.forward(tokens / max(1, passes), work.prompt_tokens + work.new_tokens)
+        return passes * self._speed.forward(tokens / max(1, passes), work.prompt_tokens + work.new_tokens / 2)
 
     def seconds(self, work: Workload, rows: float, *, captured: bool = True) -> float:
         """Seconds of generating all samples of a step, with `rows` of them in the batch while there are enough. Each
