@@ -13,6 +13,21 @@ KINDS = ["float8", "int4"]
 SHAPES = [(64, 128), (70, 96)] if INTERPRETED else [(64, 128), (200, 896), (96, 96), (2048, 512)]
 
 
+@pytest.fixture(autouse=True)
+def numbers_in_float32(monkeypatch) -> None:
+    """Gives the interpreter, which adds and multiplies bfloat16 as integers, another way to the same numbers."""
+    import triton.language as tl
+
+    from ebbtide.model import quantized_kernels
+
+    def numbers(codes, word):
+        scale = (word >> 4 << 19).to(tl.float32, bitcast=True)
+        return ((codes.to(tl.int32) - (word & 15)).to(tl.float32) * scale).to(tl.bfloat16)
+
+    if INTERPRETED:
+        monkeypatch.setattr(quantized_kernels, "_numbers", numbers)
+
+
 def on_cpu(matrix: Quantized) -> Quantized:
     return Quantized(*(one.cpu() for one in matrix))
 
@@ -76,6 +91,19 @@ def test_all_codes_of_8_bits_are_numbers_on_every_gpu(native, monkeypatch) -> No
     assert torch.equal(numbers_of(there).cpu(), wanted)
     x = torch.eye(128, device=DEVICE, dtype=torch.float32 if INTERPRETED else torch.bfloat16)
     assert torch.equal(product_of(x, there, None).cpu().to(wanted.dtype), wanted.t())
+
+
+def test_all_codes_of_4_bits_are_numbers() -> None:
+    """With every code for 0 and every mantissa of a scale."""
+    zeros, mantissas = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    words = torch.stack([(exponent << 8) + (mantissas << 4) + zeros for exponent in (1, 100, 127, 200)])
+    words = words.flatten().to(torch.int16).view(-1, 4)  # [rows, groups]
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4).expand(len(words), 2, 64)
+    matrix = Quantized((codes | codes << 4).flatten(1).contiguous(), words)
+    numbers = numbers_of(Quantized(*(one.to(DEVICE) for one in matrix))).cpu()
+    wanted = dequantize(matrix, torch.bfloat16)
+    near = torch.allclose(numbers.double(), wanted.double(), rtol=2**-7, atol=0)  # as the interpreter rounds towards 0
+    assert near if INTERPRETED else torch.equal(numbers, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
