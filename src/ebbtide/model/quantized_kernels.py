@@ -183,11 +183,14 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None, out:
     """Writes x [T, K] @ numbers.T [K, N] + bias [N], of what this kernel `takes`, to `out` [T, N], which may be columns
     of a wider tensor."""
     rows, width = len(x), len(codes)
+    columns, count = triton.cdiv(width, COLUMNS), processors(x.device) if x.is_cuda else 1
     tile = min(128, max(16, triton.next_power_of_2(rows)))
-    grid = triton.cdiv(width, COLUMNS), triton.cdiv(rows, tile)
+    if tile == 128 and 2 * columns * triton.cdiv(rows, tile) <= count:
+        tile = 64  # so that no more than half of the processors are idle
+    grid = columns, triton.cdiv(rows, tile)
     given = out if bias is None else bias
     # Where a processor has several programs, these wait for memory in turns, and need less of its own.
-    stages = 5 if x.is_cuda and grid[0] * grid[1] <= processors(x.device) else 3
+    stages = 5 if grid[0] * grid[1] <= count else 3
     if codes.dtype != torch.uint8:
         _linear_float8[grid](
             x, codes.view(torch.uint8), scale, given, out, rows, width, out.stride(0), codes.shape[1], tile, COLUMNS,
