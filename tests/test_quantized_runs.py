@@ -19,7 +19,7 @@ from ebbtide.errors import UserError
 from ebbtide.launch.serve import load_served
 from ebbtide.model.load import load_model
 from ebbtide.model.lora import adapted_layers
-from ebbtide.model.quantize import layer_matrix, quantized_of
+from ebbtide.model.quantized_layers import layer_matrix, quantized_of
 from test_lora_runs import CPU, lines, run, save_base, settings
 
 TOKENS = torch.tensor([[1, 5, 2, 7, 3, 3, 9]])

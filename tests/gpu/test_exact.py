@@ -14,7 +14,7 @@ from ebbtide.config.root import Config
 from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.model.lora import adapted_layers, add_adapters
-from ebbtide.model.quantize import SCALE
+from ebbtide.model.quantized_layers import SCALE
 from ebbtide.policy.datum import Datum
 from ebbtide.policy.exact import make_exact, why_not_exact
 from ebbtide.policy.packed_attention import PackedAttention

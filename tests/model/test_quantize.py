@@ -16,19 +16,16 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.model.lora import adapted_layers, base_digest, merge_adapters
 from ebbtide.model.output_head import head_product
-from ebbtide.model.quantize import (
+from ebbtide.model.quantize import dequantize, dequantize_all, quantize, quantized_linear
+from ebbtide.model.quantized_layers import (
     CASTS_TO_HEAD,
     QuantizedEmbedding,
     QuantizedLinear,
     count_parameters,
-    dequantize,
-    dequantize_all,
     layer_matrix,
-    quantize,
     quantize_embeddings,
     quantize_layer,
     quantize_model,
-    quantized_linear,
     quantized_of,
 )
 from ebbtide.model.quantized_sizes import quantized_bytes

@@ -10,7 +10,7 @@ from blocks import Setup
 from ebbtide.config.model import BaseKind, LoraConfig
 from ebbtide.model.load import LoadedModel
 from ebbtide.model.lora import adapted_layers, add_adapters, without_adapters
-from ebbtide.model.quantize import quantize_model
+from ebbtide.model.quantized_layers import quantize_model
 from ebbtide.model.shape import from_config
 from ebbtide.policy import fused_costs
 from ebbtide.policy.activation_plan import PlacedBlocks, measure_saved_bytes

@@ -18,7 +18,7 @@ from ebbtide.errors import UserError
 from ebbtide.model.load import LoadedModel, load_model
 from ebbtide.model.lora import add_adapters, base_digest
 from ebbtide.model.peft_format import load_adapter
-from ebbtide.model.quantize import new_quantized_model, quantize_model
+from ebbtide.model.quantized_layers import new_quantized_model, quantize_model
 
 
 def load_initial(config: Config, device: torch.device, *, adapter: bool = True) -> LoadedModel:

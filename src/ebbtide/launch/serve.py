@@ -24,7 +24,7 @@ from ebbtide.model.chat_template import unused_arguments_warning
 from ebbtide.model.joined_weights import join
 from ebbtide.model.load import LoadedModel, layers_of, load_pretrained, pick_device, pick_dtype, prepare_model
 from ebbtide.model.lora import adapted_layers
-from ebbtide.model.quantize import SCALE, quantize_model, quantized_of
+from ebbtide.model.quantized_layers import SCALE, quantize_model, quantized_of
 from ebbtide.policy.fuse import build_blocks, why_not_computed
 from ebbtide.rollout.serve.engine_loop import run_engine_loop
 from ebbtide.rollout.serve.http import listen, run_http_server, server_url

@@ -18,7 +18,7 @@ from ebbtide.config.root import Config
 from ebbtide.model.families import family_of
 from ebbtide.model.load import layers_of
 from ebbtide.model.lora_targets import check_targets
-from ebbtide.model.quantize import (
+from ebbtide.model.quantized_layers import (
     QuantizedEmbedding,
     QuantizedLinear,
     layer_matrix,

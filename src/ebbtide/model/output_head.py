@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ebbtide.errors import UserError
 from ebbtide.model.linear import linear
-from ebbtide.model.quantize import Quantized, linear_in_slices, quantized_of
+from ebbtide.model.quantize import Quantized, linear_in_slices
+from ebbtide.model.quantized_layers import quantized_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

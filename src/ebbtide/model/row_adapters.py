@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ebbtide.model.lora import LoraLinear, adapted_layers, remove_adapter
-from ebbtide.model.quantize import layer_product
+from ebbtide.model.quantized_layers import layer_product
 
 Columns = tuple[tuple[int, int], ...]
 """(the number of an adapter, its rank) of each adapter in a layer, or in several whose products lie side by side."""

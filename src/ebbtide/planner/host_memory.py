@@ -23,7 +23,7 @@ from ebbtide.model.known import known_config
 from ebbtide.model.load import layers_of, model_config, pick_device, pick_dtype
 from ebbtide.model.lora import add_adapters
 from ebbtide.model.output_head import head_size
-from ebbtide.model.quantize import quantized_layers
+from ebbtide.model.quantized_layers import quantized_layers
 from ebbtide.model.quantized_sizes import quantized_bytes
 from ebbtide.model.shape import find_shape
 from ebbtide.optim.costs import state_bytes

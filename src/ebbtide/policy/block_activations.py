@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ebbtide.config.memory import ActivationName
 from ebbtide.model.families import family_of, part_of
-from ebbtide.model.quantize import layer_columns
+from ebbtide.model.quantized_layers import layer_columns
 from ebbtide.parallel.dtensor import unsharded
 from ebbtide.policy.recompute import GatedMLP, RecomputingCall
 

@@ -21,7 +21,7 @@ from ebbtide.model.families import FAMILIES, Family, family_of, part_of
 from ebbtide.model.joined_weights import join, pack
 from ebbtide.model.load import decoder, layers_of
 from ebbtide.model.lora import adapted_layers
-from ebbtide.model.quantize import SCALE
+from ebbtide.model.quantized_layers import SCALE
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.attention import PACKED
 from ebbtide.policy.fused_block import Call, FusedBlock, FusedMLP, norm_of

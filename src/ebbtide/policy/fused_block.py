@@ -35,7 +35,7 @@ from ebbtide.model.block_functions import (
     rotate_expanded,
 )
 from ebbtide.model.families import Family, part_of
-from ebbtide.model.quantize import layer_columns
+from ebbtide.model.quantized_layers import layer_columns
 from ebbtide.policy.packed_attention import PackedAttention
 from ebbtide.policy.projection import Projection
 from ebbtide.policy.rotary_input import RotaryInput

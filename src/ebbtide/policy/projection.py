@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ebbtide.model.block_functions import Activation
 from ebbtide.model.joined_weights import JoinedWeights
 from ebbtide.model.linear import adapted_gated_linear, adapted_linear, gated_linear
-from ebbtide.model.quantize import SCALE, Quantized, dequantize_all, quantized_linear, quantized_of
+from ebbtide.model.quantize import Quantized, dequantize_all, quantized_linear
+from ebbtide.model.quantized_layers import SCALE, quantized_of
 from ebbtide.policy.fused_adapters import FusedAdapters
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from ebbtide.model.quantize import quantized_of
+from ebbtide.model.quantized_layers import quantized_of
 from ebbtide.parallel.dtensor import is_sharded
 from ebbtide.policy.separation import layer_list
 

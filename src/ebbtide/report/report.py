@@ -125,7 +125,8 @@ class Report:
         self._meter, self._token_spans = residency.meter, TokenSpans(tokenizer)
         self.folder.write_versions(describe_start(self.steps_done, residency.device))
         self._sinks.open(self._config, self.folder.path)
-        from ebbtide.model.quantize import count_parameters  # It imports transformers, as the model has already.
+        # It imports transformers, as the model has already.
+        from ebbtide.model.quantized_layers import count_parameters
 
         parameters = count_parameters(model)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

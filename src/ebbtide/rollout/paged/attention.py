@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ebbtide.errors import UserError
 from ebbtide.model.attention_kind import AttentionKind
 from ebbtide.model.output_head import head_matrix
-from ebbtide.model.quantize import quantized_of
+from ebbtide.model.quantized_layers import quantized_of
 from ebbtide.model.quantized_sizes import slice_numbers
 from ebbtide.model.state_layers import StatePass, States
 from ebbtide.policy.attention import FUNCTIONS, requested_kind, scaled_by_position, unsupported_layer
