@@ -12,6 +12,7 @@ whatever device the codes were made on: sums are in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product as product_of
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ebbtide.config.model import BaseKind
 from ebbtide.model.linear import add_matmul, linear
 from ebbtide.model.linear_sizes import ALIGNED
 from ebbtide.model.quantized_sizes import group_size, slice_rows
+from ebbtide.system.side_stream import begin_beside
 
 AT_ONCE = 2**22  # Numbers that are quantized at once.
 LARGEST_FLOAT8 = 448.0
@@ -86,11 +88,19 @@ def _product_of_codes(x: Tensor, matrices: Sequence[Quantized], bias: Tensor | N
 
     if not all(quantized_kernels.takes(x, matrix.codes, matrix.group) for matrix in matrices):
         return None
-    out = x.new_empty((len(x), sum(len(matrix.codes) for matrix in matrices)))
-    start = 0
-    for matrix in matrices:
-        columns = slice(start, start := start + len(matrix.codes))
-        quantized_kernels.linear(x, *matrix, bias=None if bias is None else bias[columns], out=out[:, columns])
+    rows = [len(matrix.codes) for matrix in matrices]
+    out = x.new_empty((len(x), sum(rows)))
+    biases = [None] * len(rows) if bias is None else bias.split(rows)
+    parts = list(zip(matrices, biases, out.split(rows, 1), strict=True))
+
+    def write(matrix: Quantized, bias: Tensor | None, part: Tensor) -> None:
+        quantized_kernels.linear(x, *matrix, bias=bias, out=part)
+
+    # None alone has programs for a whole GPU.
+    joins = [begin_beside(partial(write, *part), x.device)[1] for part in parts[1:]]
+    write(*parts[0])
+    for join in joins:
+        join()
     return out
 
 
