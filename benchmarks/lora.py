@@ -1,13 +1,14 @@
 """Adapters (LoRA), and a base in 8 or 4 bits.
 
-    python benchmarks/lora.py [products] [base] [decode [1.7B] [8B]] [budget [CASE ..]]
+    python benchmarks/lora.py [products] [base] [tiles] [decode [1.7B] [8B]] [budget [CASE ..]]
 
 products: the products of each group of layers with the same input, alone, with adapters of rank 32 by our kernels, and
 with the same in torch, for the Qwen3-1.7B and 8B shapes. base: products of few rows with a base in bfloat16, float8 and
-int4, and what it takes to make numbers of codes. decode: tokens a second of 16 prompts x 8 samples of 126 + 256 tokens
-with exact log-probs, without adapters, with some, and with each base. budget: GRPO steps of 16 x 8 x (100 + 256) tokens
-with adapters of rank 32, planned (`memory.plan: auto`) under a budget that the allocator enforces; of the cases that
-are named, such as 8B-int4. Weights are random. Stages that are not named keep the figures of an earlier run.
+int4, and what it takes to make numbers of codes. tiles: those products with other tiles, of which `tile_of` in
+model/quantized_kernels.py is to choose the fastest. decode: tokens a second of 16 prompts x 8 samples of 126 + 256
+tokens with exact log-probs, without adapters, with some, and with each base. budget: GRPO steps of 16 x 8 x (100 + 256)
+tokens with adapters of rank 32, planned (`memory.plan: auto`) under a budget that the allocator enforces; of the cases
+that are named, such as 8B-int4. Weights are random. Stages that are not named keep the figures of an earlier run.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from turns import my_turn
 from ebbtide.checkpoint.initial_model import load_initial
 from ebbtide.config import load
 from ebbtide.errors import UserError
-from ebbtide.model import adapter_kernels
+from ebbtide.model import adapter_kernels, quantized_kernels
 from ebbtide.model.linear import linear
 from ebbtide.model.load import pick_device
 from ebbtide.model.lora import adapted_layers
 from ebbtide.model.quantize import Quantized, dequantize, quantize, quantized_linear
+from ebbtide.model.quantized_kernels import Tile
 from ebbtide.policy.policy import Policy
 from ebbtide.rollout.paged.engine import PagedEngine
 from ebbtide.system.allocator import use_expandable_segments
+from ebbtide.system.gpu import processors
 from ebbtide.system.machine import save_rates
 from ebbtide.system.side_stream import begin_beside
 from ebbtide.system.torch_internals import without_split_k
@@ -62,6 +65,13 @@ BUDGETS = {
     "14B-int4-embeddings": ("14B", "int4, embeddings too", 14),
     "32B-int4": ("32B", "int4", 28),
 }
+TILES = {
+    32: [Tile(32, 64, 4, 3), Tile(32, 64, 4, 5), Tile(32, 128, 8, 3), Tile(16, 64, 4, 5)],
+    128: [
+        *(Tile(128, 64, 4, 3), Tile(128, 64, 4, 5), Tile(128, 128, 8, 2), Tile(128, 128, 8, 3)),
+        *(Tile(64, 64, 4, 3), Tile(64, 64, 4, 5), Tile(64, 128, 8, 3)),
+    ],
+}  # of a quantized base's products of so many rows
 RANK, CHANNELS = "model.lora.rank=32", 32
 
 
@@ -146,6 +156,26 @@ def base() -> Iterator[list[Row]]:
                         Row(label, f"numbers of {kind}", taken, "us"),
                         Row(label, f"numbers of {kind}, moved", moved / taken / 1e6, "TB/s"),
                     ]
+            yield rows
+
+
+def tiles() -> Iterator[list[Row]]:
+    rows: list[Row] = []
+    with torch.no_grad(), without_split_k():
+        for name, (width, depth) in MATRICES["8B"].items():
+            weight = torch.randn(width, depth, device="cuda").bfloat16()
+            for kind, base in {kind: quantize(weight, kind) for kind in ("float8", "int4")}.items():
+                for count, candidates in TILES.items():
+                    x = torch.randn(count, depth, device="cuda").bfloat16()
+                    wanted = linear(x, dequantize(base, torch.bfloat16))
+                    chosen = quantized_kernels.tile_of(count, width, processors(x.device))
+                    for tile in dict.fromkeys((chosen, *candidates)):
+                        out = torch.empty_like(wanted)
+                        taken = _graphed(partial(quantized_kernels.linear, x, *base, bias=None, out=out, tile=tile))
+                        if not torch.equal(out, wanted):
+                            print(f"{kind}, {count} rows, {tile}: other bits", flush=True)
+                        tried = "x".join(map(str, tile)) + (", chosen" if tile == chosen else "")
+                        rows.append(Row(f"tiles: 8B, {name}, {kind}, {count} rows", tried, taken, "us"))
             yield rows
 
 
@@ -249,6 +279,7 @@ def main() -> None:
     stages: dict[str, Callable[[], Iterator[list[Row]]]] = {
         "products": products,
         "base": base,
+        "tiles": tiles,
         "decode": partial(decode, shapes),
         "budget": partial(budgets, cases),
     }

@@ -126,6 +126,19 @@ def test_products_of_few_rows_are_those_of_the_numbers(kind, biased, rows, width
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies matrices of other sizes in another order")
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(128, 64, 4, 3), (64, 64, 4, 5), (64, 128, 8, 3), (16, 64, 4, 2)])
+def test_a_tile_changes_no_bit(kind, shape) -> None:
+    from ebbtide.model import quantized_kernels
+
+    matrix = quantize(random_matrix(1152, 896), kind)
+    x = torch.randn((100, 896), device=DEVICE).bfloat16()
+    out = torch.empty((100, 1152), device=DEVICE, dtype=x.dtype)
+    quantized_kernels.linear(x, *matrix, bias=None, out=out, tile=quantized_kernels.Tile(*shape))
+    assert torch.equal(out, product_of(x, matrix, None))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies matrices of other sizes in another order")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("width", "depth"), [(2048, 2048), (4096, 1024), (6144, 4096), (1152, 896), (896, 4864)])
 def test_a_row_has_the_same_bits_among_few_as_among_many(kind, width, depth) -> None:
     from ebbtide.system.torch_internals import without_split_k

@@ -7,6 +7,8 @@ has its bits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,18 @@ from torch import Tensor
 from ebbtide.model.quantized_sizes import MOST_ROWS
 from ebbtide.system.gpu import capability, processors
 
-COLUMNS, DEPTH, WARPS = 64, 128, 4  # of a program; the depth in 8 bits, in 4 it is two groups
+DEPTH = 128  # of x that a program multiplies at once in 8 bits; in 4 bits it is two groups
 AT_ONCE = 4096  # Numbers that a program makes of codes.
 EXPONENTS_APART = tl.constexpr(2.0**120)  # Exponents count from 127 in float32, and from 7 in e4m3.
+
+
+class Tile(NamedTuple):
+    """What a program of a matmul computes, and how."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
 
 
 @triton.jit
@@ -179,26 +190,34 @@ def takes(x: Tensor, codes: Tensor, group: int) -> bool:
     )
 
 
-def linear(x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None, out: Tensor) -> None:
+def linear(
+    x: Tensor, codes: Tensor, scale: Tensor, *, bias: Tensor | None, out: Tensor, tile: Tile | None = None
+) -> None:
     """Writes x [T, K] @ numbers.T [K, N] + bias [N], of what this kernel `takes`, to `out` [T, N], which may be columns
-    of a wider tensor."""
+    of a wider tensor. `tile`: instead of that of `tile_of`; none changes a bit."""
     rows, width = len(x), len(codes)
-    columns, count = triton.cdiv(width, COLUMNS), processors(x.device) if x.is_cuda else 1
-    tile = min(128, max(16, triton.next_power_of_2(rows)))
-    if tile == 128 and 2 * columns * triton.cdiv(rows, tile) <= count:
-        tile = 64  # so that no more than half of the processors are idle
-    grid = columns, triton.cdiv(rows, tile)
+    tile = tile or tile_of(rows, width, processors(x.device) if x.is_cuda else 1)
+    grid = triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows)
     given = out if bias is None else bias
-    # Where a processor has several programs, these wait for memory in turns, and need less of its own.
-    stages = 5 if grid[0] * grid[1] <= count else 3
     if codes.dtype != torch.uint8:
         _linear_float8[grid](
-            x, codes.view(torch.uint8), scale, given, out, rows, width, out.stride(0), codes.shape[1], tile, COLUMNS,
-            DEPTH, bias is not None, _has_float8(x.device), num_warps=WARPS, num_stages=stages,
+            x, codes.view(torch.uint8), scale, given, out, rows, width, out.stride(0), codes.shape[1], tile.rows,
+            tile.columns, DEPTH, bias is not None, _has_float8(x.device), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     else:
         pairs = scale.shape[1] // 2
         _linear_int4[grid](
-            x, codes, _words(scale), given, out, rows, width, out.stride(0), pairs, tile, COLUMNS,
-            codes.shape[1] // pairs, bias is not None, num_warps=WARPS, num_stages=stages,
+            x, codes, _words(scale), given, out, rows, width, out.stride(0), pairs, tile.rows, tile.columns,
+            codes.shape[1] // pairs, bias is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+
+
+def tile_of(rows: int, width: int, processors: int) -> Tile:
+    """The tile of a product on a GPU with so many multiprocessors."""
+    columns = 64
+    tile = min(128, max(16, triton.next_power_of_2(rows)))
+    blocks = triton.cdiv(width, columns)
+    if tile == 128 and 2 * blocks * triton.cdiv(rows, tile) <= processors:
+        tile = 64  # so that no more than half of the processors are idle
+    # Where a processor has several programs, these wait for memory in turns, and need less of its own.
+    return Tile(tile, columns, 4, 5 if blocks * triton.cdiv(rows, tile) <= processors else 3)
