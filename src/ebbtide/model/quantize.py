@@ -11,7 +11,7 @@ whatever device the codes were made on: sums are in float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product as product_of
 from typing import Any, NamedTuple
@@ -73,14 +73,19 @@ class _Product(torch.autograd.Function):
         return grads[0] @ dequantize(ctx.matrix, grads[0].dtype), None, None, None
 
 
-def quantized_linear(x: Tensor, matrices: Sequence[Quantized], bias: Tensor | None = None) -> Tensor:
+def quantized_linear(
+    x: Tensor, matrices: Sequence[Quantized], bias: Tensor | None = None, *, may_branch: bool = False
+) -> Tensor:
     """x [T, K] @ matrix.T [K, N] + bias [N], of matrices that are one below the other. On a GPU codes of few rows'
-    products become numbers inside the matmul; its bits are those of many rows."""
-    found = _product_of_codes(x, matrices, bias)
+    products become numbers inside the matmul; its bits are those of many rows. `may_branch`: the kernel after it may
+    have to wait for several in a CUDA graph, and is not started early (model/launch.py)."""
+    found = _product_of_codes(x, matrices, bias, may_branch=may_branch)
     return linear(x, dequantize_all(matrices, x.dtype), bias) if found is None else found
 
 
-def _product_of_codes(x: Tensor, matrices: Sequence[Quantized], bias: Tensor | None) -> Tensor | None:
+def _product_of_codes(
+    x: Tensor, matrices: Sequence[Quantized], bias: Tensor | None, *, may_branch: bool = False
+) -> Tensor | None:
     """The product, where there is a kernel that makes numbers inside the matmul."""
     if not x.is_cuda:
         return None
@@ -91,14 +96,15 @@ def _product_of_codes(x: Tensor, matrices: Sequence[Quantized], bias: Tensor | N
     rows = [len(matrix.codes) for matrix in matrices]
     out = x.new_empty((len(x), sum(rows)))
     biases = [None] * len(rows) if bias is None else bias.split(rows)
-    parts = list(zip(matrices, biases, out.split(rows, 1), strict=True))
 
-    def write(matrix: Quantized, bias: Tensor | None, part: Tensor) -> None:
-        quantized_kernels.linear(x, *matrix, bias=bias, out=part)
+    def begin(matrix: Quantized, bias: Tensor | None, part: Tensor) -> Callable[[], None]:
+        """Begins a matrix's product. Returns a function that ends it."""
+        work = partial(quantized_kernels.linear, x, *matrix, bias=bias, out=part)
+        return begin_beside(work, x.device)[1] if may_branch else work
 
-    # None alone has programs for a whole GPU.
-    joins = [begin_beside(partial(write, *part), x.device)[1] for part in parts[1:]]
-    write(*parts[0])
+    first, *others = zip(matrices, biases, out.split(rows, 1), strict=True)
+    joins = [begin(*other) for other in others]  # Beside the first, as none alone has programs for a whole GPU.
+    quantized_kernels.linear(x, *first[0], bias=first[1], out=first[2])
     for join in joins:
         join()
     return out

@@ -43,12 +43,6 @@ def _numbers(codes, word):
 
 
 @triton.jit
-def _both_numbers(both, words):
-    """The numbers of two groups, which share their bytes, in bfloat16. Their words are one."""
-    return _numbers(both & 15, words & 0xFFFF), _numbers(both >> 4, (words >> 16) & 0xFFFF)
-
-
-@triton.jit
 def _float8_numbers(codes, native: tl.constexpr):
     """The numbers of e4m3 codes, which are bytes. `native`: the GPU has an instruction for it."""
     if native:
@@ -75,7 +69,8 @@ def _dequantize_int4(codes, words, out, pairs, group: tl.constexpr, at_once: tl.
     place = tl.arange(0, group)
     there = pair < pairs
     both = tl.load(codes + (row * pairs + pair[:, None]) * group + place[None, :], mask=there[:, None])
-    first, second = _both_numbers(both, tl.load(words + row * pairs + pair, mask=there)[:, None])
+    word = tl.load(words + row * pairs + pair, mask=there)[:, None]
+    first, second = _numbers(both & 15, word & 0xFFFF), _numbers(both >> 4, (word >> 16) & 0xFFFF)
     target = out + (row * pairs + pair[:, None]) * 2 * group + place[None, :]
     tl.store(target, first, mask=there[:, None])
     tl.store(target + group, second, mask=there[:, None])
@@ -170,9 +165,13 @@ def _linear_int4(
     x_at = x + (row % rows)[None, :] * (2 * pairs * group) + place[:, None]
     total = tl.zeros([columns, tile], tl.float32)
     for pair in range(0, pairs):
-        first, second = _both_numbers(tl.load(code_at + pair * group), tl.load(word_at + pair))
-        total = tl.dot(first.to(x.dtype.element_ty), tl.load(x_at + 2 * pair * group), total)
-        total = tl.dot(second.to(x.dtype.element_ty), tl.load(x_at + (2 * pair + 1) * group), total)
+        both, word = tl.load(code_at + pair * group), tl.load(word_at + pair)
+        first = _numbers(both & 15, word & 0xFFFF).to(x.dtype.element_ty)
+        total = tl.dot(first, tl.load(x_at + 2 * pair * group), total)
+        # Not before the first matmul, at which the last one of the round before is waited for: it reads its numbers
+        # from registers, and what is made earlier is written to these while it does.
+        second = _numbers(both >> 4, (word >> 16) & 0xFFFF).to(x.dtype.element_ty)
+        total = tl.dot(second, tl.load(x_at + (2 * pair + 1) * group), total)
     there, near = (column < width)[:, None], (row < rows)[None, :]
     if biased:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from ebbtide.model.linear import adapted_gated_linear, adapted_linear, gated_lin
 from ebbtide.model.quantize import Quantized, dequantize_all, quantized_linear
 from ebbtide.model.quantized_layers import SCALE, quantized_of
 from ebbtide.policy.fused_adapters import FusedAdapters
+
+if TYPE_CHECKING:
+    from ebbtide.model.adapter_kernels import Adapters
 
 
 class _Codes(NamedTuple):
@@ -76,7 +79,7 @@ class Projection:
             if (found := adapted_linear(x, self._weight(weights), bias, adapters)) is not None:
                 return found
         add_adapters = self._adapters.begin(x, weights, adapters)
-        return add_adapters(self._product(x, weights))
+        return add_adapters(self._product(x, weights, adapters))
 
     def gated(self, x: Tensor, weights: dict[str, Tensor], kind: Activation) -> Tensor:
         """What `activate` makes of the products of x with both halves of a gated MLP: [T, N]. Nothing is saved."""
@@ -89,16 +92,18 @@ class Projection:
                 if found is not None:
                     return found
         activate_with_adapters = self._adapters.begin_gated(x, weights, adapters, kind)
-        return activate_with_adapters(self._product(x, weights))
+        return activate_with_adapters(self._product(x, weights, adapters))
 
     def _is_matrix(self, weights: dict[str, Tensor]) -> bool:
         """Whether all matrices are one in memory, of numbers."""
         return not self._codes and self._weight.is_whole(weights)
 
-    def _product(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    def _product(self, x: Tensor, weights: dict[str, Tensor], adapters: Adapters | None) -> Tensor:
+        """`adapters`: those whose kernel adds to it next, which waits for several branches anyway."""
         if not self._codes:
             return self._weight.product(x, weights, self._bias)
-        return quantized_linear(x, self._quantized(weights), self._bias(weights) if self._bias.names else None)
+        bias = self._bias(weights) if self._bias.names else None
+        return quantized_linear(x, self._quantized(weights), bias, may_branch=adapters is not None)
 
     def _quantized(self, weights: dict[str, Tensor]) -> list[Quantized]:
         return [codes(weights) for codes in self._codes]
