@@ -16,7 +16,7 @@ from ebbtide.config.algorithms.grpo import GrpoConfig
 from ebbtide.errors import UserError
 from ebbtide.model.lora import adapted_layers, base_digest, merge_adapters
 from ebbtide.model.output_head import head_product
-from ebbtide.model.quantize import dequantize, dequantize_all, quantize, quantized_linear
+from ebbtide.model.quantize import AT_ONCE, dequantize, dequantize_all, quantize, quantized_linear
 from ebbtide.model.quantized_layers import (
     CASTS_TO_HEAD,
     QuantizedEmbedding,
@@ -132,7 +132,7 @@ def test_parameters_are_counted_as_numbers() -> None:
 def test_a_matrix_quantized_in_parts_is_that_quantized_at_once(kind, monkeypatch) -> None:
     weight = random_matrix()
     whole = quantize(weight, kind)
-    monkeypatch.setattr("ebbtide.model.quantize.AT_ONCE", 5 * 96)
+    monkeypatch.setitem(AT_ONCE, "cpu", 5 * 96)
     for one, other in zip(quantize(weight, kind), whole, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

@@ -29,6 +29,8 @@ from ebbtide.model.lora import base_digest, merge_adapters
 from ebbtide.model.peft_format import write_adapter
 from ebbtide.system.transformers_internals import forget_quantized_file
 
+CPU = torch.device("cpu")
+
 
 def pick_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> Checkpoint:
     """The checkpoint of a run at a step, or the newest that is valid."""
@@ -52,21 +54,26 @@ def pick_checkpoint(run: Path, step: int | None, say: Callable[[str], None]) -> 
 LoadedCheckpoint = tuple[Checkpoint, PreTrainedModel, PreTrainedTokenizerBase, Config]
 
 
-def read_newest(run: Path, step: int | None, say: Callable[[str], None]) -> LoadedCheckpoint:
+def read_newest(
+    run: Path, step: int | None, say: Callable[[str], None], device: torch.device = CPU
+) -> LoadedCheckpoint:
     """The checkpoint that `pick_checkpoint` finds, with its model. If the run removes it meanwhile, a newer one is
     read."""
     while True:
         saved = pick_checkpoint(run, step, say)
         try:
-            return saved, *read_model(saved)
+            return saved, *read_model(saved, device)
         except DamagedCheckpoint:
             if step is not None or saved.path.is_dir():
                 raise
 
 
 @torch.no_grad()
-def read_model(saved: Checkpoint) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Config]:
-    """A checkpoint's model, on the CPU and in the dtype of its weights, with its tokenizer and the run's config."""
+def read_model(
+    saved: Checkpoint, device: torch.device = CPU
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Config]:
+    """A checkpoint's model, on the CPU and in the dtype of its weights, with its tokenizer and the run's config. A base
+    that is quantized anew is on `device`: a GPU takes seconds for what takes a CPU minutes."""
     files = CheckpointFiles(saved.path)
     config, tensors = read_config(files), TensorReader(files)
     if config.model.lora is not None:  # The checkpoint has the adapters, and their base is where the run found it.
@@ -74,7 +81,7 @@ def read_model(saved: Checkpoint) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         dtype = next(dtype for name, dtype in tensors.weights.items() if name.endswith(".lora_A"))
         there = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
         settings = config.model_copy(update={"model": there, "device": "cpu"})
-        loaded = load_initial(settings, torch.device("cpu"), adapter=False)
+        loaded = load_initial(settings, CPU if config.model.base is None else device, adapter=False)
         load_weights(loaded.model, str(saved.path), "run", adapters=True)
         check_base(base_digest(loaded.model), files)
         return loaded.model, loaded.tokenizer, config

@@ -102,7 +102,7 @@ def load_served(source: str, config: ServeConfig, say: Callable[[str], None]) ->
         loaded = load_pretrained(settings, torch.device("cpu"), dtype)
         quantize_model(loaded.model, config.base, device, embeddings=config.base_embeddings)
         return loaded, settings
-    saved, model, tokenizer, trained = read_newest(run, None, say)
+    saved, model, tokenizer, trained = read_newest(run, None, say, device)
     if config.base is not None and trained.model.lora is not None:
         given = "`base` and `base_embeddings`" if config.base_embeddings else "`base`"
         raise UserError(f"{source} is a run with adapters, whose own `model.base` counts: remove {given}")

@@ -27,7 +27,7 @@ from ebbtide.model.linear_sizes import ALIGNED
 from ebbtide.model.quantized_sizes import group_size, slice_rows
 from ebbtide.system.side_stream import begin_beside
 
-AT_ONCE = 2**22  # Numbers that are quantized at once.
+AT_ONCE = {"cuda": 2**22, "cpu": 2**20}  # Numbers that are quantized at once: on a CPU, what its caches hold.
 LARGEST_FLOAT8 = 448.0
 LARGEST_CODE = 15
 KEPT = (1.0, 0.94, 0.88)
@@ -194,7 +194,7 @@ def _write_numbers(matrix: Quantized, out: Tensor) -> None:
 @torch.no_grad()
 def quantize(weight: Tensor, kind: BaseKind) -> Quantized:
     """The codes of a matrix [N, K], on its device, whatever type it was loaded in: those of its numbers in bfloat16."""
-    rows = max(1, AT_ONCE // weight.shape[1])
+    rows = max(1, AT_ONCE[weight.device.type] // weight.shape[1])
     function = _to_float8 if kind == "float8" else _to_int4
     parts = [function(part.bfloat16().float()) for part in weight.split(rows)]
     return Quantized(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
@@ -211,26 +211,31 @@ def _to_int4(rows: Tensor) -> Quantized:
     groups = rows.unflatten(1, (-1, group_size(rows.shape[1])))
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     steps = torch.full_like(low, LARGEST_CODE)  # A GPU divides by a number as if it were multiplied with another.
-    best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    best: tuple[Tensor, Tensor, Tensor] | None = None
     for kept, rounds_up in product_of(KEPT, (False, True)):
         scale = _short_scale(kept * (high - low) / steps, up=rounds_up)
         divisor = scale.where(scale > 0, 1)
         middle = steps / 2 - (low + high) / 2 / divisor
         scaled = groups / divisor
         for zero in (middle.floor().clamp_(0, LARGEST_CODE), middle.ceil().clamp_(0, LARGEST_CODE)):
-            codes = (scaled + zero).round_().clamp_(0, LARGEST_CODE)
-            error = ((codes - zero) * scale - groups).double().square_().sum(-1, keepdim=True)
+            numbers = _int4_codes(scaled, zero).sub_(zero).mul_(scale)
+            error = numbers.sub_(groups).double().square_().sum(-1, keepdim=True)
             if best is None:
-                best = error, codes, scale, zero
+                best = error, scale, zero
             else:
                 is_better = error < 0.999999 * best[0]  # Not by what depends on the order of a sum.
-                found = zip((error, codes, scale, zero), best, strict=True)
+                found = zip((error, scale, zero), best, strict=True)
                 best = tuple(torch.where(is_better, new, old) for new, old in found)  # type: ignore[assignment]
     assert best is not None
-    _, codes, scale, zero = best
+    _, scale, zero = best
+    codes = _int4_codes(groups / scale.where(scale > 0, 1), zero)
     first, second = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
     words = scale.view(torch.int32) >> SCALE_BITS << ZERO_BITS | zero.int()
     return Quantized((first | second << 4).flatten(1), words[..., 0].to(torch.int16))
+
+
+def _int4_codes(scaled: Tensor, zero: Tensor) -> Tensor:
+    return (scaled + zero).round_().clamp_(0, LARGEST_CODE)
 
 
 def _short_scale(scale: Tensor, *, up: bool) -> Tensor:
