@@ -3,6 +3,11 @@ which codes become numbers on their way into the matmul.
 
 A product adds in the order in which cuBLAS adds the products of the numbers without split-K (linear_kernels.py), and
 has its bits.
+
+On Hopper a matmul reads the numbers from registers while the program goes on. Triton splits the only matmul of a loop
+into several, and lets all but one of them run while the next round writes to their registers (its issue 9433, in 3.6
+and before): now and then numbers are wrong. Of two matmuls it waits for both at the first one, so loops have two, and
+make the numbers of the second after it. tests/gpu/test_compiled_kernels.py looks for such writes in compiled code.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from torch import Tensor
 from ebbtide.model.quantized_sizes import MOST_ROWS
 from ebbtide.system.gpu import capability, processors
 
-DEPTH = 128  # of x that a program multiplies at once in 8 bits; in 4 bits it is two groups
+DEPTH = 64  # of x that a program multiplies at once in 8 bits; in 4 bits it is a group
 AT_ONCE = 4096  # Numbers that a program makes of codes.
 EXPONENTS_APART = tl.constexpr(2.0**120)  # Exponents count from 127 in float32, and from 7 in e4m3.
 
@@ -123,15 +128,17 @@ def _linear_float8(
     code_at = codes + (column % width).to(tl.int64)[:, None] * depth + place[None, :]
     x_at = x + (row % rows)[None, :] * depth + place[:, None]
     total = tl.zeros([columns, tile], tl.float32)
-    for at in range(0, depth, at_once):
-        if depth % at_once == 0:
-            found, numbers_of_x = tl.load(code_at + at), tl.load(x_at + at)
-        else:
-            inside = at + place < depth
-            found = tl.load(code_at + at, mask=inside[None, :], other=0)
-            numbers_of_x = tl.load(x_at + at, mask=inside[:, None], other=0.0)
-        numbers = _float8_numbers(found, native).to(x.dtype.element_ty)
-        total = tl.dot(numbers, numbers_of_x, total)
+    for at in range(0, depth, 2 * at_once):
+        for half in tl.static_range(2):
+            start = at + half * at_once
+            if depth % (2 * at_once) == 0:
+                found, numbers_of_x = tl.load(code_at + start), tl.load(x_at + start)
+            else:
+                inside = start + place < depth
+                found = tl.load(code_at + start, mask=inside[None, :], other=0)
+                numbers_of_x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
+            numbers = _float8_numbers(found, native).to(x.dtype.element_ty)
+            total = tl.dot(numbers, numbers_of_x, total)
     there, near = (column < width)[:, None], (row < rows)[None, :]
     # A power of 2 changes no bit of a sum but its exponent.
     total *= tl.load(scale + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
@@ -168,8 +175,7 @@ def _linear_int4(
         both, word = tl.load(code_at + pair * group), tl.load(word_at + pair)
         first = _numbers(both & 15, word & 0xFFFF).to(x.dtype.element_ty)
         total = tl.dot(first, tl.load(x_at + 2 * pair * group), total)
-        # Not before the first matmul, at which the last one of the round before is waited for: it reads its numbers
-        # from registers, and what is made earlier is written to these while it does.
+        # Not before the first matmul, at which the second one of the round before is waited for.
         second = _numbers(both >> 4, (word >> 16) & 0xFFFF).to(x.dtype.element_ty)
         total = tl.dot(second, tl.load(x_at + (2 * pair + 1) * group), total)
     there, near = (column < width)[:, None], (row < rows)[None, :]
