@@ -2,6 +2,7 @@
 # make test   set up, then lint, types and tests
 # make check  lint, types and the fast tests, in two minutes: for the inner loop
 # make slow   the tests that take long; CI runs both
+# make kernels  the Triton kernels without a GPU: in its interpreter, and what it compiles for Hopper; CI runs them, too
 # make environments  episodes with verifiers and OpenEnv, each in a virtual environment of its own
 # make smollm2  GRPO on a real 135M model, on the CPU, in a few minutes
 # make docs   write docs/config.md anew from the config tree
@@ -13,7 +14,7 @@ READY := $(VENV)/.ready
 # Two at a time, with one thread each: most tests are too small for more threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo check test slow lint smollm2 environments docs chromium clean
+.PHONY: demo check test slow kernels lint smollm2 environments docs chromium clean
 
 demo: $(READY)
 	$(BIN)/ebbtide train quickstart
@@ -35,6 +36,15 @@ check: $(READY)
 # What takes long: real models, many processes, a wheel in an environment of its own.
 slow: $(READY)
 	$(PYTEST) -m slow --durations=8
+
+# Its interpreter needs an older numpy than the rest.
+.venv-triton/.ready: $(READY)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target .venv-triton triton==3.6.0 numpy==2.3.5
+	touch $@
+
+kernels: $(READY) .venv-triton/.ready
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/.venv-triton $(PYTEST) tests/gpu --durations=8
+	PYTHONPATH=$(CURDIR)/.venv-triton $(PYTEST) tests/gpu/test_compiled_kernels.py
 
 lint: $(READY)
 	$(BIN)/ruff check --fix src tests benchmarks
@@ -71,4 +81,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-verifiers .venv-openenv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-verifiers .venv-openenv .venv-triton build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
