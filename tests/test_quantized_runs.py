@@ -112,7 +112,7 @@ def test_it_is_served(quantized) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "embeddings"), [("float8", False), ("int4", True)])
-def test_a_new_models_codes_are_saved_and_resumed(kind, embeddings, tmp_path) -> None:
+def test_a_new_models_codes_are_saved_and_resumed(kind, embeddings, tmp_path, monkeypatch) -> None:
     folder, given = tmp_path / "run", {"model.base": kind, "model.base_embeddings": embeddings}
     model = run(folder, given)
     saved = list_checkpoints(folder / "checkpoints")
@@ -125,6 +125,10 @@ def test_a_new_models_codes_are_saved_and_resumed(kind, embeddings, tmp_path) ->
     assert all(
         torch.equal(one.view(torch.uint8), found[name].view(torch.uint8)) for name, one in model.state_dict().items()
     )
+    other = "int4" if kind == "float8" else "float8"
+    monkeypatch.setattr("ebbtide.model.quantized_layers.layer_kind", lambda *of_layer: other)
+    with pytest.raises(UserError, match="codes of another version of Ebbtide"):
+        run(folder, {**given, "resume": str(folder), "train.steps": 6})
 
 
 @pytest.mark.parametrize("kind", ["float8", "int4"])

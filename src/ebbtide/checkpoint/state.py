@@ -186,6 +186,11 @@ class RunState:
         """Raises if the dtypes differ: rounded weights must not pass for exact ones."""
         for name, weight in self.model.named_parameters():
             if name in saved and saved[name] != weight.dtype:
+                if not (saved[name].is_floating_point and weight.dtype.is_floating_point):
+                    raise UserError(
+                        f"the base in {folder} has the codes of another version of Ebbtide: resume with that version,"
+                        " or start a new run"
+                    )
                 was, now = (str(dtype).removeprefix("torch.") for dtype in (saved[name], weight.dtype))
                 raise UserError(
                     f"the weights in {folder} are {was}, those of this run {now}:"
