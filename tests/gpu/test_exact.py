@@ -140,6 +140,13 @@ def test_with_a_quantized_base(tiny, base, embeddings, tied) -> None:
     check(load_initial(config, torch.device("cuda")), config, random.Random(base))
 
 
+def test_with_a_quantized_base_and_no_adapters_where_it_has_two_kinds_of_codes(tiny) -> None:
+    """Then the kernel after those products is started early."""
+    lora = {"rank": 20, "exclude": ["q_proj", "k_proj", "v_proj"]}
+    config = with_odd_sizes(tiny, {"model.lora": lora, "model.base": "int4"})
+    check(load_initial(config, torch.device("cuda")), config, random.Random("kinds"))
+
+
 def with_odd_sizes(tiny, changes) -> Config:
     """Passes and micro-batches are on both sides of the number of rows above which chunks have no programs."""
     return tiny(
