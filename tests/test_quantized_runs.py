@@ -127,7 +127,7 @@ def test_a_new_models_codes_are_saved_and_resumed(kind, embeddings, tmp_path, mo
     )
     other = "int4" if kind == "float8" else "float8"
     monkeypatch.setattr("ebbtide.model.quantized_layers.layer_kind", lambda *of_layer: other)
-    with pytest.raises(UserError, match="codes of another version of Ebbtide"):
+    with pytest.raises(UserError, match="other codes than this run makes"):
         run(folder, {**given, "resume": str(folder), "train.steps": 6})
 
 

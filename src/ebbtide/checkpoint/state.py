@@ -188,8 +188,8 @@ class RunState:
             if name in saved and saved[name] != weight.dtype:
                 if not (saved[name].is_floating_point and weight.dtype.is_floating_point):
                     raise UserError(
-                        f"the base in {folder} has the codes of another version of Ebbtide: resume with that version,"
-                        " or start a new run"
+                        f"the base in {folder} has other codes than this run makes: resume with the `model.base`,"
+                        " `model.base_embeddings` and version of Ebbtide that it was saved with, or start a new run"
                     )
                 was, now = (str(dtype).removeprefix("torch.") for dtype in (saved[name], weight.dtype))
                 raise UserError(

@@ -99,7 +99,7 @@ class Projection:
         return not self._codes and self._weight.is_whole(weights)
 
     def _product(self, x: Tensor, weights: dict[str, Tensor], adapters: Adapters | None) -> Tensor:
-        """`adapters`: those whose kernel adds to it next, which waits for several branches anyway."""
+        """`adapters`: those whose kernel adds to it next, and waits for a branch of a CUDA graph anyway."""
         if not self._codes:
             return self._weight.product(x, weights, self._bias)
         bias = self._bias(weights) if self._bias.names else None
