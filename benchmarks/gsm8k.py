@@ -1,21 +1,22 @@
 """GSM8K with the recipe `gsm8k`: accuracy by step and by second of finished runs, ours beside TRL's.
 
-    python benchmarks/gsm8k.py --ours RUN [RUN ...] [--other NAME=RUN ...] [--trl RUN] [--timed RUN]
+    python benchmarks/gsm8k.py [--ours RUN ...] [--other NAME[=RUN] ...] [--trl RUN] [--timed RUN]
         [--alone NAME=STEP ...] [--gpu NAME --torch VERSION] [--picture FILE.svg]
 
 Each RUN is a folder with a metrics.jsonl: of `ebbtide train gsm8k`, one per seed, or of benchmarks/gsm8k_trl.py.
 `--other` are runs within a budget, or with adapters. Both may have shared a GPU (benchmarks/gsm8k_runs.sh), so their
 seconds are left out, but for the median of the steps after STEP, if `--alone` names one after which a run had the GPU
-for itself. `--trl` and `--timed`, which is one of ours, ran alone on one machine on one day; without them those of
-earlier runs are kept from the results file. Seconds are those of steps, without evaluations; start-up is what comes
-before the first step, and is added where said. `--gpu` and `--torch` say what the runs ran on, where that is not this
-machine.
+for itself. `--trl` and `--timed`, which is one of ours, ran alone on one machine on one day. Runs that are not given,
+and others without a folder, are kept from the results file. Seconds are those of steps, without evaluations; start-up
+is what comes before the first step, and is added where said. `--gpu` and `--torch` say what the runs ran on, where that
+is not this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from common import RESULTS, Row, kept, save
 
 ACCURACY, TRL, TIMED = "evaluate/pass@1", "TRL 1.16 + vLLM 0.24", "Ebbtide, alone, 160 steps"
 FOLLOWED = {"completion_tokens": "tokens", "finished": "", "entropy": "nats", "groups_with_signal": ""}
+SEEDS = 3
 OURS, THEIRS = "#1f77b4", "#d62728"
 OTHERS = ("#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 
@@ -51,14 +53,14 @@ class Run:
         steps = round(found["steps"])
         passed = {step: found.get(f"seconds of {step} steps") for step in range(steps)}
         marks = {0: 0.0, **{step: value for step, value in passed.items() if value is not None}}
-        marks[steps] = found["training"]
+        marks[steps] = found.get("training", math.nan)  # Runs that shared a GPU have no seconds.
         taken = [0.0]
         for (before, began), (after, ended) in pairwise(marks.items()):
             taken += [(ended - began) / (after - before)] * (after - before)
         lines: list[dict[str, Any]] = []
         for step, seconds in enumerate(taken):
             accuracy = found.get(f"test accuracy after {step} steps")
-            line = {"step": step, "seconds": seconds, "seconds_startup": found["start-up"]}
+            line = {"step": step, "seconds": seconds, "seconds_startup": found.get("start-up", math.nan)}
             line["peak_gib"] = found["peak of the allocator"]
             lines.append(line if accuracy is None else {**line, ACCURACY: accuracy / 100})
         return Run(name, lines)
@@ -94,8 +96,8 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ours", nargs="+", type=Path, required=True)
-    parser.add_argument("--other", nargs="*", default=[], metavar="NAME=RUN")
+    parser.add_argument("--ours", nargs="*", default=[], type=Path)
+    parser.add_argument("--other", nargs="*", default=[], metavar="NAME[=RUN]")
     parser.add_argument("--trl", type=Path)
     parser.add_argument("--timed", type=Path)
     parser.add_argument("--alone", nargs="*", default=[], metavar="NAME=STEP")
@@ -104,20 +106,22 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     ours = [Run.read(f"Ebbtide, seed {number}", folder) for number, folder in enumerate(given.ours)]
-    others = [Run.read(name, Path(folder)) for name, _, folder in (one.partition("=") for one in given.other)]
+    folders = {name: folder for name, _, folder in (one.partition("=") for one in given.other)}
+    others = {name: Run.read(name, Path(folder)) for name, folder in folders.items() if folder}
     alone = {name: int(step) for name, _, step in (one.partition("=") for one in given.alone)}
     trl = Run.read(TRL, given.trl) if given.trl else Run.stored(TRL)
     timed = Run.read(TIMED, given.timed) if given.timed else Run.stored(TIMED)
     rows = [
-        *(row for run in [*ours, *others] for row in of_shared(run, alone.get(run.name))),
+        *(row for run in [*ours, *others.values()] for row in of_shared(run, alone.get(run.name))),
         *(row for run, is_new in ((trl, given.trl), (timed, given.timed)) if is_new for row in of_timed(run)),
-        *of_seeds(ours),
+        *(of_seeds(ours) if ours else ()),
         *compared(timed, trl),
     ]
     done = {row.case for row in rows}
     save("gsm8k", [*kept("gsm8k", done.__contains__), *rows], gpu=given.gpu, version=given.torch)
     if given.picture:
-        draw([*ours, *others], timed, trl, given.picture)
+        seeds = ours or [Run.stored(f"Ebbtide, seed {number}") for number in range(SEEDS)]
+        draw([*seeds, *(others.get(name) or Run.stored(name) for name in folders)], timed, trl, given.picture)
 
 
 def of_shared(run: Run, alone: int | None) -> Iterator[Row]:
@@ -177,7 +181,8 @@ def draw(runs: list[Run], timed: Run, trl: Run, file: Path) -> None:
     for axis, place, shown in ((by_step, 0, [*runs, trl]), (by_second, 1, [timed, trl])):
         for run in shown:
             colour = others.get(run.name, THEIRS if run is trl else OURS)
-            label = run.name if run.name in others or run is trl else "Ebbtide" if run is timed else "Ebbtide, 3 seeds"
+            shared = f"Ebbtide, {SEEDS} seeds"
+            label = run.name if run.name in others or run is trl else "Ebbtide" if run is timed else shared
             points = [(point[place], 100 * point[2]) for point in run.curve()]
             if not points:
                 continue
