@@ -104,7 +104,7 @@ def compiled(kernel, values: dict[str, object], folder: Path, **options: object)
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("group", "depth"), [(None, 4096), (None, 1216), (64, 4096), (32, 1216), (16, 96)])
+@pytest.mark.parametrize(("group", "depth"), [(None, 4096), (None, 1216), (32, 4096), (16, 1216), (16, 192)])
 def test_no_matmul_of_codes_reads_registers_that_were_written_again(group, depth, tile, tmp_path) -> None:
     """`group`: of codes of 4 bits; None for 8."""
     from ebbtide.model import quantized_kernels
@@ -116,7 +116,7 @@ def test_no_matmul_of_codes_reads_registers_that_were_written_again(group, depth
         values |= {"depth": depth, "at_once": quantized_kernels.DEPTH, "native": True}
     else:
         kernel = quantized_kernels._linear_int4
-        values |= {"pairs": depth // (2 * group), "group": group}
+        values |= {"blocks": depth // (4 * group), "group": group}
     code = compiled(kernel, values, tmp_path, num_warps=warps, num_stages=stages)
     assert "HGMMA" in code
     assert not overwritten_too_early(code)

@@ -148,7 +148,7 @@ class ModelConfig(Section):
 
     base: BaseKind | None = None
     """With `model.lora`: quantize the frozen linear layers of the blocks when the model is loaded, to 8 bits (`float8`:
-    e4m3 with a scale for each row) or 4 (`int4`: with a scale and a code for 0 for each 64 numbers; layers that make
+    e4m3 with a scale for each row) or 4 (`int4`: with a factor and a code for 0 for each 32 numbers; layers that make
     keys and values have 8); `null` leaves them in `dtype`."""
 
     base_embeddings: bool = False

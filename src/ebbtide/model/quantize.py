@@ -1,19 +1,18 @@
 """Matrices in 8 or 4 bits: codes with scales, which are turned back into numbers where they are multiplied.
 
-    float8   e4m3, one scale for a row, which is a power of 2: codes become numbers without rounding
-    int4     codes from 0 to 15, a word for each group of up to 64 numbers of a row: 12 bits of a scale, which are those
-             of its exponent and 4 of its mantissa, and 4 of the code that is zero, which is within the range of every
-             group. Two groups share their bytes, the first in the low bits, the second in the high bits
+    float8   e4m3
+    int4     codes from 0 to 15, and a byte for each group of up to 32 numbers of a row: 4 bits of a factor from 1 to
+             16, and 4 of the code that is zero, which is within the range of every group. Two groups share the bytes
+             of their codes, the first in the low bits, the second in the high bits
 
-A number of the base is code x scale, or (code - zero) x scale, rounded to bfloat16, on every device. It is the same
-whatever device the codes were made on: sums are in float64.
+A row has a scale, which is a power of 2. A number of the base is code x scale, or (code - zero) x factor x scale: a
+bfloat16, without any rounding. Codes are the same whatever device they were made on: sums are in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product as product_of
 from typing import Any, NamedTuple
 
 import torch
@@ -30,17 +29,17 @@ from ebbtide.system.side_stream import begin_beside
 AT_ONCE = {"cuda": 2**22, "cpu": 2**20}  # Numbers that are quantized at once: on a CPU, what its caches hold.
 LARGEST_FLOAT8 = 448.0
 LARGEST_CODE = 15
-KEPT = (1.0, 0.94, 0.88)
-"""Fractions of a group's range that are tried: what is outside is rounded to its ends, and all else more finely."""
-SCALE_BITS, ZERO_BITS = 19, 4
-"""Of a float32, the bits that a scale in 4 bits lacks; of a word, those of the code that is zero."""
+LARGEST_FACTOR = 16
+SCALE_BYTES = 4
+LEAST_EXPONENT = -126
+"""Of a scale: smaller numbers are not exact on every device."""
 
 
 class Quantized(NamedTuple):
     """A matrix [N, K]."""
 
     codes: Tensor  # float8 [N, K], or uint8 [N, K / 2]
-    scale: Tensor  # bfloat16 [N, 1], or int16 [N, groups]: words
+    scale: Tensor  # bfloat16 [N, 1], or uint8 [N, groups + 4]: the bytes of a row's groups, and of its scale in float32
 
     @property
     def columns(self) -> int:
@@ -51,8 +50,8 @@ class Quantized(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Numbers of a row that share a scale."""
-        return self.columns // self.scale.shape[1]
+        """Numbers of a row that share a factor, in 4 bits."""
+        return self.columns // (self.scale.shape[1] - SCALE_BYTES)
 
 
 def product(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
@@ -91,7 +90,7 @@ def _product_of_codes(
         return None
     from ebbtide.model import quantized_kernels  # It needs triton, which comes with torch on a GPU.
 
-    if not all(quantized_kernels.takes(x, matrix.codes, matrix.group) for matrix in matrices):
+    if not all(quantized_kernels.takes(x, *matrix) for matrix in matrices):
         return None
     rows = [len(matrix.codes) for matrix in matrices]
     out = x.new_empty((len(x), sum(rows)))
@@ -185,10 +184,9 @@ def _write_numbers(matrix: Quantized, out: Tensor) -> None:
     else:
         pairs = codes.view(len(codes), -1, 1, matrix.group)
         groups = torch.cat([pairs & LARGEST_CODE, pairs >> 4], 2).flatten(1, 2)
-        words = scale.int()[..., None] & 0xFFFF
-        factor = (words >> ZERO_BITS << SCALE_BITS).view(torch.float32)
-        zero = words & LARGEST_CODE
-        out.copy_(((groups.int() - zero) * factor).flatten(1))
+        of_groups = scale[:, :-SCALE_BYTES, None]
+        factor = ((of_groups >> 4) + 1) * scale[:, -SCALE_BYTES:].view(torch.float32)[..., None]
+        out.copy_(((groups.int() - (of_groups & LARGEST_CODE)) * factor).flatten(1))
 
 
 @torch.no_grad()
@@ -210,35 +208,53 @@ def _to_float8(rows: Tensor) -> Quantized:
 def _to_int4(rows: Tensor) -> Quantized:
     groups = rows.unflatten(1, (-1, group_size(rows.shape[1])))
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
-    steps = torch.full_like(low, LARGEST_CODE)  # A GPU divides by a number as if it were multiplied with another.
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    for kept, rounds_up in product_of(KEPT, (False, True)):
-        scale = _short_scale(kept * (high - low) / steps, up=rounds_up)
-        divisor = scale.where(scale > 0, 1)
-        middle = steps / 2 - (low + high) / 2 / divisor
-        scaled = groups / divisor
-        for zero in (middle.floor().clamp_(0, LARGEST_CODE), middle.ceil().clamp_(0, LARGEST_CODE)):
-            numbers = _int4_codes(scaled, zero).sub_(zero).mul_(scale)
-            error = numbers.sub_(groups).double().square_().sum(-1, keepdim=True)
-            if best is None:
-                best = error, scale, zero
-            else:
-                is_better = error < 0.999999 * best[0]  # Not by what depends on the order of a sum.
-                found = zip((error, scale, zero), best, strict=True)
-                best = tuple(torch.where(is_better, new, old) for new, old in found)  # type: ignore[assignment]
+    # A GPU divides by a number as if it were multiplied with another.
+    steps = (high - low) / torch.full_like(low, LARGEST_CODE)
+    exponent = torch.frexp(steps.amax(1, keepdim=True) / LARGEST_FACTOR).exponent
+    best: _Codes | None = None
+    for smaller in range(2):  # The range of a row's widest groups is cut where that makes the others so much finer.
+        scale = torch.ldexp(torch.ones_like(low[:, :1]), (exponent - smaller).clamp(min=LEAST_EXPONENT))
+        found = _with_scale(groups, low, high, steps, scale)
+        best = found if best is None else found.where_better(best, dim=1)
     assert best is not None
-    _, scale, zero = best
-    codes = _int4_codes(groups / scale.where(scale > 0, 1), zero)
-    first, second = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
-    words = scale.view(torch.int32) >> SCALE_BITS << ZERO_BITS | zero.int()
-    return Quantized((first | second << 4).flatten(1), words[..., 0].to(torch.int16))
+    first, second = _int4_codes(groups / (best.factor * best.scale), best.zero).byte().unflatten(1, (-1, 2)).unbind(2)
+    of_groups = ((best.factor.int() - 1 << 4) | best.zero.int()).byte()
+    scales = best.scale[:, 0].contiguous().view(torch.uint8)
+    return Quantized((first | second << 4).flatten(1), torch.cat([of_groups[..., 0], scales], 1))
+
+
+class _Codes(NamedTuple):
+    """What makes codes of numbers [rows, groups, numbers of a group]; parts of it may be the same for several."""
+
+    error: Tensor
+    factor: Tensor
+    zero: Tensor
+    scale: Tensor
+
+    def where_better(self, other: _Codes, *, dim: int | None = None) -> _Codes:
+        """This where its error is smaller, else the other: for each group, or for all along `dim`."""
+        errors = [one.error if dim is None else one.error.sum(dim, keepdim=True) for one in (self, other)]
+        is_better = errors[0] < 0.999999 * errors[1]  # Not by what depends on the order of a sum.
+        return _Codes(*(torch.where(is_better, ours, theirs) for ours, theirs in zip(self, other, strict=True)))
+
+
+def _with_scale(groups: Tensor, low: Tensor, high: Tensor, steps: Tensor, scale: Tensor) -> _Codes:
+    """What makes the codes with the least error, with given scales of rows. `steps`: from a code to the next, where a
+    group's codes reach from `low` to `high`."""
+    best: _Codes | None = None
+    for rounded in (torch.ceil, torch.floor):
+        factor = rounded(steps / scale).clamp_(1, LARGEST_FACTOR)
+        step = factor * scale
+        middle = LARGEST_CODE / 2 - (low + high) / 2 / step
+        scaled = groups / step
+        for zero in (middle.floor().clamp_(0, LARGEST_CODE), middle.ceil().clamp_(0, LARGEST_CODE)):
+            numbers = _int4_codes(scaled, zero).sub_(zero).mul_(step)
+            error = numbers.sub_(groups).double().square_().sum(-1, keepdim=True)
+            found = _Codes(error, factor, zero, scale)
+            best = found if best is None else found.where_better(best)
+    assert best is not None
+    return best
 
 
 def _int4_codes(scaled: Tensor, zero: Tensor) -> Tensor:
     return (scaled + zero).round_().clamp_(0, LARGEST_CODE)
-
-
-def _short_scale(scale: Tensor, *, up: bool) -> Tensor:
-    """The next number that is no larger, or no smaller, of those with 4 bits of a mantissa."""
-    bits = scale.view(torch.int32)
-    return ((bits + (2**SCALE_BITS - 1 if up else 0)) >> SCALE_BITS << SCALE_BITS).view(torch.float32)

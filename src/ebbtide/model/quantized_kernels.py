@@ -2,7 +2,7 @@
 which codes become numbers on their way into the matmul.
 
 A product adds in the order in which cuBLAS adds the products of the numbers without split-K (linear_kernels.py), and
-has its bits.
+has its bits: scales of rows are powers of 2, and change no bit of a sum but its exponent.
 
 On Hopper a matmul reads the numbers from registers while the program goes on. Triton splits the only matmul of a loop
 into several, and lets all but one of them run while the next round writes to their registers (its issue 9433, in 3.6
@@ -23,6 +23,7 @@ from ebbtide.model.quantized_sizes import MOST_ROWS
 from ebbtide.system.gpu import capability, processors
 
 DEPTH = 64  # of x that a program multiplies at once in 8 bits; in 4 bits it is a group
+GROUPS = 4  # whose bytes are a word
 AT_ONCE = 4096  # Numbers that a program makes of codes.
 EXPONENTS_APART = tl.constexpr(2.0**120)  # Exponents count from 127 in float32, and from 7 in e4m3.
 
@@ -37,14 +38,14 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _numbers(codes, word):
-    """The numbers of 4-bit codes, in bfloat16. A word has the upper bits of a scale, and those of the code for 0. Both
-    are exact in bfloat16, in which a GPU computes two numbers at once; the last rounding is the only one."""
-    scale = (word >> 4 << 3).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    # With these bits in front, a code is 128 + code in bfloat16: quicker than a conversion.
+def _numbers(codes, of_group):
+    """(code - zero) x factor, in bfloat16, in which a GPU computes two numbers at once, and which has all of them.
+    `of_group`: the byte of a group; what is above it does not matter."""
+    # With these bits in front, 4 bits are 128 + their number in bfloat16: quicker than a conversion.
     numbers = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    zero = (word & 15 | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return (numbers - zero) * scale
+    zero = (of_group & 15 | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    factor = (of_group >> 4 & 15 | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True) - 127.0
+    return (numbers - zero) * factor.to(tl.bfloat16)
 
 
 @triton.jit
@@ -68,17 +69,23 @@ def _dequantize_float8(codes, scale, out, columns, at_once: tl.constexpr, native
 
 
 @triton.jit
-def _dequantize_int4(codes, words, out, pairs, group: tl.constexpr, at_once: tl.constexpr):
+def _dequantize_int4(codes, words, out, blocks, group: tl.constexpr, at_once: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    pair = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    block = tl.program_id(1) * at_once + tl.arange(0, at_once)
     place = tl.arange(0, group)
-    there = pair < pairs
-    both = tl.load(codes + (row * pairs + pair[:, None]) * group + place[None, :], mask=there[:, None])
-    word = tl.load(words + row * pairs + pair, mask=there)[:, None]
-    first, second = _numbers(both & 15, word & 0xFFFF), _numbers(both >> 4, (word >> 16) & 0xFFFF)
-    target = out + (row * pairs + pair[:, None]) * 2 * group + place[None, :]
-    tl.store(target, first, mask=there[:, None])
-    tl.store(target + group, second, mask=there[:, None])
+    there = block < blocks
+    word_at = words + row * (blocks + 1)
+    scale = tl.load(word_at + blocks).to(tl.float32, bitcast=True)
+    word = tl.load(word_at + block, mask=there)[:, None]
+    for pair in tl.static_range(2):
+        code_at = ((row * blocks + block) * 2 + pair)[:, None] * group + place[None, :]
+        both = tl.load(codes + code_at, mask=there[:, None])
+        of_pair = word >> (16 * pair)
+        first = _numbers(both & 15, of_pair).to(tl.float32) * scale
+        second = _numbers(both >> 4, of_pair >> 8).to(tl.float32) * scale
+        target = out + ((row * blocks + block) * 4 + 2 * pair)[:, None] * group + place[None, :]
+        tl.store(target, first.to(tl.bfloat16), mask=there[:, None])
+        tl.store(target + group, second.to(tl.bfloat16), mask=there[:, None])
 
 
 def dequantize(codes: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -88,10 +95,9 @@ def dequantize(codes: Tensor, scale: Tensor, out: Tensor) -> None:
         grid = rows, triton.cdiv(width, AT_ONCE)
         _dequantize_float8[grid](codes.view(torch.uint8), scale, out, width, AT_ONCE, _has_float8(codes.device))
         return
-    pairs = scale.shape[1] // 2
-    group = width // pairs
-    at_once = min(AT_ONCE // (2 * group), triton.next_power_of_2(pairs))
-    _dequantize_int4[rows, triton.cdiv(pairs, at_once)](codes, _words(scale), out, pairs, group, at_once)
+    blocks, group = _blocks(codes, scale)
+    at_once = min(AT_ONCE // (GROUPS * group), triton.next_power_of_2(blocks))
+    _dequantize_int4[rows, triton.cdiv(blocks, at_once)](codes, _words(scale), out, blocks, group, at_once)
 
 
 def _has_float8(device: torch.device) -> bool:
@@ -99,8 +105,14 @@ def _has_float8(device: torch.device) -> bool:
     return device.type != "cuda" or capability(device) >= (8, 9)
 
 
+def _blocks(codes: Tensor, scale: Tensor) -> tuple[int, int]:
+    """(words of a row's groups, numbers of a group)."""
+    blocks = scale.shape[1] // GROUPS - 1
+    return blocks, 2 * codes.shape[1] // (GROUPS * blocks)
+
+
 def _words(scale: Tensor) -> Tensor:
-    """[N, pairs]: the words of two groups as one number, which is loaded at once."""
+    """[N, blocks + 1]: the bytes of four groups as one number, which is loaded at once, and a row's scale."""
     return scale.view(torch.int32)
 
 
@@ -140,7 +152,6 @@ def _linear_float8(
             numbers = _float8_numbers(found, native).to(x.dtype.element_ty)
             total = tl.dot(numbers, numbers_of_x, total)
     there, near = (column < width)[:, None], (row < rows)[None, :]
-    # A power of 2 changes no bit of a sum but its exponent.
     total *= tl.load(scale + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
     if biased:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
@@ -151,13 +162,13 @@ def _linear_float8(
 def _linear_int4(
     x,  # [rows, depth]
     codes,  # [width, depth / 2]
-    words,  # [width, pairs]
+    words,  # [width, blocks + 1]
     bias,  # [width]
     out,  # [rows, width], with `stride` numbers between the beginnings of rows
     rows,
     width,
     stride,
-    pairs: tl.constexpr,  # of groups
+    blocks: tl.constexpr,  # of four groups
     tile: tl.constexpr,
     columns: tl.constexpr,
     group: tl.constexpr,
@@ -167,31 +178,34 @@ def _linear_int4(
     row = tl.program_id(1) * tile + tl.arange(0, tile)
     place = tl.arange(0, group)
     # Beyond the last row or column others are read, and nothing is written.
-    code_at = codes + (column % width).to(tl.int64)[:, None] * (pairs * group) + place[None, :]
-    word_at = words + (column % width)[:, None] * pairs
-    x_at = x + (row % rows)[None, :] * (2 * pairs * group) + place[:, None]
+    code_at = codes + (column % width).to(tl.int64)[:, None] * (2 * blocks * group) + place[None, :]
+    word_at = words + (column % width)[:, None] * (blocks + 1)
+    x_at = x + (row % rows)[None, :] * (4 * blocks * group) + place[:, None]
     total = tl.zeros([columns, tile], tl.float32)
-    for pair in range(0, pairs):
-        both, word = tl.load(code_at + pair * group), tl.load(word_at + pair)
-        first = _numbers(both & 15, word & 0xFFFF).to(x.dtype.element_ty)
-        total = tl.dot(first, tl.load(x_at + 2 * pair * group), total)
-        # Not before the first matmul, at which the second one of the round before is waited for.
-        second = _numbers(both >> 4, (word >> 16) & 0xFFFF).to(x.dtype.element_ty)
-        total = tl.dot(second, tl.load(x_at + (2 * pair + 1) * group), total)
+    for block in range(0, blocks):
+        word = tl.load(word_at + block)
+        for pair in tl.static_range(2):
+            both, of_pair = tl.load(code_at + (2 * block + pair) * group), word >> (16 * pair)
+            first = _numbers(both & 15, of_pair).to(x.dtype.element_ty)
+            total = tl.dot(first, tl.load(x_at + (4 * block + 2 * pair) * group), total)
+            # Not before the first matmul, at which the one before it is waited for.
+            second = _numbers(both >> 4, of_pair >> 8).to(x.dtype.element_ty)
+            total = tl.dot(second, tl.load(x_at + (4 * block + 2 * pair + 1) * group), total)
+    total *= tl.load(word_at + blocks).to(tl.float32, bitcast=True)
     there, near = (column < width)[:, None], (row < rows)[None, :]
     if biased:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[None, :] * stride + column[:, None], total.to(out.dtype.element_ty), mask=there & near)
 
 
-def takes(x: Tensor, codes: Tensor, group: int) -> bool:
+def takes(x: Tensor, codes: Tensor, scale: Tensor) -> bool:
     """Whether the product of x with these codes is one for this kernel. In 4 bits a group is to be as deep as a
     matmul instruction."""
     return (
         0 < len(x) <= MOST_ROWS
         and x.dtype == torch.bfloat16
         and x.is_contiguous()
-        and (codes.dtype != torch.uint8 or group >= 16)
+        and (codes.dtype != torch.uint8 or _blocks(codes, scale)[1] >= 16)
     )
 
 
@@ -210,10 +224,10 @@ def linear(
             tile.columns, DEPTH, bias is not None, _has_float8(x.device), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     else:
-        pairs = scale.shape[1] // 2
+        blocks, group = _blocks(codes, scale)
         _linear_int4[grid](
-            x, codes, _words(scale), given, out, rows, width, out.stride(0), pairs, tile.rows, tile.columns,
-            codes.shape[1] // pairs, bias is not None, num_warps=tile.warps, num_stages=tile.stages,
+            x, codes, _words(scale), given, out, rows, width, out.stride(0), blocks, tile.rows, tile.columns, group,
+            bias is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 

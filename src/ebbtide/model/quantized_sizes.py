@@ -15,15 +15,15 @@ HEAD_SLICE = 2**25
 """Numbers of a quantized output head that are made of its codes at once, where there are more."""
 SLICE_STEP = 64
 """Rows of a slice of a matrix are a multiple of it."""
-LARGEST_GROUP, SMALLEST_GROUP = 64, 8
-"""Numbers of a row that share a scale, in 4 bits."""
+LARGEST_GROUP, SMALLEST_GROUP = 32, 4
+"""Numbers of a row that share a factor, in 4 bits."""
 
 
 def quantized_bytes(rows: int, columns: int, kind: BaseKind) -> int:
     """The bytes of a matrix with its scales."""
     if kind == "float8":
         return rows * (columns + 2)
-    return rows * (columns // 2 + 2 * (columns // group_size(columns)))
+    return rows * (columns // 2 + columns // group_size(columns) + 4)
 
 
 def layer_kind(path: str, kind: BaseKind, family: Family) -> BaseKind:
@@ -32,12 +32,12 @@ def layer_kind(path: str, kind: BaseKind, family: Family) -> BaseKind:
 
 
 def group_size(columns: int) -> int:
-    """Numbers of a row that share a scale, in 4 bits: the largest power of 2 up to 64 of which a row has an even number
-    of groups."""
-    found = math.gcd(columns, 2 * LARGEST_GROUP) // 2
+    """Numbers of a row that share a factor, in 4 bits: the largest power of 2 up to 32 of which the number of a row's
+    groups is a multiple of 4, whose bytes are a word."""
+    found = math.gcd(columns, 4 * LARGEST_GROUP) // 4
     if found < SMALLEST_GROUP:
         raise UserError(
-            f"`model.base: int4` needs layers whose inputs are a multiple of {2 * SMALLEST_GROUP}, and one has"
+            f"`model.base: int4` needs layers whose inputs are a multiple of {4 * SMALLEST_GROUP}, and one has"
             f" {columns}: choose float8"
         )
     return found
