@@ -521,24 +521,29 @@ def test_the_first_signal_waits_for_the_step_and_the_second_does_not(tiny, tmp_p
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+class TellsWhenGivenUp(Saver):
+    def __init__(self, *given: object) -> None:
+        self.given_up = threading.Event()
+        super().__init__(*given)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_abandoned" and value:
+            self.given_up.set()
+
+
 def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two) -> None:
-    given_up = threading.Event()
     filled: list[str] = []
 
     def before(name: str) -> None:
         filled.append(name)
         if len(filled) == 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            given_up.wait(PATIENCE)
-
-    class Given(Saver):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if name == "_abandoned" and value:
-                given_up.set()
+            saver.given_up.wait(PATIENCE)
 
     config = tiny({"checkpoint": {"every": None, "keep": 9, "async_save": False}, "train.steps": 100})
-    made = Checkpointer(config, Given(config.checkpoint, two, Numbers(before), print), print)
+    saver = TellsWhenGivenUp(config.checkpoint, two, Numbers(before), print)
+    made = Checkpointer(config, saver, print)
     with pytest.raises(KeyboardInterrupt), made:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         made.save(3, {})
@@ -548,24 +553,25 @@ def test_a_second_ctrl_c_ends_a_save_that_the_run_waits_for(tiny, two) -> None:
 
 def test_a_ctrl_c_that_comes_as_a_wait_begins_is_heard(tiny, two) -> None:
     """Python has looked for signals by then, and looks again when the wait returns."""
-    given_up = threading.Event()
 
     class Missed(threading.Event):
         """As if it had come so: it is delivered when a wait has returned."""
 
+        delivered = False
+
         def wait(self, timeout: float | None = None) -> bool:
             assert timeout is not None or self.is_set(), "it waits for a save that waits for it"
             found = super().wait(0.0)
-            if not found and not given_up.is_set():
-                given_up.set()
+            if not found and not self.delivered:
+                self.delivered = True
                 signal.raise_signal(signal.SIGINT)
             return found
 
     def before(name: str) -> None:
-        given_up.wait(PATIENCE)
+        saver.given_up.wait(PATIENCE)
 
     config = tiny({"checkpoint": {"every": None, "keep": 9, "async_save": False}, "train.steps": 100})
-    saver = Saver(config.checkpoint, two, Numbers(before), print)
+    saver = TellsWhenGivenUp(config.checkpoint, two, Numbers(before), print)
     saver._idle = Missed()
     saver._idle.set()
     made = Checkpointer(config, saver, print)
