@@ -129,6 +129,8 @@ def test_a_new_models_codes_are_saved_and_resumed(kind, embeddings, tmp_path, mo
     monkeypatch.setattr("ebbtide.model.quantized_layers.layer_kind", lambda *of_layer: other)
     with pytest.raises(UserError, match="other codes than this run makes"):
         run(folder, {**given, "resume": str(folder), "train.steps": 6})
+    with pytest.raises(UserError, match="other codes than this run makes"):
+        read_model(list_checkpoints(folder / "checkpoints")[-1])
 
 
 @pytest.mark.parametrize("kind", ["float8", "int4"])

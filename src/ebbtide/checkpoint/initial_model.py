@@ -66,7 +66,16 @@ def check_base(base: str, files: CheckpointFiles, called: str = "") -> None:
             f"{called}{': ' if called else ''}the adapters in {files.folder} were trained on another model than the one"
             " here: its weights are not the ones that they were saved with. Name the model that the run was started"
             " with, and its `model.base` and `model.base_embeddings` (`base` and `base_embeddings` of `ebbtide serve`),"
-            " if it was quantized"
+            " if it was quantized, with the same version of Ebbtide"
+        )
+
+
+def check_codes(saved: torch.dtype, weight: torch.Tensor, folder: Path) -> None:
+    """Raises if a weight or the saved one is codes, and those are of another kind."""
+    if saved != weight.dtype and not (saved.is_floating_point and weight.is_floating_point()):
+        raise UserError(
+            f"the base in {folder} has other codes than this run makes: go on with the `model.base`,"
+            " `model.base_embeddings` and version of Ebbtide that it was saved with, or start a new run"
         )
 
 
@@ -87,6 +96,7 @@ def load_weights(model: nn.Module, checkpoint: str, key: str, *, adapters: bool 
         if not (parameter.requires_grad or frozen):
             continue
         if name in tensors.weights:
+            check_codes(tensors.weights[name], parameter, folder)
             found = torch.empty(parameter.shape, dtype=tensors.weights[name])
             tensors.read({f"model.{name}": found})
             parameter.copy_(found)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ebbtide.checkpoint.contents import CONFIG, RUN, RandomStates, random_name, read_random, read_run
 from ebbtide.checkpoint.costs import SAVED_HOLDINGS as SAVED_HOLDINGS
 from ebbtide.checkpoint.entries import TensorEntry
-from ebbtide.checkpoint.initial_model import check_base
+from ebbtide.checkpoint.initial_model import check_base, check_codes
 from ebbtide.checkpoint.manifest import CheckpointFiles, DamagedCheckpoint
 from ebbtide.checkpoint.tensors import TensorReader
 from ebbtide.config.document import to_yaml
@@ -186,11 +186,7 @@ class RunState:
         """Raises if the dtypes differ: rounded weights must not pass for exact ones."""
         for name, weight in self.model.named_parameters():
             if name in saved and saved[name] != weight.dtype:
-                if not (saved[name].is_floating_point and weight.dtype.is_floating_point):
-                    raise UserError(
-                        f"the base in {folder} has other codes than this run makes: resume with the `model.base`,"
-                        " `model.base_embeddings` and version of Ebbtide that it was saved with, or start a new run"
-                    )
+                check_codes(saved[name], weight, folder)
                 was, now = (str(dtype).removeprefix("torch.") for dtype in (saved[name], weight.dtype))
                 raise UserError(
                     f"the weights in {folder} are {was}, those of this run {now}:"

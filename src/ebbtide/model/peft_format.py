@@ -34,7 +34,7 @@ def load_adapter(model: nn.Module, folder: Path, called: str | None = None) -> N
             if digest is not None and digest != base_digest(model):
                 raise UserError(
                     f"{called} was trained on another model than the one here: name the one it belongs to, and its"
-                    " `model.base` (`base` of `ebbtide serve`), if it was quantized"
+                    " `model.base` (`base` of `ebbtide serve`), if it was quantized, with the same version of Ebbtide"
                 )
             if odd := sorted(names ^ parameters.keys()):
                 where = "the model has no such layer" if odd[0] in names else "it lacks it"
