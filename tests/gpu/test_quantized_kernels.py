@@ -61,7 +61,7 @@ def product_of(x: torch.Tensor, matrix: Quantized, bias: torch.Tensor | None) ->
 @pytest.mark.parametrize(("width", "depth"), [*SHAPES, (70, 96)])
 def test_codes_and_numbers_are_those_of_the_cpu(kind, width, depth) -> None:
     weight = random_matrix(width, depth)
-    weight[0, :2] = torch.tensor([1.328125, -0.045166])  # A quotient by 15 that a multiplication rounds otherwise.
+    weight[0, :2] = torch.tensor([-104, 76])  # A 15th of the range is 12, and a little more if it is multiplied.
     weight[0, 2:] = 0.5
     matrix = quantize(weight, kind)
     wanted = quantize(weight.cpu(), kind)

@@ -107,6 +107,26 @@ def test_codes_do_not_depend_on_the_type_that_a_model_is_loaded_in(kind) -> None
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damaged", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_none(kind, damaged) -> None:
+    weight = random_matrix()
+    weight[1, 5] = damaged
+    found = dequantize(quantize(weight, kind), torch.float32).isfinite()
+    assert not found[1].all()
+    assert found[[0, *range(2, len(weight))]].all()
+
+
+def test_an_outlier_costs_the_rest_of_its_row_little() -> None:
+    weight = random_matrix(8, 1024)
+    plain = dequantize(quantize(weight, "int4"), torch.float32)
+    weight[:, 7] = 60 * weight.float().std(1)
+    others = slice(32, None)  # of other groups
+    found = dequantize(quantize(weight, "int4"), torch.float32)
+    errors = [(one - weight.float())[:, others].square().sum() for one in (found, plain)]
+    assert errors[0] < 2.5 * errors[1]
+
+
 def test_keys_and_values_have_8_bits_where_others_have_4() -> None:
     model = load_initial(model_config("int4"), CPU).model
     wide = {

@@ -196,7 +196,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.int16 else tensor.bfloat16().view(torch.int16)
+    return tensor.bfloat16().view(torch.int16)
 
 
 def digested_step(numel: int) -> int:

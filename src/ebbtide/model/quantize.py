@@ -31,8 +31,8 @@ LARGEST_FLOAT8 = 448.0
 LARGEST_CODE = 15
 LARGEST_FACTOR = 16
 SCALE_BYTES = 4
-LEAST_EXPONENT = -126
-"""Of a scale: smaller numbers are not exact on every device."""
+LEAST_SCALE = 2.0**-126
+"""Smaller numbers are not exact on every device."""
 
 
 class Quantized(NamedTuple):
@@ -50,7 +50,7 @@ class Quantized(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Numbers of a row that share a factor, in 4 bits."""
+        """Numbers of a row that share a factor, of codes of 4 bits."""
         return self.columns // (self.scale.shape[1] - SCALE_BYTES)
 
 
@@ -200,9 +200,14 @@ def quantize(weight: Tensor, kind: BaseKind) -> Quantized:
 
 def _to_float8(rows: Tensor) -> Quantized:
     largest = rows.abs().amax(1, keepdim=True)
-    exponent = torch.frexp(largest / torch.full_like(largest, LARGEST_FLOAT8)).exponent
-    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    scale = _power_of_2_above(largest / torch.full_like(largest, LARGEST_FLOAT8))
     return Quantized((rows / scale).to(torch.float8_e4m3fn), scale.bfloat16())
+
+
+def _power_of_2_above(numbers: Tensor) -> Tensor:
+    """The next power of 2; of what is no number none, so that damaged weights do not become numbers."""
+    exponent = torch.frexp(numbers).exponent
+    return torch.ldexp(torch.ones_like(numbers), exponent).where(numbers.isfinite(), torch.nan)
 
 
 def _to_int4(rows: Tensor) -> Quantized:
@@ -210,11 +215,10 @@ def _to_int4(rows: Tensor) -> Quantized:
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     # A GPU divides by a number as if it were multiplied with another.
     steps = (high - low) / torch.full_like(low, LARGEST_CODE)
-    exponent = torch.frexp(steps.amax(1, keepdim=True) / LARGEST_FACTOR).exponent
+    widest = _power_of_2_above(steps.amax(1, keepdim=True) / LARGEST_FACTOR)
     best: _Codes | None = None
-    for smaller in range(2):  # The range of a row's widest groups is cut where that makes the others so much finer.
-        scale = torch.ldexp(torch.ones_like(low[:, :1]), (exponent - smaller).clamp(min=LEAST_EXPONENT))
-        found = _with_scale(groups, low, high, steps, scale)
+    for part in (1, 0.5):  # The range of a row's widest groups is cut where that makes the others so much finer.
+        found = _with_scale(groups, low, high, steps, (part * widest).clamp(min=LEAST_SCALE))
         best = found if best is None else found.where_better(best, dim=1)
     assert best is not None
     first, second = _int4_codes(groups / (best.factor * best.scale), best.zero).byte().unflatten(1, (-1, 2)).unbind(2)

@@ -6,8 +6,9 @@ has its bits: scales of rows are powers of 2, and change no bit of a sum but its
 
 On Hopper a matmul reads the numbers from registers while the program goes on. Triton splits the only matmul of a loop
 into several, and lets all but one of them run while the next round writes to their registers (its issue 9433, in 3.6
-and before): now and then numbers are wrong. Of two matmuls it waits for both at the first one, so loops have two, and
-make the numbers of the second after it. tests/gpu/test_compiled_kernels.py looks for such writes in compiled code.
+and before): now and then numbers are wrong. Of several matmuls it waits for each at the next one, so loops have two or
+more, and make the numbers of one after the one before it. tests/gpu/test_compiled_kernels.py looks for such writes in
+compiled code.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _numbers(codes, of_group):
     numbers = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
     zero = (of_group & 15 | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
     factor = (of_group >> 4 & 15 | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True) - 127.0
-    return (numbers - zero) * factor.to(tl.bfloat16)
+    return (numbers - zero) * factor
 
 
 @triton.jit
